@@ -33,7 +33,18 @@ if __package__ is None:
 
 from campaigns import pages
 from campaigns.crash_faults import faults
-from campaigns.crash_life import BATCHES, PHASES, append, ended, forked, live, never_killed, records, same, versions
+from campaigns.crash_life import (
+    BATCHES,
+    PHASES,
+    append,
+    ended,
+    forked,
+    live,
+    never_killed,
+    records,
+    same,
+    versions,
+)
 from keras_nanguard._fit.resume import find
 
 PAGE = Path(__file__).resolve().parents[1] / "campaigns/results/crash.md"

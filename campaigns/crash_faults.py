@@ -18,7 +18,18 @@ from typing import Any
 
 import keras
 
-from campaigns.crash_life import BATCHES, Beat, append, ended, forked, live, never_killed, nothing, same, versions
+from campaigns.crash_life import (
+    BATCHES,
+    Beat,
+    append,
+    ended,
+    forked,
+    live,
+    never_killed,
+    nothing,
+    same,
+    versions,
+)
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
 

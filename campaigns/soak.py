@@ -163,7 +163,9 @@ def graphs(kinds: Counter[str]) -> dict[str, int]:
     import keras
 
     if keras.backend.backend() == "tensorflow":
-        from tensorflow.python.eager import context  # the one place that knows the functions of the runtime
+        from tensorflow.python.eager import (
+            context,  # the one place that knows the functions of the runtime
+        )
 
         return {"graphs": len(context.context().list_function_names()) + kinds["FuncGraph"], "tensors": kinds["EagerTensor"]}
     if keras.backend.backend() == "jax":

@@ -50,7 +50,9 @@ _HOMES = {
     "Diagnosis": "_core.incident",
     "Decision": "_core.incident",
     "Outcome": "_core.incident",
-    **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"),
+    **dict.fromkeys(
+        ("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"
+    ),
     **dict.fromkeys(("NanGuardError", "PolicyError", "StateLostError"), "_core.errors"),
     "NonFiniteError": "_core.nonfinite_error",
     "Recording": "_recording.recording",

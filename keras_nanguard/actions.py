@@ -1,7 +1,7 @@
 """The actions of a policy, as frozen data: one class per action, and one table of all of them.
 
-Nothing here touches a model. An action describes what to do; the guard does it and records an outcome, done or skipped
-with a reason. Imports no backend.
+Nothing here touches a model. An action describes what to do; the guard does it and records an
+outcome, done or skipped with a reason. Imports no backend.
 
 Example:
 

@@ -2,8 +2,8 @@
 
     from keras_nanguard.errors import NonFiniteError
 
-All of them are a `NanGuardError`, and each is also the matching built-in error: a `ValueError` for arguments and files, a
-`FloatingPointError` for numbers.
+All of them are a `NanGuardError`, and each is also the matching built-in error: a `ValueError` for
+arguments and files, a `FloatingPointError` for numbers.
 """
 
 from __future__ import annotations

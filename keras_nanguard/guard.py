@@ -103,7 +103,10 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     ):
         super().__init__()
         self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
-        self._reporter, self.functions = Reporter(arguments.verbosity(verbose)), arguments.functions(functions)
+        self._reporter, self.functions = (
+            Reporter(arguments.verbosity(verbose)),
+            arguments.functions(functions),
+        )
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.diagnose = arguments.flag("diagnose", diagnose)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
@@ -119,7 +122,13 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
 
     def _unused(self) -> NanGuard:
         """Return a new guard with the same policy."""
-        return NanGuard(self.policy, directory=self.directory, verbose=self.verbose, logs=self.logs, sample_ids=self.sample_ids)
+        return NanGuard(
+            self.policy,
+            directory=self.directory,
+            verbose=self.verbose,
+            logs=self.logs,
+            sample_ids=self.sample_ids,
+        )
 
     @property
     def verbose(self) -> int:
@@ -144,8 +153,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             return
         if self._fit is not None and self._fit.runs:
             raise GuardInUseError(
-                f"Expected a guard that is not in use. Received: a guard of a running fit of "
-                f"{getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit that runs at the same time."
+                "Expected a guard that is not in use. Received: a guard of a running fit of"
+                f" {getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit"
+                " that runs at the same time."
             )
         self._detach()
         super().set_model(model)
@@ -159,7 +169,10 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         other = attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
-                text = "Two NanGuards in one fit: only the first one is used. Pass only one in callbacks=[...]."
+                text = (
+                    "Two NanGuards in one fit: only the first one is used. Pass only one in"
+                    " callbacks=[...]."
+                )
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
@@ -168,7 +181,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._attachment.in_use = self._at_work
         self._attachment.attach()
         self._reporter.begin()
-        self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
+        self._firewall = Firewall(
+            self.session, self._fit.callbacks if self._fit is not None else ()
+        )
 
     def _at_work(self, strictly: bool = False) -> bool:
         """Whether the fit is still running.
@@ -255,7 +270,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             return
         self._unnamed = not getattr(self.session.model, "built", True)
         options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
-        for line in policy_lines(self.policy, options, self.session.model, self.session.state.optimizers):
+        for line in policy_lines(
+            self.policy, options, self.session.model, self.session.state.optimizers
+        ):
             self._reporter.once(line)
 
     def _note_callbacks(self) -> None:
@@ -275,7 +292,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
                 keras_fitting.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
-        """Replace the logs of an epoch without committed steps, before any callback receives them."""
+        """Replace the logs of an epoch without committed steps, before any callback receives
+        them.
+        """
         if self.session is None:
             return
         self.session.resolve_pending()
@@ -290,7 +309,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
         self.before_epoch_end(logs)
         callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
-        with shielded(callbacks, logs, self.session.logs.no_best if self.session is not None else ()):
+        with shielded(
+            callbacks, logs, self.session.logs.no_best if self.session is not None else ()
+        ):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -301,7 +322,12 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             self._print_policy_warnings()
         self._warn_unless_begun()
         self._add_counts(logs)
-        self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured, self.session.logs.known is not None)
+        self._reporter.epoch(
+            self.session.counts,
+            epoch,
+            self.session.logs.unmeasured,
+            self.session.logs.known is not None,
+        )
         self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -343,7 +369,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             self.session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Find predictions that are not finite. The first ones are reported at the end of the call."""
+        """Find predictions that are not finite. The first ones are reported at the end of the
+        call.
+        """
         self._predicted = self._predicted or results.bad_arrays(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
@@ -380,7 +408,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._reporter.incident(incident, directory, self._samples_of(incident))
 
     def summary(self) -> str:
-        """Return a summary of all fits so far: numbers of steps, incidents by cause, and actions."""
+        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
+        actions.
+        """
         return console.summary(self.incidents, *self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:

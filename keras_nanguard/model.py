@@ -25,14 +25,20 @@ def _has_callback(model: Any) -> bool:
 
 def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the arguments create a functional model, by the rule of keras/src/models/model.py."""
-    return len(args) == 2 or (len(args) == 1 and "outputs" in kwargs) or ("inputs" in kwargs and "outputs" in kwargs)
+    return (
+        len(args) == 2
+        or (len(args) == 1 and "outputs" in kwargs)
+        or ("inputs" in kwargs and "outputs" in kwargs)
+    )
 
 
 @functools.cache
 def _functional() -> type:
     """Return the class of Keras' functional models."""
     x = keras.Input((1,), name="x")
-    return type(keras.Model(x, keras.layers.Identity(name="same")(x), name="model"))  # Keras 3.12 takes no model without a layer
+    return type(
+        keras.Model(x, keras.layers.Identity(name="same")(x), name="model")
+    )  # Keras 3.12 takes no model without a layer
 
 
 class _OfTensors:
@@ -50,7 +56,11 @@ class _OfTensors:
 
 @functools.cache
 def _made_of_tensors(cls: type) -> type:
-    named = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._of_tensors", "__doc__": cls.__doc__}
+    named = {
+        "__module__": cls.__module__,
+        "__qualname__": f"{cls.__qualname__}._of_tensors",
+        "__doc__": cls.__doc__,
+    }
     made = type(cls.__name__, (cls, _functional()), named)
     package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
     return keras.saving.register_keras_serializable(package, name)(made) if package else made
@@ -138,7 +148,9 @@ class NanGuardModel(keras.Model):
     def __init__(self, *args: Any, guard: NanGuard | None = None, **kwargs: Any):
         if guard is not None and not isinstance(guard, NanGuard):
             remedy = "Write guard=NanGuard(...), or set nanguard_policy."
-            raise GuardError(expected("guard to be a NanGuard", f"guard={safe_repr(guard)}", remedy))
+            raise GuardError(
+                expected("guard to be a NanGuard", f"guard={safe_repr(guard)}", remedy)
+            )
         if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
             self.__class__ = self._of_tensors
         super().__init__(*args, **kwargs)
@@ -149,8 +161,14 @@ class NanGuardModel(keras.Model):
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
-        guard, wanted = self.__dict__.get("_nanguard"), (self.nanguard_policy, self.nanguard_verbose)
-        made_of, given = self.__dict__.get("_nanguard_made_of"), self.__dict__.get("_nanguard_given", False)
+        guard, wanted = (
+            self.__dict__.get("_nanguard"),
+            (self.nanguard_policy, self.nanguard_verbose),
+        )
+        made_of, given = (
+            self.__dict__.get("_nanguard_made_of"),
+            self.__dict__.get("_nanguard_given", False),
+        )
         # loading a model reads this property before the policy can be set
         if guard is None or (not given and guard.session is None and made_of != wanted):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
@@ -159,7 +177,9 @@ class NanGuardModel(keras.Model):
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train like `keras.Model.fit`. Steps and epochs of incidents count from the start of this fit."""
+        """Train like `keras.Model.fit`. Steps and epochs of incidents count from the start of this
+        fit.
+        """
         self.train_function = None
         given = args[5] if len(args) > 5 else kwargs.get("callbacks")
         if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):

@@ -1,8 +1,9 @@
 """Fault injection: make a training run fail at one site, in one way, at an exact step.
 
-The same fault can be injected into a stock Keras model, to show what happens there, and into a guarded one, to show that
-it does not. It works in graph mode, eagerly, under XLA, inside `steps_per_execution` and with mixed precision, because it
-wraps the whole train step, counts the steps itself, and requires nothing of the model:
+The same fault can be injected into a stock Keras model, to show what happens there, and into a
+guarded one, to show that it does not. It works in graph mode, eagerly, under XLA, inside
+`steps_per_execution` and with mixed precision, because it wraps the whole train step, counts the
+steps itself, and requires nothing of the model:
 
 ```python
 from keras_nanguard.testing import inject
@@ -37,8 +38,9 @@ SITES: tuple[str, ...] = get_args(FaultSite)
 """Sites at which a fault can be injected."""
 
 KINDS: tuple[str, ...] = get_args(FaultKind)
-"""Kinds of faults: three non-finite values; `overflow`, the largest finite number of the dtype, with which the next
-operation overflows; `spike`, the value times `magnitude`; `zero`."""
+"""Kinds of faults: three non-finite values; `overflow`, the largest finite number of the dtype,
+with which the next operation overflows; `spike`, the value times `magnitude`; `zero`.
+"""
 
 FACTORS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zero": 0.0}
 
@@ -51,9 +53,11 @@ class Fault:
         site: one of `SITES`.
         kind: one of `KINDS`.
         steps: the train steps at which it is injected, in order, from 0.
-        path: glob on the Keras path of the variable or on a run of its parts, or on the path in the batch (`0`, `0/name`).
+        path: glob on the Keras path of the variable or on a run of its parts, or on the path in the
+            batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
-        entries: number of entries of each tensor (of each row, in a batch), from the first; `None` for all.
+        entries: number of entries of each tensor (of each row, in a batch), from the first; `None`
+            for all.
         magnitude: factor of a spike.
     """
 
@@ -77,7 +81,9 @@ class Fault:
         return FACTORS[self.kind] if self.kind in FACTORS else _largest(dtype)
 
     def value(self, dtype: Any) -> float | None:
-        """Return the replacement of an entry of this dtype; `None` for a spike, which multiplies it."""
+        """Return the replacement of an entry of this dtype; `None` for a spike, which multiplies
+        it.
+        """
         return None if self.kind == "spike" else self.factor(dtype)
 
 
@@ -96,31 +102,36 @@ def inject(
 ) -> Injection:
     """Return a context in which training this model fails at one site.
 
-    Faults of the batch are injected before the step reads it; of the state, between the previous step and this one, as if
-    other code had written it; of the loss, in the result of `compute_loss`, and so in all gradients; of the gradients, in
-    the backward pass, while the loss stays unchanged. Contexts can be nested.
+    Faults of the batch are injected before the step reads it; of the state, between the previous
+    step and this one, as if other code had written it; of the loss, in the result of
+    `compute_loss`, and so in all gradients; of the gradients, in the backward pass, while the loss
+    stays unchanged. Contexts can be nested.
 
     Args:
         model: a compiled `keras.Model`, guarded or not.
-        site: `"inputs"`, `"targets"` (also the sample weights), `"loss"`, `"gradients"`, `"weights"`, `"statistics"`,
-            `"slots"` or `"loss_scale"`.
-        kind: `"nan"`, `"inf"`, `"-inf"`, `"overflow"` (the largest finite number), `"spike"` (times `magnitude`) or
-            `"zero"`.
-        step: the train step, or several, counted from 0 at the start of the context, over all fits in it.
+        site: `"inputs"`, `"targets"` (also the sample weights), `"loss"`, `"gradients"`,
+            `"weights"`, `"statistics"`, `"slots"` or `"loss_scale"`.
+        kind: `"nan"`, `"inf"`, `"-inf"`, `"overflow"` (the largest finite number), `"spike"` (times
+            `magnitude`) or `"zero"`.
+        step: the train step, or several, counted from 0 at the start of the context, over all fits
+            in it.
         count: number of steps in a row, starting at each `step`.
-        path: glob on the Keras path of the variables or on a run of its parts, as in a policy (`"dense"`, `"dense/kernel"`),
-            or on the path in the batch: inputs are `0` or `0/name`, targets `0`, sample weights `1`.
+        path: glob on the Keras path of the variables or on a run of its parts, as in a policy
+            (`"dense"`, `"dense/kernel"`), or on the path in the batch: inputs are `0` or `0/name`,
+            targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
-        entries: number of entries of each tensor, or of each row of a batch, from the first; `None` for all.
+        entries: number of entries of each tensor, or of each row of a batch, from the first; `None`
+            for all.
         magnitude: factor of a spike.
-        must_happen: raise at the end of the context if the fault was never injected: such a test would prove nothing.
-            `False` if training may stop earlier.
+        must_happen: raise at the end of the context if the fault was never injected: such a test
+            would prove nothing. `False` if training may stop earlier.
 
     Returns:
         An `Injection`, a context manager.
 
     Raises:
-        GuardError: for an invalid argument, and at the end of the context if the fault was never injected.
+        GuardError: for an invalid argument, and at the end of the context if the fault was never
+            injected.
 
     Example:
 
@@ -135,16 +146,28 @@ def inject(
     require_keras_3(model)
     if not hasattr(model, "train_step") or not getattr(model, "compiled", False):
         raise GuardError(
-            expected("a compiled keras.Model", f"model={model!r}", "Call model.compile(optimizer, loss) first.")
+            expected(
+                "a compiled keras.Model",
+                f"model={model!r}",
+                "Call model.compile(optimizer, loss) first.",
+            )
         )
     starts = _whole("step", step)
     if not isinstance(count, int) or count < 1:
-        raise GuardError(expected("count to be a whole number above 0", f"count={count!r}", "Leave it out for 1."))
+        raise GuardError(
+            expected(
+                "count to be a whole number above 0", f"count={count!r}", "Leave it out for 1."
+            )
+        )
     if entries is not None and (not isinstance(entries, int) or entries < 1):
         remedy = "Use entries=None for all of them."
-        raise GuardError(expected("entries to be a whole number above 0", f"entries={entries!r}", remedy))
+        raise GuardError(
+            expected("entries to be a whole number above 0", f"entries={entries!r}", remedy)
+        )
     steps = tuple(sorted({first + i for first in starts for i in range(count)}))
-    fault = Fault(site, kind, steps, path, None if rows is None else _whole("rows", rows), entries, magnitude)
+    fault = Fault(
+        site, kind, steps, path, None if rows is None else _whole("rows", rows), entries, magnitude
+    )
     return Injection(model, fault, must_happen)
 
 
@@ -174,22 +197,36 @@ class Injection:
     def __enter__(self) -> Injection:
         if self._hook is not None:
             raise GuardError(
-                expected("an injection that was not used before", "one that was", "Call inject(...) for each context.")
+                expected(
+                    "an injection that was not used before",
+                    "one that was",
+                    "Call inject(...) for each context.",
+                )
             )
         self._hook = current.faults().Hook(self.model, self.fault)
         self._hook.install()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._hook.remove()
         if kind is None and self.must_happen and not self.fired:
             ran = f"{self.seen} train steps ran"
-            why = ran if self._hook.reached or not self.seen else f"{ran}, and none of them called model.compute_loss"
+            why = (
+                ran
+                if self._hook.reached or not self.seen
+                else f"{ran}, and none of them called model.compute_loss"
+            )
             fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} to be injected"
-            raise GuardError(expected(fault, why, "Train the model inside the context, for more steps."))
+            raise GuardError(
+                expected(fault, why, "Train the model inside the context, for more steps.")
+            )
 
 
-def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6) -> None:
+def corrupt(
+    variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6
+) -> None:
     """Overwrite the first entries of a variable from the host, as a callback between two steps can.
 
     Args:
@@ -211,9 +248,18 @@ def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnit
     ```
     """
     _check("kind", kind, KINDS)
-    if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(variable.dtype):
-        received = f"variable={getattr(variable, 'path', variable)!r} of dtype {getattr(variable, 'dtype', None)}"
-        raise GuardError(expected("a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."))
+    if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(
+        variable.dtype
+    ):
+        received = (
+            f"variable={getattr(variable, 'path', variable)!r} of dtype"
+            f" {getattr(variable, 'dtype', None)}"
+        )
+        raise GuardError(
+            expected(
+                "a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."
+            )
+        )
     array = keras_variables.read(variable)
     flat = array.reshape(-1)
     fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
@@ -232,12 +278,22 @@ def _largest(dtype: Any) -> float:
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         words = ", ".join(map(repr, allowed))
-        raise GuardError(expected(f"{name} to be one of {words}", f"{name}={value!r}", f"Correct {name}."))
+        raise GuardError(
+            expected(f"{name} to be one of {words}", f"{name}={value!r}", f"Correct {name}.")
+        )
 
 
 def _whole(name: str, value: Any) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ("",)
+    values = (
+        (value,)
+        if isinstance(value, int)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else ("",)
+    )
     if not values or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
         remedy = f"Count from 0, as in {name}=3 or {name}=(3, 7)."
-        raise GuardError(expected(f"{name} to be whole numbers from 0 on", f"{name}={value!r}", remedy))
+        raise GuardError(
+            expected(f"{name} to be whole numbers from 0 on", f"{name}={value!r}", remedy)
+        )
     return values

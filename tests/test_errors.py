@@ -15,7 +15,13 @@ from support import zoo
 
 import keras_nanguard
 from keras_nanguard import NanGuard, Policy, diagnose, errors, lint, recalibrate
-from keras_nanguard.errors import GuardError, GuardInUseError, NanGuardError, NonFiniteError, PolicyError
+from keras_nanguard.errors import (
+    GuardError,
+    GuardInUseError,
+    NanGuardError,
+    NonFiniteError,
+    PolicyError,
+)
 
 
 def test_unknown_preset():

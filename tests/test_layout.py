@@ -52,7 +52,7 @@ NOT_OF_KERAS = {
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
 }
 
-LINES = 400
+LINES = 500
 VAGUE = {"utils", "util", "base", "manager", "helpers", "common", "misc"}
 
 
@@ -199,7 +199,7 @@ def test_names_private_to_keras():
 
 
 def test_length():
-    """No module has more than 400 lines."""
+    """No module has more than 500 lines."""
     lengths = {m: len(path.read_text(encoding="utf-8").splitlines()) for m, path in modules().items()}
     assert {m: n for m, n in lengths.items() if n > LINES} == {}
 

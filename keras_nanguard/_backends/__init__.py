@@ -1,2 +1,3 @@
-"""The transaction on each backend: one package per backend, with the interface in `interface.py`.
+"""The transaction on each backend: one package per backend, with the interface in
+`interface.py`.
 """

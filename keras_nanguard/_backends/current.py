@@ -12,7 +12,16 @@ from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
 __all__ = [
-    *("BACKENDS", "adapted", "attachment", "compiled_replay", "faults", "host", "loop_step", "name"),
+    *(
+        "BACKENDS",
+        "adapted",
+        "attachment",
+        "compiled_replay",
+        "faults",
+        "host",
+        "loop_step",
+        "name",
+    ),
     *("replay", "state_passes_through_step"),
 ]
 
@@ -34,7 +43,13 @@ def _module(part: str) -> Any:
     backend = name()
     if backend not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise GuardError(expected(f"a backend among {known}", f"backend={backend!r}", "Set KERAS_BACKEND to one of them."))
+        raise GuardError(
+            expected(
+                f"a backend among {known}",
+                f"backend={backend!r}",
+                "Set KERAS_BACKEND to one of them.",
+            )
+        )
     return importlib.import_module(f"keras_nanguard._backends.{backend}.{part}")
 
 
@@ -44,7 +59,9 @@ def attachment(model: Any, session: interface.GuardedSession) -> interface.Attac
     return made
 
 
-def loop_step(function: Callable[..., Any], session: interface.GuardedSession) -> Callable[..., Any]:
+def loop_step(
+    function: Callable[..., Any], session: interface.GuardedSession
+) -> Callable[..., Any]:
     """Return a hand-written step as a transaction."""
     made: Callable[..., Any] = _module("attach").LoopStep(function, session)
     return made

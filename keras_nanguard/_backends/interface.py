@@ -5,7 +5,7 @@ A backend is a package with these modules, each with what a protocol here declar
 | module | content | protocol |
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep`, `adapted` | `Attachment`, `LoopStep`, `Attaching` |
-| `step` | `Transaction` | `Transaction` (`CountingTransaction` if several steps run in one execution) |
+| `step` | `Transaction` | `Transaction` (`CountingTransaction` for several steps at once) |
 | `reports` | `ReportQueue` | `ReportQueue` |
 | `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
 | `replay`, `compiled_replay` | replay of a step, for a diagnosis | `Replay`, `CompiledReplay` |
@@ -72,10 +72,14 @@ class Transaction(Protocol):
     """The step as the user wrote it, in the form that this backend takes."""
 
     replayed: Callable[..., Any]
-    """The step as it can be run again: a function of its batch that reads and writes the variables, and returns the outputs."""
+    """The step as it can be run again: a function of its batch that reads and writes the variables,
+    and returns the outputs.
+    """
 
     judged: Callable[..., Verdict] | None
-    """The step as training has compiled it, run again and forgotten; returns its verdict. `None` where that takes a new trace."""
+    """The step as training has compiled it, run again and forgotten; returns its verdict. `None`
+    where that takes a new trace.
+    """
 
     jit: bool
     """Whether the step is compiled by XLA, or by what the backend has instead."""
@@ -124,7 +128,8 @@ class CountingTransaction(Transaction, Protocol):
     """A transaction that may run several steps in one execution."""
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last execution.
+        """Return the verdicts of the steps from `start` to before `end`, since the last
+        execution.
         """
 
 
@@ -198,7 +203,8 @@ class GuardedSession(Protocol):
         """Whether a healthy next step would only have to be counted."""
 
     def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: other code may write them.
+        """Whether `before` needs the state in the variables; `written`: other code may write
+        them.
         """
 
     def adjustments(self) -> dict[int, Any]:
@@ -287,10 +293,13 @@ class Attaching(Protocol):
     """`LoopStep(function, session)`."""
 
     STATE_PASSES_THROUGH_STEP: bool
-    """Whether a hand-written step takes and returns the state of its optimizers, whatever those are."""
+    """Whether a hand-written step takes and returns the state of its optimizers, whatever those
+    are.
+    """
 
     def adapted(self, model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the model and the optimizers of a loop in Keras' form, if the backend has its own.
+        """Return the model and the optimizers of a loop in Keras' form, if the backend has its
+        own.
         """
 
 
@@ -306,7 +315,9 @@ class Replay(Protocol):
     def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
         """Return a function that finds the losses in the logs of a step without `compute_loss`."""
 
-    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> AbstractContextManager[Any]:
+    def intercepted(
+        self, model: Any, optimizers: Iterable[Any], immediate: bool
+    ) -> AbstractContextManager[Any]:
         """Return a context that records losses and updates; `immediate`: updates run at once."""
 
     def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
@@ -377,20 +388,24 @@ class Host(Protocol):
     """Functions for the process as a whole. The module `host` of a backend."""
 
     SPREADS_ARRAYS: bool
-    """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
+    """Whether one array may be spread over several processes, so that none of them can compute with
+    it alone.
+    """
 
     def place(self) -> tuple[int, int]:
         """Return the rank of this process, from 0, and how many processes train together."""
 
     def trains_together(self, model: Any, loop: bool) -> bool:
-        """Whether this process trains the model with others; `loop`: in a loop of the user's own.
+        """Whether this process trains the model with others; `loop`: in a loop of the user's
+        own.
         """
 
     def is_sharded(self, model: Any) -> bool:
         """Whether each process has another part of the model, so that none can save it alone."""
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the values of all processes by rank, or raise `GuardError` with the missing rank.
+        """Return the values of all processes by rank, or raise `GuardError` with the missing
+        rank.
         """
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:

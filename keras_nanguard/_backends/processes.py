@@ -77,4 +77,6 @@ def agreed(number: int, what: str) -> None:
     found = exchange(number, what)
     if len(set(found)) > 1:
         remedy = "Give all of them the same directory, on a file system that they share."
-        raise GuardError(expected(f"all processes to find the same {what}", f"{found}, by process", remedy))
+        raise GuardError(
+            expected(f"all processes to find the same {what}", f"{found}, by process", remedy)
+        )

@@ -253,7 +253,8 @@ def _report(commands: Commands) -> None:
 
 def _watch(commands: Commands) -> None:
     summary = (
-        "follow a guarded run in the terminal: curves, incidents, and remaining limits of the policy"
+        "follow a guarded run in the terminal: curves, incidents, and remaining limits of the"
+        " policy"
     )
     command = _command(commands, "watch", command_functions.watch, summary)
     directory = "the directory that was given to NanGuard"

@@ -1,4 +1,5 @@
-"""Atomic files: written under a temporary name, synced, renamed, and checked against a checksum when read.
+"""Atomic files: written under a temporary name, synced, renamed, and checked against a checksum
+when read.
 
 Imports no backend.
 """
@@ -20,7 +21,16 @@ from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = ["beside", "fingerprint", "flush_to_disk", "publish", "read_json", "remove", "sweep", "write_json"]
+__all__ = [
+    "beside",
+    "fingerprint",
+    "flush_to_disk",
+    "publish",
+    "read_json",
+    "remove",
+    "sweep",
+    "write_json",
+]
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
@@ -42,10 +52,14 @@ def fingerprint(path: Path) -> str:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Sync the contents of a file, or the entries of a folder, to the disk. Windows syncs no folder."""
+    """Sync the contents of a file, or the entries of a folder, to the disk. Windows syncs no
+    folder.
+    """
     if path.is_dir() and os.name == "nt":
         return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs only what can be written
+    handle = os.open(
+        path, os.O_RDONLY if path.is_dir() else os.O_RDWR
+    )  # Windows syncs only what can be written
     try:
         os.fsync(handle)
     finally:
@@ -55,7 +69,8 @@ def flush_to_disk(path: Path) -> None:
 def publish(finished: Path, path: Path) -> None:
     """Move a finished file or folder to its final path, and sync the folder that contains it.
 
-    Windows replaces no file that a program has open, such as a scanner of viruses for a moment: so it is tried again.
+    Windows replaces no file that a program has open, such as a scanner of viruses for a moment: so
+    it is tried again.
     """
     for wait in REPLACE_WAITS:
         try:
@@ -74,14 +89,16 @@ def publish(finished: Path, path: Path) -> None:
 def _unfinished(name: str, process: int) -> str:
     """Return the name of a file while it is written; the same string each time.
 
-    pathlib interns each name, and of names that come and go Python's table of interned strings grows, by megabytes at once.
+    pathlib interns each name, and of names that come and go Python's table of interned strings
+    grows, by megabytes at once.
     """
     return f"{BESIDE}{process}-{name}"
 
 
 @contextmanager
 def beside(path: Path, name: str = "") -> Iterator[Path]:
-    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed on an error.
+    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed
+    on an error.
 
     Args:
         path: the final one.
@@ -98,7 +115,11 @@ def beside(path: Path, name: str = "") -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):
             _discard(unfinished)
-        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(unfinished)):
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and str(error.filename) in ("None", str(unfinished))
+        ):
             raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
 

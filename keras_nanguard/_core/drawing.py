@@ -23,10 +23,18 @@ def new_figure(width: float, height: float) -> Any:
         if "ipykernel" in sys.modules:
             from matplotlib import pyplot
 
-            pyplot.switch_backend(pyplot.get_backend())  # loads it: a notebook shows no figure before that
+            pyplot.switch_backend(
+                pyplot.get_backend()
+            )  # loads it: a notebook shows no figure before that
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise GuardError(expected("matplotlib to be installed", "no such module", "Run: pip install 'keras-nanguard[plot]'")) from error
+        raise GuardError(
+            expected(
+                "matplotlib to be installed",
+                "no such module",
+                "Run: pip install 'keras-nanguard[plot]'",
+            )
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -1,7 +1,7 @@
 """The errors of the library, and the form of their messages.
 
-A message says what was expected, what was received and what to do, in this order (the convention of Keras).
-Imports no backend.
+A message says what was expected, what was received and what to do, in this order (the convention of
+Keras). Imports no backend.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ def expected(what: str, received: object, remedy: str) -> str:
 
 
 def no_backend(error: ImportError) -> str:
-    """Return what to do where Keras does not find its backend, `""` if the error is about another module."""
+    """Return what to do where Keras does not find its backend, `""` if the error is about another
+    module.
+    """
     name = (error.name or "").partition(".")[0]
     if name not in ("tensorflow", "jax", "torch"):
         return ""
     received = f"the backend {name}, which is not installed"
-    remedy = f'Run pip install "keras-nanguard[{name}]", or set KERAS_BACKEND to the backend that is installed.'
+    remedy = (
+        f'Run pip install "keras-nanguard[{name}]", or set KERAS_BACKEND to the backend that is'
+        " installed."
+    )
     return expected("a backend for Keras", received, remedy)
 
 
@@ -43,11 +48,15 @@ def no_model(received: object, command: str) -> GuardError:
 
     Args:
         received: the argument.
-        command: the command of `keras-nanguard` that accepts the path of a model, with the placeholder `{path}`.
+        command: the command of `keras-nanguard` that accepts the path of a model, with the
+            placeholder `{path}`.
     """
     if isinstance(received, (str, os.PathLike)):
         path = os.fspath(received)
-        remedy = f"Load it with keras.saving.load_model, or run: keras-nanguard {command.format(path=path)}"
+        remedy = (
+            "Load it with keras.saving.load_model, or run: keras-nanguard"
+            f" {command.format(path=path)}"
+        )
         return GuardError(expected("a Keras model", f"the path {path!r}", remedy))
     name = received.__name__ if isinstance(received, type) else type(received).__name__
     what = f"the class {name}" if isinstance(received, type) else f"an object of class {name}"
@@ -55,14 +64,18 @@ def no_model(received: object, command: str) -> GuardError:
 
 
 def require_keras_3(*things: object) -> None:
-    """Refuse models and optimizers of Keras 2, which is `tf_keras` today, and `tf.keras` with `TF_USE_LEGACY_KERAS=1`.
+    """Refuse models and optimizers of Keras 2, which is `tf_keras` today, and `tf.keras` with
+    `TF_USE_LEGACY_KERAS=1`.
 
     Raises:
         GuardError: if one of them is.
     """
     for thing in things:
         if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(thing).__mro__):
-            received = f"{getattr(thing, 'name', type(thing).__name__)!r}, an object of tf_keras, which is Keras 2"
+            received = (
+                f"{getattr(thing, 'name', type(thing).__name__)!r}, an object of tf_keras, which is"
+                " Keras 2"
+            )
             remedy = "Write `import keras` in place of tf_keras, and unset TF_USE_LEGACY_KERAS."
             raise GuardError(expected("a model and optimizers of Keras 3", received, remedy))
 

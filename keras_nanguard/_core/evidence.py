@@ -57,10 +57,11 @@ class Origin:
 
     Attributes:
         order: index of the operation within the step.
-        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` if the value existed before the step.
+        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` if the value existed before
+            the step.
         op: type of the operation as the backend names it (`"Exp"`), or the name of the source.
-        phase: `"forward"`, `"loss"`, `"regularizer"`, `"backward"`, `"update"` or `"other"`; `"slope"` if
-            forward and backward pass cannot be distinguished.
+        phase: `"forward"`, `"loss"`, `"regularizer"`, `"backward"`, `"update"` or `"other"`;
+            `"slope"` if forward and backward pass cannot be distinguished.
         frames: what was running, outermost first: paths of layers, names of losses.
         culprit: path of the layer or name of the loss to blame, `""` if none was running.
         layer_class: class of that layer or loss.
@@ -69,12 +70,13 @@ class Origin:
         size: number of entries of its result.
         operands: its float inputs.
         dtype: dtype of its result.
-        rows: rows of the batch with a bad entry; empty if the result has no rows or every row is bad.
+        rows: rows of the batch with a bad entry; empty if the result has no rows or every row is
+            bad.
         all_rows: whether every row is bad.
         variables: paths of the variables that it reads directly.
         line: source line in the user's code, `""` if there is none.
-        steep: the last operation of the same layer or loss whose derivative is infinite at one of its
-            operands, `""` if there is none.
+        steep: the last operation of the same layer or loss whose derivative is infinite at one of
+            its operands, `""` if there is none.
     """
 
     order: int
@@ -190,7 +192,8 @@ class Growth:
         largest_weight_before: their largest magnitude at the start.
         losses: the last few losses.
         norms: the last few gradient norms.
-        jump: the largest rise of the loss over its lowest value before, as a factor, and the step of it.
+        jump: the largest rise of the loss over its lowest value before, as a factor, and the step
+            of it.
     """
 
     steps: int = 0
@@ -206,7 +209,10 @@ class Growth:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; numbers are strings, because JSON has no infinity."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: [str(v) for v in value] if isinstance(value, tuple) else str(value) for name, value in values.items()}
+        return {
+            name: [str(v) for v in value] if isinstance(value, tuple) else str(value)
+            for name, value in values.items()
+        }
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Growth:
@@ -254,7 +260,9 @@ class OptimizerFacts:
 
     @property
     def shrinks(self) -> float:
-        """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes them grow."""
+        """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes
+        them grow.
+        """
         return 1.0 - self.learning_rate * dict(self.settings).get("weight_decay", 0.0)
 
 
@@ -283,7 +291,8 @@ class Evidence:
         replay_error: the exception of a failed replay.
         mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
         same_mode: result of a replay in that mode.
-        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`, `"slots"`.
+        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
+            `"slots"`.
         first_path: path of the variable there, if any.
         origin: the operation that produced the first bad value.
         loss_parts: name and value of each part of the loss.
@@ -300,13 +309,16 @@ class Evidence:
         growth: the history before the step.
         optimizers: the optimizers.
         objective: name and value of each loss weight and regularizer of unusual size.
-        exponents: loss, parameter and value of each exponent among the parameters of a compiled loss.
+        exponents: loss, parameter and value of each exponent among the parameters of a compiled
+            loss.
         gradient_norm: global gradient norm of the step, NaN if unknown.
-        written: whether the update cannot have produced the bad weights or slots, because all of its numbers are moderate.
+        written: whether the update cannot have produced the bad weights or slots, because all of
+            its numbers are moderate.
         loss_scale: the loss scale, `None` if there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
-        update: the first update for a learning rate of 1, as a share of the weights; NaN if unknown.
+        update: the first update for a learning rate of 1, as a share of the weights; NaN if
+            unknown.
     """
 
     step: int = 0

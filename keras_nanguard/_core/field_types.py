@@ -13,7 +13,8 @@ __all__ = ["check"]
 
 
 def check(record: Any) -> None:
-    """Check the fields of a dataclass, and of those within it, whose annotations are of plain Python types.
+    """Check the fields of a dataclass, and of those within it, whose annotations are of plain
+    Python types.
 
     Raises:
         TypeError: if one holds something else.
@@ -21,7 +22,9 @@ def check(record: Any) -> None:
     for name, hint in _hints(record.__class__).items():
         value = getattr(record, name)
         if not _fits(value, hint):
-            raise TypeError(f"{name} is {type(value).__name__}; expected {getattr(hint, '__name__', hint)}")
+            raise TypeError(
+                f"{name} is {type(value).__name__}; expected {getattr(hint, '__name__', hint)}"
+            )
 
 
 @functools.cache
@@ -30,7 +33,9 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 _NUMBERS: dict[Any, tuple[Any, int]] = {int: (Integral, 1 << 62), float: (Real, 1 << 1000)}
-"""What counts as such a number, NumPy's included, and the largest integer among them that can be computed with and shown."""
+"""What counts as such a number, NumPy's included, and the largest integer among them that can be
+computed with and shown.
+"""
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -44,7 +49,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is tuple:
         return isinstance(value, tuple) and all(_fits(item, inner[0]) for item in value)
     if kind is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+        return isinstance(value, Mapping) and all(
+            _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
+        )
     if hint in _NUMBERS:
         number, most = _NUMBERS[hint]
         small = not isinstance(value, Integral) or abs(int(value)) <= most

@@ -1,10 +1,13 @@
-"""The one definition of "finite": counts, and sums that are finite exactly when all of their terms are.
+"""The one definition of "finite": counts, and sums that are finite exactly when all of their terms
+are.
 
-A sum (or a sum of squares) of finite numbers is finite unless it overflows; a sum with a NaN or Inf among its terms never
-is: NaN and Inf absorb every addition, and Inf - Inf is NaN. So one pass that reads a tensor once, with no comparison and
-no temporary, decides whether exact counts are needed. ``max(|x|)`` is not suitable: several backends drop NaN there.
+A sum (or a sum of squares) of finite numbers is finite unless it overflows; a sum with a NaN or Inf
+among its terms never is: NaN and Inf absorb every addition, and Inf - Inf is NaN. So one pass that
+reads a tensor once, with no comparison and no temporary, decides whether exact counts are needed.
+``max(|x|)`` is not suitable: several backends drop NaN there.
 
-This is the NumPy implementation for the host. Each backend implements the same two sums beside its transaction.
+This is the NumPy implementation for the host. Each backend implements the same two sums beside its
+transaction.
 """
 
 from __future__ import annotations
@@ -46,11 +49,17 @@ def is_float(dtype: Any) -> bool:
 
 
 def widen(array: Any) -> np.ndarray[Any, Any]:
-    """Return the array in a dtype that NumPy computes with: ml_dtypes (bfloat16, float8) and float16 as float32."""
+    """Return the array in a dtype that NumPy computes with: ml_dtypes (bfloat16, float8) and
+    float16 as float32.
+    """
     known: np.ndarray[Any, Any] = np.asarray(array)
     if known.dtype.char in _NATIVE:  # a type code is faster to read than the name of the dtype
         return known
-    if known.dtype.kind == "V" or known.dtype == np.float16 or known.dtype.name.startswith(("bfloat", "float8")):
+    if (
+        known.dtype.kind == "V"
+        or known.dtype == np.float16
+        or known.dtype.name.startswith(("bfloat", "float8"))
+    ):
         return known.astype(np.float32)
     return known
 
@@ -62,11 +71,16 @@ def is_finite(array: Any) -> bool:
         array = widen(array)
         return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
     with np.errstate(all="ignore"):
-        return all(np.isfinite(np.dot(piece, piece)) or np.isfinite(piece).all() for piece in _pieces(array))
+        return all(
+            np.isfinite(np.dot(piece, piece)) or np.isfinite(piece).all()
+            for piece in _pieces(array)
+        )
 
 
 def counts(array: Any) -> tuple[int, int, int]:
-    """Return `(nan, inf, size)` of an array; dtypes that cannot hold NaN or Inf count as `(0, 0, size)`."""
+    """Return `(nan, inf, size)` of an array; dtypes that cannot hold NaN or Inf count as `(0, 0,
+    size)`.
+    """
     array, nan, inf = np.asarray(array), 0, 0
     for piece in _pieces(array):
         nan += int(np.count_nonzero(np.isnan(piece)))
@@ -80,9 +94,11 @@ def largest(array: Any) -> float:
 
 
 def _pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield all entries of an array of a float dtype, widened, so many at a time that what is computed of them takes little memory.
+    """Yield all entries of an array of a float dtype, widened, so many at a time that what is
+    computed of them takes little memory.
 
-    None of another dtype, and no piece is empty. Entries come in the order in which they are stored, so that none is copied.
+    None of another dtype, and no piece is empty. Entries come in the order in which they are
+    stored, so that none is copied.
     """
     array = np.asarray(array)
     if widen(array[:0] if array.ndim else array).dtype.kind in "fc" and array.size:

@@ -1,4 +1,5 @@
-"""The measurements of the last steps, stored for the diagnosis of a later incident. Imports no backend.
+"""The measurements of the last steps, stored for the diagnosis of a later incident. Imports no
+backend.
 
 Pushing is one store into a list. All arithmetic is deferred until an incident needs it.
 """
@@ -24,14 +25,19 @@ LONG = 4096
 """Number of steps of which the loss is stored."""
 
 JUMP = 20.0
-"""Rise of the loss over its lowest value before, above which one check of dead units is conclusive."""
+"""Rise of the loss over its lowest value before, above which one check of dead units is
+conclusive.
+"""
 
 RISE = 3.0
-"""Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to agree, for kernels that
-have changed before."""
+"""Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to
+agree, for kernels that have changed before.
+"""
 
 _MIN_EXACT = 1e-20
-"""A sum of squares between this and its inverse has neither overflowed nor underflowed in float32."""
+"""A sum of squares between this and its inverse has neither overflowed nor underflowed in
+float32.
+"""
 
 START_STEPS = 5
 """Number of steps from which the initial magnitude is taken."""
@@ -80,7 +86,9 @@ class History:
             self._first.append(entry)
 
     def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
-        """Store the initial magnitude of these weights, while the first snapshot is still available."""
+        """Store the initial magnitude of these weights, while the first snapshot is still
+        available.
+        """
         first = next((s for s in snapshots if s.step == 0), None)
         if first is not None and not self.weights:
             known = [(id(v), first.value(v)) for v in weights]
@@ -96,8 +104,15 @@ class History:
         return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
 
     def since(self, step: int) -> list[tuple[int, float, float]]:
-        """Return step, loss and gradient norm of the steps from this one on that no rollback has undone, oldest first."""
-        return [(m.step, m.loss, m.norm) for m in (Measured(*e) for e in takewhile(lambda e: e[0] >= step, reversed(self._recent)))][::-1]
+        """Return step, loss and gradient norm of the steps from this one on that no rollback has
+        undone, oldest first.
+        """
+        return [
+            (m.step, m.loss, m.norm)
+            for m in (
+                Measured(*e) for e in takewhile(lambda e: e[0] >= step, reversed(self._recent))
+            )
+        ][::-1]
 
     def undo(self, step: int) -> None:
         """Take the steps from this one on out of the series: a rollback has undone them."""
@@ -118,11 +133,16 @@ class History:
         return [Measured(*entry) for entry in self._first[:START_STEPS] if entry[0] < step]
 
     def jump(self, step: int) -> tuple[float, int]:
-        """Return the largest rise of the loss over its lowest value before, and the step where it occurred."""
+        """Return the largest rise of the loss over its lowest value before, and the step where it
+        occurred.
+        """
         best, low = (1.0, 0), math.inf
         entries = self._entries(step)
         oldest = entries[0][0] if entries else step
-        for number, loss, _, _ in [*(e for e in self._first[:START_STEPS] if e[0] < oldest), *entries]:
+        for number, loss, _, _ in [
+            *(e for e in self._first[:START_STEPS] if e[0] < oldest),
+            *entries,
+        ]:
             if loss < 0.0:  # a ratio of losses of both signs says nothing
                 return 1.0, 0
             if not 0.0 < loss < math.inf:  # neither NaN nor zero
@@ -134,12 +154,16 @@ class History:
         return best
 
     def zeros(self, step: int, count: int) -> bool:
-        """Whether each of the last `count` steps had a nonzero loss and a gradient of exactly zero."""
+        """Whether each of the last `count` steps had a nonzero loss and a gradient of exactly
+        zero.
+        """
         last = self._ring[(step - 1) & (CAPACITY - 1)]
         if last is not None and last[0] == step - 1 and last[2] != 0.0:  # the usual case
             return False
         entries = self._entries(step)[-count:]
-        return len(entries) == count and all(squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries)
+        return len(entries) == count and all(
+            squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries
+        )
 
     def moving(self, step: int) -> bool:
         """Whether the last step had a nonzero gradient."""
@@ -154,7 +178,11 @@ def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
         return 0.0, 0.0
     with np.errstate(all="ignore"):
         flat = wide.ravel()
-        largest = float(max(abs(flat.max()), abs(flat.min()))) if flat.dtype.kind == "f" else float(np.abs(flat).max())
+        largest = (
+            float(max(abs(flat.max()), abs(flat.min())))
+            if flat.dtype.kind == "f"
+            else float(np.abs(flat).max())
+        )
         squares, unit = float(np.vdot(flat, flat).real), 1.0
         if not _MIN_EXACT < squares < 1.0 / _MIN_EXACT and 0.0 < largest < math.inf:
             scaled, unit = flat / largest, largest

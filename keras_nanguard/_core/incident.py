@@ -85,7 +85,9 @@ class Finding:
         where = f"{self.site} of {self.path}" if self.path else self.site
         if self.site in ("inputs", "targets") and self.path:
             where = f"{self.site} {self.path}"
-        counts = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        counts = [
+            f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count
+        ]
         if counts and self.size and self.size > 1:
             return f"{where}: {' and '.join(counts)} of {self.size}"
         if counts:
@@ -135,24 +137,39 @@ class Diagnosis:
     @property
     def culprit_shown(self) -> str:
         """The culprit as it is displayed: data are named by the argument of `fit`."""
-        return argument_path(self.culprit) if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else self.culprit
+        return (
+            argument_path(self.culprit)
+            if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
+            else self.culprit
+        )
 
     @property
     def headline(self) -> str:
         """Cause, place and samples in one sentence."""
         words = f"Cause: {self.place}"
         if self.samples:
-            indices = ", ".join(str(s) for s in self.samples[:5]) + (", ..." if len(self.samples) > 5 else "")
-            words += f", at {'index' if len(self.samples) == 1 else 'indices'} {indices} of the batch"
+            indices = ", ".join(str(s) for s in self.samples[:5]) + (
+                ", ..." if len(self.samples) > 5 else ""
+            )
+            words += (
+                f", at {'index' if len(self.samples) == 1 else 'indices'} {indices} of the batch"
+            )
         return f"{words}."
 
     def __str__(self) -> str:
         """Return it on several lines: the cause, the evidence, the advice."""
-        return "\n".join([self.headline, *(f"  seen: {text}" for text in self.evidence), *(f"  do:   {text}" for text in self.advice)])
+        return "\n".join(
+            [
+                self.headline,
+                *(f"  seen: {text}" for text in self.evidence),
+                *(f"  do:   {text}" for text in self.advice),
+            ]
+        )
 
     def __repr__(self) -> str:
         known = {"culprit": self.culprit, "samples": self.samples, "confidence": self.confidence}
-        return f"Diagnosis({self.cause!r}{''.join(f', {name}={value!r}' for name, value in known.items() if value)})"
+        more = "".join(f", {name}={value!r}" for name, value in known.items() if value)
+        return f"Diagnosis({self.cause!r}{more})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,7 +192,10 @@ class Decision:
         return self.reason
 
     def __repr__(self) -> str:
-        return f"Decision({self.rule!r}, actions=[{', '.join(str(action.get('action')) for action in self.actions)}])"
+        return (
+            f"Decision({self.rule!r},"
+            f" actions=[{', '.join(str(action.get('action')) for action in self.actions)}])"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +278,25 @@ class Incident:
     @property
     def changes(self) -> tuple[str, ...]:
         """Names of the actions that were performed, without `skip` and `warn`."""
-        return tuple(o.action for o in self.outcomes if o.status == "done" and o.action not in ("skip", "warn"))
+        return tuple(
+            o.action
+            for o in self.outcomes
+            if o.status == "done" and o.action not in ("skip", "warn")
+        )
 
     @property
     def moment(self) -> str:
-        """Its time in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
+        """Its time in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first
+        step`.
+        """
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
-            return "in evaluate" if self.decision is None else f"in the validation of epoch {self.epoch + 1}"
+            return (
+                "in evaluate"
+                if self.decision is None
+                else f"in the validation of epoch {self.epoch + 1}"
+            )
         if "state" in self.sites and not self.refused:
             return "before the first step"
         replicas = ", ".join(str(number) for number in self.replicas)
@@ -276,34 +306,58 @@ class Incident:
     def __str__(self) -> str:
         """Return one line: findings, cause, outcomes, and advice if the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
-        parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
+        parts = [
+            f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."
+        ]
         if self.diagnosis is not None:
-            parts += [*self._since, self.diagnosis.headline, *(self.diagnosis.advice if self._needs_user else ())]
-        parts += [f"-> {o}." for status in ("done", "skipped") for o in self.outcomes if o.status == status and str(o) != "warn"]
+            parts += [
+                *self._since,
+                self.diagnosis.headline,
+                *(self.diagnosis.advice if self._needs_user else ()),
+            ]
+        parts += [
+            f"-> {o}."
+            for status in ("done", "skipped")
+            for o in self.outcomes
+            if o.status == status and str(o) != "warn"
+        ]
         return " ".join(parts)
 
     @property
     def _since(self) -> tuple[str, ...]:
-        """The onset of a divergence, if it was before the step at which the divergence was noticed."""
+        """The onset of a divergence, if it was before the step at which the divergence was
+        noticed.
+        """
         onset = self.values.get("onset")
         return () if onset is None or onset >= self.step else (f"Onset at step {onset + 1:.0f}.",)
 
     @property
     def _needs_user(self) -> bool:
-        """Whether the user has to act: training ends, or a result of `evaluate` or `predict` is bad."""
+        """Whether the user has to act: training ends, or a result of `evaluate` or `predict` is
+        bad.
+        """
         terminal = self.decision is not None and self.decision.terminal
         return terminal or bool({"validation", "predictions"} & set(self.sites))
 
     def __repr__(self) -> str:
         cause = f", cause={self.diagnosis.cause!r}" if self.diagnosis is not None else ""
         return (
-            f"Incident(step={self.step}, epoch={self.epoch}, batch={self.batch}, sites={self.sites}, "
-            f"refused={self.refused}{cause}, changes={self.changes})"
+            f"Incident(step={self.step}, epoch={self.epoch}, batch={self.batch},"
+            f" sites={self.sites}, refused={self.refused}{cause}, changes={self.changes})"
         )
 
     def _repr_html_(self) -> str:
-        lines = () if self.diagnosis is None else (*self.diagnosis.evidence, *(f"Do: {text}" for text in self.diagnosis.advice))
-        return block(str(self), lines, ("site", "place", "what"), [(f.site, f.path, f) for f in self.findings])
+        lines = (
+            ()
+            if self.diagnosis is None
+            else (*self.diagnosis.evidence, *(f"Do: {text}" for text in self.diagnosis.advice))
+        )
+        return block(
+            str(self),
+            lines,
+            ("site", "place", "what"),
+            [(f.site, f.path, f) for f in self.findings],
+        )
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra
@@ -314,14 +368,19 @@ class Incident:
         """
         from keras_nanguard._core.drawing import bad_places
 
-        return bad_places(f"{self.moment}: {self.diagnosis.headline if self.diagnosis else self.first or ''}", self.findings)
+        return bad_places(
+            f"{self.moment}: {self.diagnosis.headline if self.diagnosis else self.first or ''}",
+            self.findings,
+        )
 
     def with_(self, **changes: Any) -> Incident:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; non-finite numbers become the strings `"nan"`, `"inf"`, `"-inf"`."""
+        """Return plain JSON values; non-finite numbers become the strings `"nan"`, `"inf"`,
+        `"-inf"`.
+        """
         plain: dict[str, Any] = _plain(asdict(self))
         return {"format": FORMAT, **plain}
 
@@ -340,28 +399,42 @@ class Incident:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(
-                expected(f"an incident of format {FORMAT}", plain_text(f"format={received!r}"), "Read it with the version that wrote it.")
+                expected(
+                    f"an incident of format {FORMAT}",
+                    plain_text(f"format={received!r}"),
+                    "Read it with the version that wrote it.",
+                )
             )
         known = {f.name for f in fields(cls)}
         given = {key: value for key, value in data.items() if key != "format"}
         if not set(given) <= known or not {"step", "epoch", "batch", "findings"} <= set(given):
             received = plain_text(sorted(map(str, given)))
-            raise FileFormatError(expected(f"the fields {sorted(known)}", received, "Do not edit incident files by hand."))
+            raise FileFormatError(
+                expected(
+                    f"the fields {sorted(known)}", received, "Do not edit incident files by hand."
+                )
+            )
         try:
             plain_json.check_depth(given)
             found = cls(**{**given, **_records(given)})
             field_types.check(found)
             return found
         except (TypeError, ValueError, AttributeError) as error:
-            raise FileFormatError(f"The incident has a malformed field: {plain_text(error)}") from error
+            raise FileFormatError(
+                f"The incident has a malformed field: {plain_text(error)}"
+            ) from error
 
 
 def _records(given: Mapping[str, Any]) -> dict[str, Any]:
     diagnosis, decision = given.get("diagnosis"), given.get("decision")
     return {
-        "findings": tuple(Finding(**{**f, "value": _number(f.get("value"))}) for f in given["findings"]),
+        "findings": tuple(
+            Finding(**{**f, "value": _number(f.get("value"))}) for f in given["findings"]
+        ),
         "values": {key: _number(value) for key, value in given.get("values", {}).items()},
-        "diagnosis": Diagnosis(**{k: _tupled(v) for k, v in diagnosis.items()}) if diagnosis else None,
+        "diagnosis": (
+            Diagnosis(**{k: _tupled(v) for k, v in diagnosis.items()}) if diagnosis else None
+        ),
         "decision": Decision(**{k: _tupled(v) for k, v in decision.items()}) if decision else None,
         "outcomes": tuple(Outcome(**o) for o in given.get("outcomes", ())),
         "replicas": tuple(given.get("replicas", ())),
@@ -388,4 +461,6 @@ def _plain(value: Any) -> Any:
 
 def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:
     if value not in allowed:
-        raise ValueError(expected(f"{name} to be one of {', '.join(allowed)}", repr(value), "Correct the name."))
+        raise ValueError(
+            expected(f"{name} to be one of {', '.join(allowed)}", repr(value), "Correct the name.")
+        )

@@ -5,9 +5,9 @@ Computed from what was recorded, once an incident needs it:
     level    median of the last 16 losses
     spread   1.48 times the median distance of these losses from their level: the standard deviation
              if they are normally distributed
-    onset    the last step at which the cumulative sum S = max(0, S + (loss - best) / spread - 1) was 0,
-             where `best` is the lowest level so far: the estimate of a change point by the CUSUM method
-             (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954)
+    onset    the last step at which the cumulative sum S = max(0, S + (loss - best) / spread - 1)
+             was 0, where `best` is the lowest level so far: the estimate of a change point by the
+             CUSUM method (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954)
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def onset(series: Sequence[tuple[int, float]]) -> int:
         series: `(step, loss)` of committed steps, oldest first.
 
     Returns:
-        that step; the step after the last one if the loss never left its lowest level, 0 for an empty series.
+        that step; the step after the last one if the loss never left its lowest level, 0 for an
+        empty series.
     """
     if not series:
         return 0
@@ -68,7 +69,11 @@ def onset(series: Sequence[tuple[int, float]]) -> int:
     levels = [Level(first, loss, max(abs(loss) * LEAST_SPREAD, 1e-30))]
     ends = range(FEWEST, len(series) + 1, FEWEST)
     levels += [found for end in ends if (found := level_of(series[max(end - WINDOW, 0) : end]))]
-    best = min((level for level in levels if level.value == level.value), key=lambda level: level.value, default=levels[0])
+    best = min(
+        (level for level in levels if level.value == level.value),
+        key=lambda level: level.value,
+        default=levels[0],
+    )
     total, began = 0.0, best.step
     for step, loss in series:
         if step < best.step or loss != loss:

@@ -60,7 +60,9 @@ Cause = Literal[
 ]
 """The cause in a diagnosis."""
 
-FaultSite = Literal["inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"]
+FaultSite = Literal[
+    "inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"
+]
 """The part of a step into which a fault is injected."""
 
 FaultKind = Literal["nan", "inf", "-inf", "overflow", "spike", "zero"]

@@ -12,7 +12,11 @@ MAX_ROWS = 60
 
 
 def block(
-    title: str, lines: Iterable[str] = (), head: Sequence[str] = (), rows: Sequence[Sequence[object]] = (), good: bool = False
+    title: str,
+    lines: Iterable[str] = (),
+    head: Sequence[str] = (),
+    rows: Sequence[Sequence[object]] = (),
+    good: bool = False,
 ) -> str:
     """Return an HTML fragment in the colours of the notebook.
 
@@ -23,13 +27,22 @@ def block(
         good: whether the title reports something good.
     """
     colour = "#1b7a3d" if good else "#c0262d"
-    parts = [f'<div style="border-left:4px solid {colour};padding:2px 12px"><strong>{escape(title)}</strong>']
+    parts = [
+        f'<div style="border-left:4px solid {colour};padding:2px'
+        f' 12px"><strong>{escape(title)}</strong>'
+    ]
     parts += [f'<div style="overflow-wrap:anywhere">{escape(line)}</div>' for line in lines]
     if rows:
-        cells = "".join(f'<th scope="col" style="text-align:left">{escape(cell)}</th>' for cell in head)
+        cells = "".join(
+            f'<th scope="col" style="text-align:left">{escape(cell)}</th>' for cell in head
+        )
         parts.append(f"<table><thead><tr>{cells}</tr></thead><tbody>")
         for row in rows[:MAX_ROWS]:
-            parts.append("<tr>" + "".join(f'<td style="text-align:left">{escape(str(cell))}</td>' for cell in row) + "</tr>")
+            parts.append(
+                "<tr>"
+                + "".join(f'<td style="text-align:left">{escape(str(cell))}</td>' for cell in row)
+                + "</tr>"
+            )
         parts.append("</tbody></table>")
     if len(rows) > MAX_ROWS:
         parts.append(f"<div>and {len(rows) - MAX_ROWS} more</div>")

@@ -1,4 +1,5 @@
-"""JSON of files that are not trusted: of limited depth, so that nothing that goes through it recursively runs out of stack.
+"""JSON of files that are not trusted: of limited depth, so that nothing that goes through it
+recursively runs out of stack.
 
 Imports no backend.
 """
@@ -11,7 +12,9 @@ from typing import Any
 __all__ = ["MAX_DEPTH", "check_depth", "loads"]
 
 MAX_DEPTH = 64
-"""Maximum depth of lists and objects. What this library writes has about ten levels; a batch of a bundle may have 64."""
+"""Maximum depth of lists and objects. What this library writes has about ten levels; a batch of a
+bundle may have 64.
+"""
 
 
 def loads(text: str | bytes) -> Any:
@@ -39,7 +42,12 @@ def check_depth(value: Any) -> None:
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        inside = (inner for outer in level if isinstance(outer, (dict, list, tuple)) for inner in _members(outer))
+        inside = (
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list, tuple))
+            for inner in _members(outer)
+        )
         level = [inner for inner in inside if isinstance(inner, (dict, list, tuple))]
         if not level:
             return

@@ -8,7 +8,9 @@ __all__ = ["markdown_text", "plain_text"]
 
 
 def plain_text(text: object, max_length: int = 300) -> str:
-    """Return text from a file, safe to print: no control characters, no lone surrogates, of limited length."""
+    """Return text from a file, safe to print: no control characters, no lone surrogates, of limited
+    length.
+    """
     shown = str(text)
     if len(shown) > 2 * max_length:
         shown = shown[: 2 * max_length]
@@ -24,10 +26,13 @@ def _escaped(character: str) -> str:
 def markdown_text(text: object) -> str:
     """Return a text as one line of Markdown that shows it as it is: no HTML, no link, no emphasis.
 
-    Viewers such as GitHub make links of bare addresses, too. A backslash prevents those that begin with `http://` or
-    `www.`; an e-mail address remains a link after a backslash, so its `@` is shown as code.
+    Viewers such as GitHub make links of bare addresses, too. A backslash prevents those that begin
+    with `http://` or `www.`; an e-mail address remains a link after a backslash, so its `@` is
+    shown as code.
     """
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
+    line = "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split())
+    )
     line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", line)
     line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
     return re.sub("@+", r"`\g<0>`", line)

@@ -1,4 +1,5 @@
-"""What one step reports to the host: a row of numbers for every step, and a report for a refused one.
+"""What one step reports to the host: a row of numbers for every step, and a report for a refused
+one.
 
 Pure Python and NumPy; the backends fill these in.
 """
@@ -16,14 +17,20 @@ from keras_nanguard._core.literals import Site
 __all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
 
 PERIOD = 1 << 23
-"""The inner step number is reported modulo this number, so that float32 represents it exactly in runs of any length."""
+"""The inner step number is reported modulo this number, so that float32 represents it exactly in
+runs of any length.
+"""
 
 
 def logged_losses(logs: Any) -> dict[str, Any]:
-    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
+    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else
+    `*loss`.
+    """
     if not isinstance(logs, dict):
         return {}
-    return {k: v for k, v in logs.items() if str(k) == "loss"} or {k: v for k, v in logs.items() if str(k).endswith("loss")}
+    return {k: v for k, v in logs.items() if str(k) == "loss"} or {
+        k: v for k, v in logs.items() if str(k).endswith("loss")
+    }
 
 
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -35,7 +42,10 @@ def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the flat outputs of a model with their names in Keras."""
     names = getattr(model, "output_names", None) or []
-    return [(str(names[i]) if i < len(names) else f"output_{i}", output) for i, output in enumerate(outputs)]
+    return [
+        (str(names[i]) if i < len(names) else f"output_{i}", output)
+        for i, output in enumerate(outputs)
+    ]
 
 
 class Verdict(NamedTuple):
@@ -46,13 +56,15 @@ class Verdict(NamedTuple):
     Attributes:
         refused: whether the step was refused.
         loss: its loss.
-        gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if any.
+        gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if
+            any.
         statistics: the sum over the statistics that the forward pass wrote.
         weights, slots: the sums over weights and slots after the update, 0 if they were not read.
         scale: the loss scale, 1 if there is none.
-        step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs several steps.
-        halted: whether it was refused because an earlier step of the same execution left a bad state behind, or because the host
-            first had to handle the previous step.
+        step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs
+            several steps.
+        halted: whether it was refused because an earlier step of the same execution left a bad
+            state behind, or because the host first had to handle the previous step.
     """
 
     refused: bool
@@ -69,7 +81,9 @@ class Verdict(NamedTuple):
     def of(cls, row: Sequence[float]) -> Verdict:
         """Return the verdict of a row of numbers of a step."""
         refused, loss, gradients, statistics, weights, slots, scale, step, halted = row
-        return cls(refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0)
+        return cls(
+            refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0
+        )
 
     @property
     def gradient_norm(self) -> float:
@@ -111,15 +125,18 @@ FIELDS = Verdict._fields
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of a refused step: counts for each variable, gradient and array that it checked, and the batch.
+    """The report of a refused step: counts for each variable, gradient and array that it checked,
+    and the batch.
 
     Attributes:
         verdict: the row of that step.
-        rows: `(site, path)` of each; none, or none of gradients, if they were not counted, for want of memory.
+        rows: `(site, path)` of each; none, or none of gradients, if they were not counted, for want
+            of memory.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
         batch: the arguments of the step, with their nesting, or `None` if they were not stored.
         replicas: the replicas with findings, if there are several.
-        left_by_previous: whether the bad values are in the state, and the previous step left them there.
+        left_by_previous: whether the bad values are in the state, and the previous step left them
+            there.
     """
 
     verdict: Verdict
@@ -130,7 +147,9 @@ class Report:
     left_by_previous: bool = False
 
     def findings(self) -> list[Finding]:
-        """Return one finding per bad row; a sum that overflowed although every entry is finite is an explosion."""
+        """Return one finding per bad row; a sum that overflowed although every entry is finite is
+        an explosion.
+        """
         found = [
             Finding(cast(Site, site), "nonfinite", path, int(nan), int(inf), int(size))
             for (site, path), (nan, inf, size) in zip(self.rows, self.counts)
@@ -139,15 +158,36 @@ class Report:
         seen = {finding.site for finding in found}
         v = self.verdict
         if not math.isfinite(v.loss):
-            found.append(Finding("loss", "nonfinite", "", int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1, v.loss))
-        sums: dict[Site, float] = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
+            found.append(
+                Finding(
+                    "loss",
+                    "nonfinite",
+                    "",
+                    int(math.isnan(v.loss)),
+                    int(math.isinf(v.loss)),
+                    1,
+                    v.loss,
+                )
+            )
+        sums: dict[Site, float] = {
+            "gradients": v.gradients,
+            "statistics": v.statistics,
+            "weights": v.weights,
+            "slots": v.slots,
+        }
         if "slots" in seen:  # the sum over the weights may be over the slots as well
             seen.add("weights")
         for site, number in sums.items():
             if not math.isfinite(number) and site not in seen:
-                rows = [row for row in self.rows if row[0] == site] if site == "gradients" else self.rows
+                rows = (
+                    [row for row in self.rows if row[0] == site]
+                    if site == "gradients"
+                    else self.rows
+                )
                 counted = bool(rows) or math.isinf(number)  # no sum of finite squares is NaN
-                found.append(Finding(site, "explosion" if counted else "nonfinite", "", 0, 0, None, number))
+                found.append(
+                    Finding(site, "explosion" if counted else "nonfinite", "", 0, 0, None, number)
+                )
         if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))
         return found

@@ -1,1 +1,3 @@
-"""Diagnosis: replay a refused step on its unchanged state, find the origin of NaN and Inf, and decide the cause from the evidence."""
+"""Diagnosis: replay a refused step on its unchanged state, find the origin of NaN and Inf, and
+decide the cause from the evidence.
+"""

@@ -3,19 +3,23 @@
     incidents/
       incident-000012-00/
         incident.json     the incident, as `Incident.to_dict` gives it
-        bundle.json       what the other files hold: structure of the batch, paths of the variables, versions, mode
+        bundle.json       what the other files hold: structure of the batch, paths of the variables,
+                          versions, mode
         batch.npz         the arrays of the batch
-        state.npz         every variable before the step: weights, statistics, seeds, slots, loss scale, rates
+        state.npz         every variable before the step: weights, statistics, seeds, slots, loss
+                          scale, rates
         start.npz         the same in an earlier snapshot, where training had diverged
-        before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
+        before.npz        the batches of the steps between that snapshot and the bad step, as many
+                          as were remembered
         model.json        the model's configuration, if it has one
         layers.txt        the table of layers
         README.md         what happened, for a human
         reproduce.py      runs the step again
 
-Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written beside and renamed. Reading trusts
-nothing: names are fixed and links are not followed, so no path leads out of the folder; sizes are checked before anything is
-unpacked; objects are never unpickled; Keras' safe mode refuses a model with Python code in its configuration.
+Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written beside and
+renamed. Reading trusts nothing: names are fixed and links are not followed, so no path leads out of
+the folder; sizes are checked before anything is unpacked; objects are never unpickled; Keras' safe
+mode refuses a model with Python code in its configuration.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ MAX_BUNDLES = 12
 """Bundles that are kept in one directory; the oldest goes first."""
 
 MAX_BYTES = 1 << 30
-"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then the state."""
+"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then
+the state.
+"""
 
 MAX_JSON = 64 << 20
 
@@ -87,7 +93,14 @@ class Bundle:
     model: str
 
 
-def write(directory: str | Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> str:
+def write(
+    directory: str | Path,
+    run: GuardedRun,
+    incident: Incident,
+    batch: Any,
+    evidence: Evidence,
+    mode: str,
+) -> str:
     """Write a bundle and return its path.
 
     Args:
@@ -117,7 +130,9 @@ def _free_name(folder: Path, step: int) -> str:
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
-    """Remove the bundles that are too many, oldest first. The newest counts as such whatever the clock says, which may be set back."""
+    """Remove the bundles that are too many, oldest first. The newest counts as such whatever the
+    clock says, which may be set back.
+    """
     times = {path: path.stat().st_mtime_ns for path in folder.glob("incident-*") if path.is_dir()}
     latest = max((time for path, time in times.items() if path != newest), default=0)
     if times[newest] <= latest:
@@ -127,7 +142,9 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
+def _fill(
+    folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str
+) -> None:
     left = MAX_BYTES
     train_state = run.train_state()
     variables = [v for v in train_state.everything if str(v.dtype) != "string"]
@@ -137,10 +154,16 @@ def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidenc
     notes, before = [], None
     fits = sum(a.nbytes for a in state) <= left
     if not fits:
-        notes.append("The state was too large for the bundle; give replay a model with the weights before the step.")
+        notes.append(
+            "The state was too large for the bundle; give replay a model with the weights before"
+            " the step."
+        )
     else:
         left -= _save(folder / "state.npz", state)
-        if incident.diagnosis is not None and incident.diagnosis.cause in ("divergence", "input_scale"):
+        if incident.diagnosis is not None and incident.diagnosis.cause in (
+            "divergence",
+            "input_scale",
+        ):
             before = _save_approach(folder, run, variables, state, left)
     model = _configuration(run.model)
     about = {
@@ -154,7 +177,11 @@ def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidenc
         "saving": bool(run.transaction.keeps_undo),
         "steps_per_execution": int(getattr(run.model, "steps_per_execution", 1) or 1),
         "trainer": hasattr(run.model, "train_step") and run.transaction.model is not None,
-        "model": {"class": type(run.model).__name__, "name": str(run.model.name), "config": bool(model)},
+        "model": {
+            "class": type(run.model).__name__,
+            "name": str(run.model.name),
+            "config": bool(model),
+        },
         "versions": _versions(),
         "notes": notes,
     }
@@ -167,13 +194,19 @@ def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidenc
     _text(folder / "reproduce.py", _REPRODUCE)
 
 
-def _save_approach(folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
-    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` if they do not fit."""
+def _save_approach(
+    folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int
+) -> Any:
+    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None`
+    if they do not fit.
+    """
     approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
     snapshot = approach.snapshot if approach is not None else run.ring.oldest()
     if snapshot is None or not run.ring.at_hand(snapshot):
         return None
-    start = [now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)]
+    start = [
+        now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)
+    ]
     structure, arrays = _flattened(approach.batches if approach is not None else ())
     if sum(a.nbytes for a in (*start, *arrays)) > left:
         return None
@@ -189,7 +222,11 @@ def _save_approach(folder: Path, run: GuardedRun, variables: Sequence[Any], stat
 
 
 def _described(variable: Any) -> dict[str, Any]:
-    return {"path": str(variable.path), "dtype": str(variable.dtype), "shape": [int(n) for n in variable.shape]}
+    return {
+        "path": str(variable.path),
+        "dtype": str(variable.dtype),
+        "shape": [int(n) for n in variable.shape],
+    }
 
 
 def _text(path: Path, text: str) -> None:
@@ -206,7 +243,9 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
         if isinstance(item, dict):
             return {"dict": {str(key): describe(child) for key, child in item.items()}}
         if isinstance(item, (list, tuple)):
-            return {"tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]}
+            return {
+                "tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]
+            }
         array = spread_arrays.as_array(item)
         if array.dtype.kind == "O" or not hasattr(array, "dtype"):
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
@@ -218,7 +257,10 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
 
 def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     """Write arrays without pickle; those of dtypes that NumPy cannot name go as their bytes."""
-    plain = {str(i): a if a.dtype.kind in "biufcSU" else a.view(f"u{a.dtype.itemsize}") for i, a in enumerate(arrays)}
+    plain = {
+        str(i): a if a.dtype.kind in "biufcSU" else a.view(f"u{a.dtype.itemsize}")
+        for i, a in enumerate(arrays)
+    }
     with path.open("wb") as file:
         np.savez(file, **plain)  # type: ignore[arg-type]
     return sum(a.nbytes for a in arrays)
@@ -251,16 +293,33 @@ def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
     d = incident.diagnosis
     lines = [f"# {incident.moment.capitalize()}", ""]
     if d is not None:
-        lines += [f"Cause: **{d.cause}**" + (f" in {markdown_text(d.culprit)}" if d.culprit else "") + ".", ""]
-        lines += [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []
+        lines += [
+            f"Cause: **{d.cause}**"
+            + (f" in {markdown_text(d.culprit)}" if d.culprit else "")
+            + ".",
+            "",
+        ]
+        lines += (
+            [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []
+        )
         lines += ["Seen:", "", *(f"- {markdown_text(text)}" for text in d.evidence), ""]
         lines += ["Do:", "", *(f"- {markdown_text(text)}" for text in d.advice), ""]
     lines += ["Run the step again:", "", "    python reproduce.py", "", "or", ""]
     lines += [f"    keras-nanguard replay {incident.bundle}", ""]
     if not about["model"]["config"]:
-        lines += ["The model has no configuration that can be saved. Pass it with `--model file.keras`.", ""]
+        lines += [
+            "The model has no configuration that can be saved. Pass it with `--model file.keras`.",
+            "",
+        ]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return "\n".join([*lines, *(f"{markdown_text(note)}\n" for note in about["notes"]), f"Written by {versions}.", ""])
+    return "\n".join(
+        [
+            *lines,
+            *(f"{markdown_text(note)}\n" for note in about["notes"]),
+            f"Written by {versions}.",
+            "",
+        ]
+    )
 
 
 _REPRODUCE = '''"""Runs the bad step of this bundle again and prints what every layer gave.
@@ -273,7 +332,8 @@ import sys
 
 from keras_nanguard import replay
 
-# Classes and functions of your own that the model is made of: import them, and name them here. {"Block": Block}
+# Classes and functions of your own that the model is made of: import them, and name them here.
+# {"Block": Block}
 custom_objects = {}
 
 model = sys.argv[1] if len(sys.argv) > 1 else None
@@ -290,16 +350,29 @@ def read(path: str | Path | None) -> Bundle:
     folder = Path(path or "")
     if path is None or not folder.exists():
         received = "None" if path is None else f"{str(path)!r}, which is not there"
-        remedy = f"Pass Incident.bundle of a diagnosed incident; a directory keeps the newest {MAX_BUNDLES}."
+        remedy = (
+            "Pass Incident.bundle of a diagnosed incident; a directory keeps the newest"
+            f" {MAX_BUNDLES}."
+        )
         raise BundleError(expected("the folder of an incident", received, remedy))
     if not (folder / "bundle.json").is_file():
         raise BundleError(
-            expected("the folder of an incident", f"{str(path)!r}", "It contains bundle.json; see Incident.bundle.")
+            expected(
+                "the folder of an incident",
+                f"{str(path)!r}",
+                "It contains bundle.json; see Incident.bundle.",
+            )
         )
     try:
         about = _json(folder / "bundle.json")
         if about.get("format") != FORMAT:
-            raise BundleError(expected(f"a bundle of format {FORMAT}", plain_text(f"format={about.get('format')!r}"), "Update."))
+            raise BundleError(
+                expected(
+                    f"a bundle of format {FORMAT}",
+                    plain_text(f"format={about.get('format')!r}"),
+                    "Update.",
+                )
+            )
         incident = Incident.from_dict(_json(folder / "incident.json"))
         arrays = _load(folder / "batch.npz", [str(name) for name in about["dtypes"]])
         entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
@@ -307,11 +380,23 @@ def read(path: str | Path | None) -> Bundle:
         before = _before(folder, about.get("before"))
         growth = Growth.from_dict(about["growth"])
         model = _limited(folder / "model.json") if (folder / "model.json").exists() else ""
-        return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, before, growth, model)
+        return Bundle(
+            folder,
+            incident,
+            about,
+            _packed(about["batch"], arrays),
+            state,
+            start,
+            before,
+            growth,
+            model,
+        )
     except BundleError:
         raise
     except (FileFormatError, *PARSE_ERRORS) as error:
-        raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}") from error
+        raise BundleError(
+            f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}"
+        ) from error
 
 
 def _before(folder: Path, before: Any) -> Sequence[Any]:
@@ -329,11 +414,15 @@ def _regular(path: Path, max_bytes: int) -> Path:
         BundleError: if it is missing, too large, a link, or no file.
     """
     if path.is_symlink():
-        raise BundleError(f"{path.name} is a link, which is not followed. Replace it by the file itself.")
+        raise BundleError(
+            f"{path.name} is a link, which is not followed. Replace it by the file itself."
+        )
     if not path.is_file():
         raise BundleError(f"{path.name} is missing, or not a file.")
     if path.stat().st_size > max_bytes:
-        raise BundleError(f"{path.name} has {path.stat().st_size} bytes, more than a bundle may have.")
+        raise BundleError(
+            f"{path.name} has {path.stat().st_size} bytes, more than a bundle may have."
+        )
     return path
 
 
@@ -344,16 +433,22 @@ def _limited(path: Path) -> str:
 def _json(path: Path) -> dict[str, Any]:
     value = plain_json.loads(_limited(path))
     if not isinstance(value, dict):
-        raise BundleError(expected(f"an object in {path.name}", type(value).__name__, "The file is damaged."))
+        raise BundleError(
+            expected(f"an object in {path.name}", type(value).__name__, "The file is damaged.")
+        )
     return value
 
 
-def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _variables(
+    path: Path, entries: Sequence[tuple[str, str]]
+) -> list[tuple[str, np.ndarray[Any, Any]]]:
     if not path.exists():
         return []
     arrays = _load(path, [dtype for _, dtype in entries])
     if len(arrays) != len(entries):
-        raise BundleError(expected(f"{len(entries)} arrays in {path.name}", len(arrays), "The file is damaged."))
+        raise BundleError(
+            expected(f"{len(entries)} arrays in {path.name}", len(arrays), "The file is damaged.")
+        )
     return [(name, array) for (name, _), array in zip(entries, arrays)]
 
 
@@ -395,4 +490,6 @@ def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int =
     for kind, make in (("tuple", tuple), ("list", list)):
         if kind in structure:
             return make(_packed(child, arrays, depth + 1) for child in structure[kind])
-    raise BundleError(f"An array of the batch was omitted from the bundle: {structure.get('left_out')}.")
+    raise BundleError(
+        f"An array of the batch was omitted from the bundle: {structure.get('left_out')}."
+    )

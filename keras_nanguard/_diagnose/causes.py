@@ -1,4 +1,6 @@
-"""From evidence to cause: a list of rules in causal order, of which the first that applies decides; else `unknown`."""
+"""From evidence to cause: a list of rules in causal order, of which the first that applies decides;
+else `unknown`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,32 @@ EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 
 _DIVISIONS = ("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv")
 _ROOTS = ("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
-_LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta", "Betainc", "Igamma")
+_LOGARITHMS = (
+    "Log",
+    "Log1p",
+    "Xlogy",
+    "Xlog1py",
+    "Lgamma",
+    "Digamma",
+    "Polygamma",
+    "Zeta",
+    "Betainc",
+    "Igamma",
+)
 _ANGLES = ("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri")
-_MATRICES = ("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSolve", "Svd", "Qr")
+_MATRICES = (
+    "Cholesky",
+    "MatrixInverse",
+    "MatrixDeterminant",
+    "LogMatrixDeterminant",
+    "MatrixSolve",
+    "Svd",
+    "Qr",
+)
 
-POLES = frozenset((*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "Softmax", "LogSoftmax"))
+POLES = frozenset(
+    (*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "Softmax", "LogSoftmax")
+)
 """Operations with points at which their value is not finite."""
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
@@ -64,7 +87,9 @@ def decide(evidence: Evidence) -> Conclusion:
 
 
 def kind(origin: Origin | None) -> str:
-    """Return how the value became non-finite: `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`, or `""`."""
+    """Return how the value became non-finite: `"overflow"` of large numbers, `"exp"` of moderate
+    ones, `"pole"`, or `""`.
+    """
     if origin is None or origin.source != "operation":
         return ""
     largest = max((o.max_abs for o in origin.operands), default=0.0)
@@ -82,7 +107,11 @@ def kind(origin: Origin | None) -> str:
         return "pole"
     if any(o.infinite for o in origin.operands):
         return "pole"
-    return "overflow" if origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype) else "pole"
+    return (
+        "overflow"
+        if origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype)
+        else "pole"
+    )
 
 
 def _large(dtype: str) -> float:
@@ -92,7 +121,9 @@ def _large(dtype: str) -> float:
 def grown(e: Evidence, factor: float = 1e3) -> bool:
     """Whether loss, gradients or weights have grown over the previous steps."""
     growth = e.growth
-    return growth.steps >= 1 and (growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor)
+    return growth.steps >= 1 and (
+        growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor
+    )
 
 
 def _culprit(e: Evidence) -> str:
@@ -104,8 +135,14 @@ def _culprit(e: Evidence) -> str:
 
 def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
-        read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a NaN marker that was read as a number
-        return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
+        read = (
+            e.origin is not None and e.origin.source == "variable" and e.first == "loss"
+        )  # a NaN marker that was read as a number
+        return (
+            Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state")
+            if read and e.origin is not None
+            else None
+        )
     if e.refused and (rate := _broken_rate(e)) is not None:  # in the step before
         return rate
     path, _ = e.state[0]
@@ -147,7 +184,9 @@ def _monitors(e: Evidence) -> Conclusion | None:
         cause: Cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
         return Conclusion(cause, e.first_path, confidence=0.6, because="dead")
     if e.target_fault is not None:
-        return Conclusion("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
+        return Conclusion(
+            "target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative"
+        )
     if "explosion" in kinds.values():
         return Conclusion("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
@@ -163,7 +202,9 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
 
 
 def _invalid_scale(e: Evidence) -> Conclusion | None:
-    """A loss scale that can scale nothing; a replay is finite, as the refusal has put another in its place."""
+    """A loss scale that can scale nothing; a replay is finite, as the refusal has put another in
+    its place.
+    """
     if e.loss_scale is None or 0.0 < e.loss_scale < float("inf"):
         return None
     return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
@@ -174,7 +215,11 @@ def _scale(e: Evidence) -> Conclusion | None:
     scale = e.loss_scale
     if scale is None:
         return None
-    if scale > SCALE_TOO_HIGH and e.unscaled == "finite" and e.first in ("gradients", "loss", "statistics", ""):
+    if (
+        scale > SCALE_TOO_HIGH
+        and e.unscaled == "finite"
+        and e.first in ("gradients", "loss", "statistics", "")
+    ):
         return Conclusion("loss_scale_collapsed", confidence=0.9, because="scale_high")
     if scale < 1.0 and e.first in ("gradients", "") and not e.inputs_bad and e.unscaled != "bad":
         return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
@@ -185,21 +230,35 @@ def _batch(e: Evidence) -> Conclusion | None:
     origin = e.origin
     if origin is not None and origin.source == "batch":
         if origin.op.startswith("inputs"):
-            return Conclusion("input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
-        if e.inputs_bad and any(not row.finite for row in e.table):  # later operations may have dropped it
+            return Conclusion(
+                "input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch"
+            )
+        if e.inputs_bad and any(
+            not row.finite for row in e.table
+        ):  # later operations may have dropped it
             rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
             return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
         if e.first in ("loss", "statistics") or not e.first:
-            return Conclusion("target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch")
-        return Conclusion("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
+            return Conclusion(
+                "target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch"
+            )
+        return Conclusion(
+            "gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where"
+        )
     named = {row for part in e.inputs_bad for row in part.rows}
     if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
-        return Conclusion("input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch")
+        return Conclusion(
+            "input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch"
+        )
     if origin is None and e.first != "weights":
         if e.inputs_bad:
-            return Conclusion("input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch")
+            return Conclusion(
+                "input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch"
+            )
         if e.targets_bad and e.first in ("", "loss"):
-            return Conclusion("target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch")
+            return Conclusion(
+                "target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch"
+            )
     return None
 
 
@@ -240,20 +299,34 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     if e.low_precision == "bfloat16" and not underflow:  # its range is that of float32
         return None
     return Conclusion(
-        "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
+        "float16_underflow" if underflow else "float16_overflow",
+        _culprit(e),
+        e.rows,
+        0.9,
+        "float32",
     )
 
 
 def _divides_by_zero(facts: OptimizerFacts) -> bool:
-    """Whether the divisor of an update can be 0: its epsilon rounds to 0, or it is a variance that cancels."""
-    return bool((facts.epsilon_in_dtype == 0.0 and facts.epsilon) or dict(facts.settings).get("centered"))
+    """Whether the divisor of an update can be 0: its epsilon rounds to 0, or it is a variance that
+    cancels.
+    """
+    return bool(
+        (facts.epsilon_in_dtype == 0.0 and facts.epsilon) or dict(facts.settings).get("centered")
+    )
 
 
 def _broken_rate(e: Evidence) -> Conclusion | None:
-    """Return that a learning rate is to blame if it is not finite or, from a schedule, far too high."""
+    """Return that a learning rate is to blame if it is not finite or, from a schedule, far too
+    high.
+    """
     for o in e.optimizers:
-        if not abs(o.learning_rate) <= MAX_RATE and (o.scheduled or not math.isfinite(o.learning_rate)):
-            return Conclusion("optimizer_domain", f"{o.name}/learning_rate", confidence=0.95, because="rate")
+        if not abs(o.learning_rate) <= MAX_RATE and (
+            o.scheduled or not math.isfinite(o.learning_rate)
+        ):
+            return Conclusion(
+                "optimizer_domain", f"{o.name}/learning_rate", confidence=0.95, because="rate"
+            )
     return None
 
 
@@ -274,16 +347,22 @@ def _outlier_row(e: Evidence) -> Conclusion | None:
     few = 0 < len(e.rows) <= max(1.0, e.count / 4)
     if not few or e.without_rows != "finite" or kind(e.origin) not in ("", "overflow"):
         return None
-    parts = [part for part in (*e.inputs, *e.targets) if not part.integer and part.max_abs >= HUGE_DATA]
+    parts = [
+        part for part in (*e.inputs, *e.targets) if not part.integer and part.max_abs >= HUGE_DATA
+    ]
     part = next((part for part in parts if set(e.rows) <= set(part.outliers)), None)
-    return Conclusion("input_scale", part.name, e.rows, 0.9, "outlier") if part is not None else None
+    return (
+        Conclusion("input_scale", part.name, e.rows, 0.9, "outlier") if part is not None else None
+    )
 
 
 def _divergence(e: Evidence) -> Conclusion | None:
     how, growth = kind(e.origin), e.growth
     exploded = e.origin is None and "gradients:explosion" in e.sites
     if how == "pole":
-        far = growth.weights >= 1e3 or (growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3)
+        far = growth.weights >= 1e3 or (
+            growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3
+        )
         blown = far
     elif how == "exp":
         blown = growth.weights >= 2.0 and grown(e)
@@ -299,9 +378,16 @@ def _divergence(e: Evidence) -> Conclusion | None:
 
 
 def _moved_too_far(e: Evidence) -> bool:
-    """Whether the first steps moved the weights so far that the whole batch overflows, which it did not initially."""
+    """Whether the first steps moved the weights so far that the whole batch overflows, which it did
+    not initially.
+    """
     few = e.without_rows == "finite" and len(e.rows) <= e.count / 4
-    return e.at_start == "finite" and e.growth.weights >= 1.5 and kind(e.origin) in ("exp", "overflow") and not few
+    return (
+        e.at_start == "finite"
+        and e.growth.weights >= 1.5
+        and kind(e.origin) in ("exp", "overflow")
+        and not few
+    )
 
 
 def _normalized(e: Evidence) -> str:
@@ -328,7 +414,12 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     if (how == "overflow" or exploded) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
     origin = e.origin
-    if how == "pole" and origin is not None and origin.layer_class == "Normalization" and origin.phase == "forward":
+    if (
+        how == "pole"
+        and origin is not None
+        and origin.layer_class == "Normalization"
+        and origin.phase == "forward"
+    ):
         return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
     return None
 
@@ -364,7 +455,9 @@ def _domain(e: Evidence) -> Conclusion | None:
 
 
 def _masked(e: Evidence, origin: Origin) -> bool:
-    """Whether the bad value is masked in the loss (the unused branch of a `where`), but not in the gradient."""
+    """Whether the bad value is masked in the loss (the unused branch of a `where`), but not in the
+    gradient.
+    """
     phases = ("forward", "loss", "regularizer", "slope")
     return e.first == "gradients" and origin.phase in phases and all(row.finite for row in e.table)
 

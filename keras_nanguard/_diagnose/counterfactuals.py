@@ -1,7 +1,8 @@
 """Counterfactuals: the steps up to a bad one, rerun unchanged and with one change at a time.
 
-The change that cures a failure identifies its cause: a divergence that a tenth of the learning rate cures is due to the
-rate, one that only float32 cures to the dtype, one that disappears without three rows to these rows.
+The change that cures a failure identifies its cause: a divergence that a tenth of the learning rate
+cures is due to the rate, one that only float32 cures to the dtype, one that disappears without
+three rows to these rows.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def _changes(step: ReplayableStep, rerun: Rerun) -> Iterator[tuple[str, Outcome]
         with in_float32(step.model, step.variables(), step.optimizers):
             yield "in float32", _outcome(step, rerun)
     if rerun.rows and len(rerun.rows) < batches.row_count(rerun.batch):
-        yield f"without {at_rows(rerun.rows)}", _outcome(step, rerun, last=lambda batch: batches.without(batch, rerun.rows))
+        yield (
+            f"without {at_rows(rerun.rows)}",
+            _outcome(step, rerun, last=lambda batch: batches.without(batch, rerun.rows)),
+        )
     scaled = "with inputs and targets scaled to unit standard deviation"
     yield scaled, _outcome(step, rerun, each=lambda batch: batches.mapped(batch, standardized))
 
@@ -101,20 +105,30 @@ def _outcome(
         rerun.start()
         for number, batch in enumerate(sequence, 1):
             batch = each(batch)
-            losses.append(step.train(last(batch) if number == len(sequence) or not rerun.before else batch))
+            losses.append(
+                step.train(last(batch) if number == len(sequence) or not rerun.before else batch)
+            )
             if not math.isfinite(losses[-1]):
                 return False, f"the loss is not finite at step {number} of {len(sequence)}"
         bad = _bad_weight(step)
     if bad:
         return False, f"the loss stays finite, but {bad} does not"
     grown = abs(losses[-1]) > MIN_GROWTH * abs(losses[0]) + 1e-12
-    return not grown, f"the loss {'grows' if grown else 'stays finite,'} from {losses[0]:.3g} to {losses[-1]:.3g}"
+    return (
+        not grown,
+        (
+            f"the loss {'grows' if grown else 'stays finite,'} from {losses[0]:.3g} to"
+            f" {losses[-1]:.3g}"
+        ),
+    )
 
 
 def _bad_weight(step: ReplayableStep) -> str:
     """Return the path of the first weight that is not finite, `""` if all are finite."""
     weights = TrainState.of(step.model, step.optimizers).trainable
-    return next((str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), "")
+    return next(
+        (str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), ""
+    )
 
 
 @contextlib.contextmanager

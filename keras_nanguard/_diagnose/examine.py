@@ -13,7 +13,12 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, origins_of, preserved
+from keras_nanguard._backends.shared.replay import (
+    ReplayableStep,
+    ReplayResult,
+    origins_of,
+    preserved,
+)
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
@@ -25,7 +30,11 @@ from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import with_names
 from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._files.stored import plain_text
-from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["FORMAT", "Examination", "diagnose"]
@@ -34,10 +43,14 @@ FORMAT = 1
 """Version of the JSON format of an `Examination`."""
 
 MAX_VARIANCE_RATIO = 1e3
-"""Factor between a moving variance and that of the batch above which the moving variance is wrong."""
+"""Factor between a moving variance and that of the batch above which the moving variance is
+wrong.
+"""
 
 MAX_MEAN_DEVIATIONS = 30.0
-"""Distance between a moving mean and that of the batch, in standard deviations, above which the moving mean is wrong."""
+"""Distance between a moving mean and that of the batch, in standard deviations, above which the
+moving mean is wrong.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,12 @@ class Examination:
     """The result of `diagnose`.
 
     Attributes:
-        diagnosis: cause, culprit, rows, evidence and advice; cause `unknown` with no culprit if nothing is wrong.
+        diagnosis: cause, culprit, rows, evidence and advice; cause `unknown` with no culprit if
+            nothing is wrong.
         inference: one row per layer call in inference mode.
         training: the same in training mode.
-        step: result of a train step on the batch: `"finite"`, `"bad"`, `"failed"`, or `""` if none was run.
+        step: result of a train step on the batch: `"finite"`, `"bad"`, `"failed"`, or `""` if none
+            was run.
         error: what could not be run, and the exception that it raised; `""` if everything could.
     """
 
@@ -60,7 +75,8 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether outputs in both modes and the train step are finite, and no moving statistics are wrong.
+        """Whether outputs in both modes and the train step are finite, and no moving statistics are
+        wrong.
 
         A model that could not be run is not healthy.
         """
@@ -68,7 +84,9 @@ class Examination:
         return self.diagnosis.cause == "unknown" and not (bad or self.error)
 
     def first_bad(self, mode: str) -> str:
-        """Return the path of the first layer whose output is not finite in this mode, `""` if all are finite."""
+        """Return the path of the first layer whose output is not finite in this mode, `""` if all
+        are finite.
+        """
         return next((row.path for row in getattr(self, mode) if not row.finite), "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,15 +102,28 @@ class Examination:
         if self.error and d.cause == "unknown":
             what = f"No diagnosis is possible: {self.error}."
         lines = [what, *(f"  seen: {text}" for text in d.evidence)]
-        lines += [f"  seen: {self.error[0].upper()}{self.error[1:]}."] if self.error and d.cause != "unknown" else []
+        lines += (
+            [f"  seen: {self.error[0].upper()}{self.error[1:]}."]
+            if self.error and d.cause != "unknown"
+            else []
+        )
         lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
-        tables = ["", "In inference mode:", table(self.inference), "", "In training mode:", table(self.training)]
+        tables = [
+            "",
+            "In inference mode:",
+            table(self.inference),
+            "",
+            "In training mode:",
+            table(self.training),
+        ]
         return "\n".join([*lines, *tables])
 
 
 @np.errstate(all="ignore")  # the data is not finite
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
-    """Find the first layer of a model whose output on a batch is not finite, in inference and in training mode, and why.
+    """Find the first layer whose output on a batch is not finite, and why.
+
+    The model runs in inference and in training mode.
 
     The model is not changed: weights, statistics, optimizer and seeds are the same afterwards.
 
@@ -117,7 +148,9 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     require_keras_3(model)
     if not isinstance(model, keras.Model):
         raise no_model(model, "diagnose {path} --data FILE")
-    x, y, sample_weight = (keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight))
+    x, y, sample_weight = (
+        keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight)
+    )
     return _Examiner(model, x, y, sample_weight).examined()
 
 
@@ -133,13 +166,26 @@ class _Examiner:
         self.outputs: Any = None
         self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
         self.train_state = TrainState.of(model)
-        self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.train_state.optimizers)
+        self.trains = (
+            y is not None
+            and bool(getattr(model, "compiled", False))
+            and bool(self.train_state.optimizers)
+        )
 
     def examined(self) -> Examination:
-        roles = {id(v): "weights" for v in self.train_state.trainable} | {id(v): "slots" for v in self.train_state.slots}
+        roles = {id(v): "weights" for v in self.train_state.trainable} | {
+            id(v): "slots" for v in self.train_state.slots
+        }
         state = [
-            (v.path, roles.get(id(v), "statistics" if keras_variables.is_statistic(v) else "weights"))
-            for v in (*self.train_state.trainable, *self.train_state.statistics, *self.train_state.slots)
+            (
+                v.path,
+                roles.get(id(v), "statistics" if keras_variables.is_statistic(v) else "weights"),
+            )
+            for v in (
+                *self.train_state.trainable,
+                *self.train_state.statistics,
+                *self.train_state.slots,
+            )
             if not finiteness.is_finite(keras_variables.view(v))
         ]
         inference, _ = self._forward(False)
@@ -152,16 +198,32 @@ class _Examiner:
             verdict.culprit,
             verdict.samples,
             sentences(evidence, verdict),
-            self._advice(evidence, verdict) if evidence.first or evidence.state or far or error else (),
+            (
+                self._advice(evidence, verdict)
+                if evidence.first or evidence.state or far or error
+                else ()
+            ),
             verdict.confidence,
             verdict.because == "rescaled",
         )
-        return Examination(found, inference.rows, training.rows, step.word if step is not None else "", error)
+        return Examination(
+            found, inference.rows, training.rows, step.word if step is not None else "", error
+        )
 
-    def _error(self, inference: ReplayResult, training: ReplayResult, step: ReplayResult | None) -> str:
+    def _error(
+        self, inference: ReplayResult, training: ReplayResult, step: ReplayResult | None
+    ) -> str:
         """Return which of the runs raised an exception, and the exception: the first of them."""
-        runs = {"the forward pass in inference mode": inference, "the forward pass in training mode": training, "a train step": step}
-        failed = [f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run is not None and run.error]
+        runs = {
+            "the forward pass in inference mode": inference,
+            "the forward pass in training mode": training,
+            "a train step": step,
+        }
+        failed = [
+            f"{what} raised {_plain(run.error)}"
+            for what, run in runs.items()
+            if run is not None and run.error
+        ]
         return failed[0] if failed else ""
 
     def _advice(self, evidence: Evidence, verdict: Conclusion) -> tuple[str, ...]:
@@ -179,7 +241,13 @@ class _Examiner:
         far: Sequence[str],
         step: ReplayResult | None,
     ) -> Evidence:
-        shown = inference if not inference.finite else training if not training.finite else step or inference
+        shown = (
+            inference
+            if not inference.finite
+            else training
+            if not training.finite
+            else step or inference
+        )
         only = not inference.finite and training.finite
         sites = ["predictions:nonfinite"] if not inference.finite or state else []
         sites += ["statistics:out_of_range"] if far else []
@@ -208,14 +276,18 @@ class _Examiner:
         )
         if evidence.inputs_bad and 0 < len(evidence.rows) < batches.row_count(self.batch):
             rest = _Examiner(self.model, *batches.without(self.batch, evidence.rows)[0])
-            evidence = replace(evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad")
+            evidence = replace(
+                evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad"
+            )
         if evidence.low_precision and shown.first:
             evidence = replace(evidence, float32=self._in_float32(shown is step))
         return with_names(evidence, self.model)
 
     def _target_fault(self) -> Any:
         targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]
-        widths = [int(shape[-1] or 0) if shape else 0 for shape in keras_layers.output_shapes(self.model)]
+        widths = [
+            int(shape[-1] or 0) if shape else 0 for shape in keras_layers.output_shapes(self.model)
+        ]
         return target_fault(self.model, targets, widths)
 
     def _step(self) -> ReplayResult | None:
@@ -230,20 +302,33 @@ class _Examiner:
         return ReplayableStep.of(self.model, self.train_state.optimizers)
 
     def _in_float32(self, step: bool) -> str:
-        variables = [*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]
+        variables = [
+            *self.train_state.everything,
+            *self.train_state.metrics,
+            *self.train_state.unlisted,
+        ]
         with in_float32(self.model, variables, list(self.train_state.optimizers)):
             if step:
                 return self._as_step().run(self.batch, update=True).word
-            return "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
+            return (
+                "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
+            )
 
     def _forward(self, training: bool) -> tuple[ReplayResult, list[str]]:
-        """Run the forward pass once in one mode; return its result, and sentences about wrong moving statistics."""
+        """Run the forward pass once in one mode; return its result, and sentences about wrong
+        moving statistics.
+        """
         origins = origins_of(self.batch, self.train_state.everything)
         instrument = current.replay().Instrument(self.model, origins)
         layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
-        with preserved([*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted], self.model):
-            for layer in layers if training else ():  # a pass in training mode does not read them, and adds to them
+        with preserved(
+            [*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted],
+            self.model,
+        ):
+            for layer in (
+                layers if training else ()
+            ):  # a pass in training mode does not read them, and adds to them
                 keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
                 keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
             try:
@@ -253,22 +338,48 @@ class _Examiner:
                     outputs = self.model(self.x, **keras_layers.mode(self.model, training))
                     self.outputs = outputs
             except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
-                return ReplayResult(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
-            far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []
-        bad = [t for t in keras.tree.flatten(outputs) if not finiteness.is_finite(keras_variables.dense(t))]
+                return (
+                    ReplayResult(
+                        error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)
+                    ),
+                    [],
+                )
+            far = (
+                [text for layer, old in zip(layers, before) for text in _far(layer, old)]
+                if training
+                else []
+            )
+        bad = [
+            t
+            for t in keras.tree.flatten(outputs)
+            if not finiteness.is_finite(keras_variables.dense(t))
+        ]
         origin = next((b for b in map(origins.of, bad) if b is not None), None)
         named = origin.culprit if origin is not None else ""
-        return ReplayResult(first="outputs" if bad else "", first_path=named, origin=origin, rows=tuple(instrument.rows)), far
+        return (
+            ReplayResult(
+                first="outputs" if bad else "",
+                first_path=named,
+                origin=origin,
+                rows=tuple(instrument.rows),
+            ),
+            far,
+        )
 
 
 def _plain(error: str) -> str:
-    """Return the text of an exception on one line, without the colors and the arguments that Keras adds."""
+    """Return the text of an exception on one line, without the colors and the arguments that Keras
+    adds.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", error).partition("Arguments received by")[0]
     return plain_text(" ".join(text.split())).rstrip(".")
 
 
 def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    mean, variance = keras_variables.read(layer.moving_mean), keras_variables.read(layer.moving_variance)
+    mean, variance = (
+        keras_variables.read(layer.moving_mean),
+        keras_variables.read(layer.moving_variance),
+    )
     return mean.astype(np.float64), variance.astype(np.float64)
 
 
@@ -285,13 +396,16 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
     with np.errstate(all="ignore"):
         ratio = np.maximum(variance, 1e-12) / own_variance
         away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
-    collapsed = (ratio < 1 / MAX_VARIANCE_RATIO) & (own_variance > MAX_VARIANCE_RATIO * layer.epsilon)
+    collapsed = (ratio < 1 / MAX_VARIANCE_RATIO) & (
+        own_variance > MAX_VARIANCE_RATIO * layer.epsilon
+    )
     wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
         return []
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
     return [
-        f"{layer.moving_variance.path} is far from the statistics of the batch: channel {worst} has moving mean {mean[worst]:.3g} "
-        f"and variance {variance[worst]:.3g}, the batch {own_mean[worst]:.3g} and {own_variance[worst]:.3g} "
-        f"({int(wrong.sum())} of {wrong.size} channels)."
+        f"{layer.moving_variance.path} is far from the statistics of the batch: channel {worst} has"
+        f" moving mean {mean[worst]:.3g} and variance {variance[worst]:.3g}, the batch"
+        f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g} ({int(wrong.sum())} of {wrong.size}"
+        " channels)."
     ]

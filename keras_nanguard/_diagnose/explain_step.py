@@ -1,7 +1,8 @@
-"""From an incident to its diagnosis: gathers the evidence by running the refused step again, and decides by it.
+"""From an incident to its diagnosis: gathers the evidence by running the refused step again, and
+decides by it.
 
-Nothing moves: every replay ends with the state it began with. Nothing here can break training: what goes wrong inside
-becomes evidence of the cause `unknown`.
+Nothing moves: every replay ends with the state it began with. Nothing here can break training: what
+goes wrong inside becomes evidence of the cause `unknown`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.facts import exponents, growth, negative_loss, objective, optimizer_facts
+from keras_nanguard._diagnose.facts import (
+    exponents,
+    growth,
+    negative_loss,
+    objective,
+    optimizer_facts,
+)
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
@@ -34,7 +41,9 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["Explainer"]
 
 FULL = 3
-"""Incidents of one streak that are diagnosed in full; those that follow with the same findings take over the result."""
+"""Incidents of one streak that are diagnosed in full; those that follow with the same findings take
+over the result.
+"""
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
@@ -64,22 +73,39 @@ class Explainer:
     def __call__(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults(run.model), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
+            with (
+                without_faults(run.model),
+                when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""),
+            ):
                 return self._explained(run, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
-            return Diagnosis("unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",))
+            return Diagnosis(
+                "unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",)
+            )
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
-        """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none was written."""
+        """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
+        was written.
+        """
         from keras_nanguard._diagnose import bundle as _bundle
 
-        if run.directory is None or report is None or report.batch is None or not incident.refused or not self.full:
+        if (
+            run.directory is None
+            or report is None
+            or report.batch is None
+            or not incident.refused
+            or not self.full
+        ):
             return None
         try:
-            return _bundle.write(run.directory, run, incident, report.batch, self.evidence or Evidence(), _mode(run))
+            return _bundle.write(
+                run.directory, run, incident, report.batch, self.evidence or Evidence(), _mode(run)
+            )
         except Exception as error:  # noqa: BLE001  a full disk must not end training
-            processes.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
+            processes.print_line(
+                f"NanGuard: no bundle was written: {type(error).__name__}: {error}"
+            )
             return None
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
@@ -101,7 +127,9 @@ class Explainer:
             return self._taken_over(known, report)
         self._full[signature] += 1
         self.evidence = gather(run, incident, report)
-        self._known[signature] = raised.by_replay(run.model, self.evidence, report) or conclude(self.evidence)
+        self._known[signature] = raised.by_replay(run.model, self.evidence, report) or conclude(
+            self.evidence
+        )
         return self._known[signature]
 
     def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
@@ -120,7 +148,10 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     """Return everything that can be measured about an incident."""
     train_state = run.train_state()
     run.history.start(run.ring.snapshots, train_state.trainable)
-    own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
+    own = (
+        incident.values.get("loss", float("nan")),
+        incident.values.get("gradient_norm", float("nan")),
+    )
     state = [f for f in incident.findings if f.site == "state"]
     outside = any(f.site in ("validation", "predictions") for f in incident.findings)
     if outside and not state:
@@ -131,7 +162,11 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     first = "" if _bad_before_update(incident) else committed
     before = bool(state) and incident.refused  # it was the step before that left it
     facts = optimizer_facts(train_state.optimizers, committed=bool(committed) or before)
-    last = [norm for _, _, norm in run.history.since(incident.step)][-1:] if not incident.values else []
+    last = (
+        [norm for _, _, norm in run.history.since(incident.step)][-1:]
+        if not incident.values
+        else []
+    )
     norm = last[0] if last else own[1]  # what is seen between two steps has no norm of its own
     evidence = Evidence(
         step=incident.step,
@@ -178,11 +213,19 @@ def step_of(run: GuardedRun) -> ReplayableStep:
 
 def _committed(incident: Incident) -> str:
     """Return the first bad site that a step left behind which committed."""
-    sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")]
+    sites = [
+        f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")
+    ]
     return next((site for site in ("weights", "slots") if site in sites), "")
 
 
-def _written(run: GuardedRun, committed: int | None, train_state: TrainState, facts: tuple[OptimizerFacts, ...], norm: float) -> bool:
+def _written(
+    run: GuardedRun,
+    committed: int | None,
+    train_state: TrainState,
+    facts: tuple[OptimizerFacts, ...],
+    norm: float,
+) -> bool:
     """Whether no update can have produced the bad values, neither from the present values nor from
     a snapshot and the gradients since.
     """
@@ -195,21 +238,35 @@ def _written(run: GuardedRun, committed: int | None, train_state: TrainState, fa
     norms = [one for _, _, one in run.history.since(snapshot.step)]
     values = [value for v in variables if (value := snapshot.value(v)) is not None]
     known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
-    return known and must_stay_finite(train_state.optimizers, facts, values, max(norms, default=norm))
+    return known and must_stay_finite(
+        train_state.optimizers, facts, values, max(norms, default=norm)
+    )
 
 
 def _bad_before_update(incident: Incident) -> bool:
     """Whether the inputs of the update were already bad, as is possible under `observe`."""
-    return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
+    return any(
+        f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients")
+        for f in incident.findings
+    )
 
 
 def _roles(train_state: TrainState) -> dict[str, str]:
     roles = {v.path: "weights" for v in train_state.trainable}
-    roles |= {v.path: "statistics" if keras_variables.is_statistic(v) else "weights" for v in train_state.other}
+    roles |= {
+        v.path: "statistics" if keras_variables.is_statistic(v) else "weights"
+        for v in train_state.other
+    }
     return roles | {v.path: "slots" for v in train_state.slots}
 
 
 def _mode(run: GuardedRun) -> str:
     """Return the mode in which a guarded step runs, of those in which it can be run again."""
-    mode = "xla" if run.transaction.jit else "eager" if getattr(run.model, "run_eagerly", False) else "graph"
+    mode = (
+        "xla"
+        if run.transaction.jit
+        else "eager"
+        if getattr(run.model, "run_eagerly", False)
+        else "graph"
+    )
     return mode if mode in current.compiled_replay().MODES else "eager"

@@ -1,4 +1,6 @@
-"""Facts besides the step itself: the history of the fit, its optimizers, and targets that its losses do not accept."""
+"""Facts besides the step itself: the history of the fit, its optimizers, and targets that its
+losses do not accept.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,22 @@ from keras_nanguard._keras import (
 __all__ = ["exponents", "growth", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
 RECENT = 5
-"""Number of last steps that are reported, and from which the magnitude before the incident is taken."""
+"""Number of last steps that are reported, and from which the magnitude before the incident is
+taken.
+"""
 
 SETTINGS = (
-    *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon", "clipnorm", "clipvalue", "global_clipnorm"),
+    *(
+        "weight_decay",
+        "momentum",
+        "beta_1",
+        "beta_2",
+        "rho",
+        "epsilon",
+        "clipnorm",
+        "clipvalue",
+        "global_clipnorm",
+    ),
     *("centered", "gradient_accumulation_steps"),
 )
 """Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
@@ -83,7 +97,8 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
 
 
 def _factor(first: list[float], last: list[float]) -> float:
-    """Return the growth factor from the first values to the last ones, relative to the smallest of the first ones.
+    """Return the growth factor from the first values to the last ones, relative to the smallest of
+    the first ones.
 
     A run that diverges at once has no healthy start; its first step is its smallest.
     """
@@ -93,23 +108,39 @@ def _factor(first: list[float], last: list[float]) -> float:
     return max(last) / start
 
 
-def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
-    """Return the hyperparameters of the optimizers; `committed`: the step in question has already been counted."""
+def optimizer_facts(
+    optimizers: Sequence[Any], committed: bool = False
+) -> tuple[OptimizerFacts, ...]:
+    """Return the hyperparameters of the optimizers; `committed`: the step in question has already
+    been counted.
+    """
     return tuple(_facts(optimizer, committed) for optimizer in optimizers)
 
 
 def _facts(whole: Any, committed: bool) -> OptimizerFacts:
     optimizer = keras_optimizers.inner(whole)
-    rate = keras_optimizers.rate_before(whole) if committed else keras_optimizers.learning_rate(whole)
+    rate = (
+        keras_optimizers.rate_before(whole) if committed else keras_optimizers.learning_rate(whole)
+    )
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
     rounded = None
     if epsilon is not None:
-        rounded = float(np.asarray(epsilon, np.float16)) if dtype == "float16" else float(np.float32(epsilon))
-    clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+        rounded = (
+            float(np.asarray(epsilon, np.float16))
+            if dtype == "float16"
+            else float(np.float32(epsilon))
+        )
+    clips = any(
+        getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm")
+    )
     settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
-    known = {name: float(value) for name, value in settings.items() if isinstance(value, (int, float)) and value}
+    known = {
+        name: float(value)
+        for name, value in settings.items()
+        if isinstance(value, (int, float)) and value
+    }
     return OptimizerFacts(
         name=type(optimizer).__name__,
         learning_rate=rate,
@@ -127,11 +158,16 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
 
 def objective(model: Any) -> tuple[tuple[str, float], ...]:
     """Return loss weights and regularizers of unusual size, in words, with their values."""
-    found = [(f"The loss weight of {name!r}", weight) for name, weight in keras_losses.loss_weights(model)]
+    found = [
+        (f"The loss weight of {name!r}", weight)
+        for name, weight in keras_losses.loss_weights(model)
+    ]
     found = [(words, weight) for words, weight in found if not 1 / UNUSUAL < abs(weight) < UNUSUAL]
     for layer in keras_layers.layers_of(model):
         for name, regularizer in vars(layer).items():
-            for norm in ("l1", "l2") if isinstance(regularizer, keras.regularizers.Regularizer) else ():
+            for norm in (
+                ("l1", "l2") if isinstance(regularizer, keras.regularizers.Regularizer) else ()
+            ):
                 factor = getattr(regularizer, norm, 0.0)
                 value = float(factor) if np.ndim(factor) == 0 and factor is not None else 0.0
                 if value >= 1.0:
@@ -140,15 +176,21 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
 
 
 def exponents(model: Any) -> tuple[tuple[str, str, float], ...]:
-    """Return loss, parameter and value of each exponent among the parameters of the compiled losses."""
+    """Return loss, parameter and value of each exponent among the parameters of the compiled
+    losses.
+    """
     found = []
     for _, loss in keras_losses.losses_by_output(model):
         values = ((name, getattr(loss, name, None)) for name in EXPONENTS)
-        found += [(str(loss.name), name, float(v)) for name, v in values if isinstance(v, (int, float))]
+        found += [
+            (str(loss.name), name, float(v)) for name, v in values if isinstance(v, (int, float))
+        ]
     return tuple(found)
 
 
-def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]) -> TargetFault | None:
+def target_fault(
+    model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]
+) -> TargetFault | None:
     """Return the first problem of the targets, given the arrays and the width of each output."""
     entries = keras_losses.losses_by_output(model)
     if len(entries) != len(targets):
@@ -158,23 +200,32 @@ def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Se
         found = _fault(loss, array, width)
         if found is not None:
             rows, words, fatal = found
-            return TargetFault(str(loss.name), output if len(entries) > 1 else "", rows, words, fatal)
+            return TargetFault(
+                str(loss.name), output if len(entries) > 1 else "", rows, words, fatal
+            )
     return None
 
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
-    """Return the problem of the targets that a negative loss implies, if no loss of the model can be negative."""
+    """Return the problem of the targets that a negative loss implies, if no loss of the model can
+    be negative.
+    """
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
     if not all(_kinds(loss) & set(PROBABILITIES) for loss in entries):
         return None
     lowest = min(losses)
-    words = f"values that are not probabilities (with probabilities the loss cannot be negative, and it is {lowest:.3g})"
+    words = (
+        "values that are not probabilities (with probabilities the loss cannot be negative, and it"
+        f" is {lowest:.3g})"
+    )
     return TargetFault(str(entries[0].name), "", (), words)
 
 
-def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[int, ...], str, bool] | None:
+def _fault(
+    loss: Any, array: np.ndarray[Any, Any], width: int
+) -> tuple[tuple[int, ...], str, bool] | None:
     kinds = _kinds(loss)
     wide = finiteness.widen(array)
     if wide.dtype.kind not in "fiu" or not wide.size:
@@ -189,7 +240,11 @@ def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[in
     elif kinds & set(PROBABILITIES):
         wrong = (wide < 0) | (wide > 1)
         if wrong.any():
-            return _rows(wrong), f"{wide[wrong].flat[0]:g} instead of a probability from 0 to 1", True
+            return (
+                _rows(wrong),
+                f"{wide[wrong].flat[0]:g} instead of a probability from 0 to 1",
+                True,
+            )
         smoothing = getattr(loss, "label_smoothing", 0.0)
         if isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
             return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
@@ -202,10 +257,19 @@ def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[in
 
 
 def _kinds(loss: Any) -> set[str]:
-    """Return the names of this loss in Keras: that of its class in snake case, and that of the function it wraps."""
-    names = {keras_layers.snake_case(type(loss).__name__), str(getattr(getattr(loss, "fn", None), "__name__", ""))}
+    """Return the names of this loss in Keras: that of its class in snake case, and that of the
+    function it wraps.
+    """
+    names = {
+        keras_layers.snake_case(type(loss).__name__),
+        str(getattr(getattr(loss, "fn", None), "__name__", "")),
+    }
     return {name for name in names if name}
 
 
 def _rows(wrong: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.flatnonzero(wrong.reshape(wrong.shape[0], -1).any(axis=1))) if wrong.ndim else ()
+    return (
+        tuple(int(i) for i in np.flatnonzero(wrong.reshape(wrong.shape[0], -1).any(axis=1)))
+        if wrong.ndim
+        else ()
+    )

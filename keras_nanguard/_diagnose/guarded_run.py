@@ -41,14 +41,20 @@ class GuardedRun(Protocol):
 class Explains(Protocol):
     """Diagnoses the incidents of one run. Nothing in it raises."""
 
-    def __call__(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis | None:
+    def __call__(
+        self, run: GuardedRun, incident: Incident, report: Report | None
+    ) -> Diagnosis | None:
         """Return why an incident happened."""
 
     def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
-        """Write a bundle from which the step can be run again; returns its path, `None` if none was written."""
+        """Write a bundle from which the step can be run again; returns its path, `None` if none was
+        written.
+        """
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says nothing."""
+        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says
+        nothing.
+        """
 
 
 class NoExplainer:

@@ -25,7 +25,11 @@ def when_slow(text: str) -> Iterator[None]:
     interactive = keras.config.is_interactive_logging_enabled()  # Keras stores it per thread
 
     def announce() -> None:
-        (keras.config.enable_interactive_logging if interactive else keras.config.disable_interactive_logging)()
+        (
+            keras.config.enable_interactive_logging
+            if interactive
+            else keras.config.disable_interactive_logging
+        )()
         processes.print_line(text)
 
     timer = threading.Timer(SLOW, announce)

@@ -1,7 +1,9 @@
-"""The same model in float32 during one replay: dtype policies and variables are replaced and then restored.
+"""The same model in float32 during one replay: dtype policies and variables are replaced and then
+restored.
 
-Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables, losses and symbolic tensors.
-`tests/diagnosis/test_internals.py` fails when a release of Keras removes one of them.
+Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
+losses and symbolic tensors. `tests/diagnosis/test_internals.py` fails when a release of Keras
+removes one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any
 import keras
 
 from keras_nanguard._backends import current
-from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, optimizers as keras_optimizers
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    optimizers as keras_optimizers,
+)
 
 __all__ = ["in_float32", "lowest"]
 
@@ -21,8 +27,13 @@ LOW = ("float16", "bfloat16")
 
 
 def lowest(model: Any, layers: list[Any] | None = None) -> str:
-    """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32 or higher."""
-    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers or keras_layers.layers_of(model)}
+    """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32
+    or higher.
+    """
+    found = {
+        str(getattr(layer, "compute_dtype", ""))
+        for layer in layers or keras_layers.layers_of(model)
+    }
     found |= {str(v.dtype) for v in model.variables}
     return next((name for name in LOW if name in found), "")
 
@@ -48,7 +59,11 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
                 keras_layers.exchange(loss, "_dtype", "float32", undo)
         for variable in variables:
             native = getattr(variable, "value", None)
-            twin = current.replay().twin(variable) if str(getattr(variable, "dtype", "")) in LOW else None
+            twin = (
+                current.replay().twin(variable)
+                if str(getattr(variable, "dtype", "")) in LOW
+                else None
+            )
             if twin is not None:
                 keras_layers.exchange(variable, "_value", twin, undo)
                 keras_layers.exchange(variable, "_dtype", "float32", undo)

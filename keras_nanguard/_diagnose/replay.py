@@ -66,14 +66,23 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        shown = Incident(self.incident.step, self.incident.epoch, self.incident.batch, (), diagnosis=self.diagnosis)
+        shown = Incident(
+            self.incident.step,
+            self.incident.epoch,
+            self.incident.batch,
+            (),
+            diagnosis=self.diagnosis,
+        )
         return {
             "format": FORMAT,
             "incident": self.incident.to_dict(),
             "mode": self.mode,
             "result": self.result,
             "diagnosis": shown.to_dict()["diagnosis"],
-            "layers": [{name: _plain(getattr(row, name)) for name in LayerRow.__slots__} for row in self.layers],
+            "layers": [
+                {name: _plain(getattr(row, name)) for name in LayerRow.__slots__}
+                for row in self.layers
+            ],
             "counterfactuals": [list(pair) for pair in self.counterfactuals],
         }
 
@@ -81,8 +90,13 @@ class Replay:
         return f"Replay({self.result!r}, {self.diagnosis!r})"
 
     def __str__(self) -> str:
-        what = {"bad": "is bad again", "finite": "is finite", "failed": "cannot be run"}[self.result]
-        lines = [f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r}, {what}.", str(self.diagnosis)]
+        what = {"bad": "is bad again", "finite": "is finite", "failed": "cannot be run"}[
+            self.result
+        ]
+        lines = [
+            f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r}, {what}.",
+            str(self.diagnosis),
+        ]
         lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
 
@@ -108,16 +122,18 @@ def replay(
 
     Args:
         bundle: folder of the bundle, as `Incident.bundle` names it.
-        model: a compiled model, or the path of a `.keras` file; by default it is created from the configuration in the bundle.
-            Its weights are set to those of the bundle.
-        mode: `"eager"`, `"graph"` or `"xla"`; on JAX both of the latter are XLA, and PyTorch has only the first.
+        model: a compiled model, or the path of a `.keras` file; by default it is created from the
+            configuration in the bundle. Its weights are set to those of the bundle.
+        mode: `"eager"`, `"graph"` or `"xla"`; on JAX both of the latter are XLA, and PyTorch has
+            only the first.
         dtype: `"float32"` to compute everything in float32; `None`: unchanged.
         device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
-        counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a time, and report which
-            changes cure the failure. If the bundle contains no earlier steps (it contains them where training had
-            diverged), a few steps on its batch alone are run. Costs six times as many steps, eagerly.
-        custom_objects: custom classes and functions of the model by name, as for `keras.saving.load_model`; not needed
-            for those that are registered with Keras.
+        counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a
+            time, and report which changes cure the failure. If the bundle contains no earlier steps
+            (it contains them where training had diverged), a few steps on its batch alone are run.
+            Costs six times as many steps, eagerly.
+        custom_objects: custom classes and functions of the model by name, as for
+            `keras.saving.load_model`; not needed for those that are registered with Keras.
 
     Returns:
         The result; print it.
@@ -127,11 +143,21 @@ def replay(
         GuardError: if an argument is invalid.
     """
     if mode not in MODES:
-        raise GuardError(expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one."))
+        raise GuardError(
+            expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one.")
+        )
     if mode not in current.compiled_replay().MODES:
-        raise GuardError(expected("mode='eager' on PyTorch, where a guarded step runs eagerly", f"mode={mode!r}", "Leave it out."))
+        raise GuardError(
+            expected(
+                "mode='eager' on PyTorch, where a guarded step runs eagerly",
+                f"mode={mode!r}",
+                "Leave it out.",
+            )
+        )
     if dtype not in (None, "float32"):
-        raise GuardError(expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one."))
+        raise GuardError(
+            expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one.")
+        )
     found = _bundle.read(bundle)
     with contextlib.ExitStack() as stack:
         if device is not None:
@@ -142,13 +168,19 @@ def replay(
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
-        cures = tuple(counterfactual_results(step, _rerun_of(found, step, batch))) if counterfactuals else ()
+        cures = (
+            tuple(counterfactual_results(step, _rerun_of(found, step, batch)))
+            if counterfactuals
+            else ()
+        )
     diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
 
 def _tensors(batch: Any) -> Any:
-    return keras.tree.map_structure(lambda a: None if a is None else current.replay().tensor(a), batch)
+    return keras.tree.map_structure(
+        lambda a: None if a is None else current.replay().tensor(a), batch
+    )
 
 
 def _rerun_of(found: _bundle.Bundle, step: ReplayableStep, batch: Any) -> Rerun:
@@ -176,17 +208,23 @@ def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] 
     except Exception as error:
         raise BundleError(f"The model cannot be created: {_reason(error)}") from error
     if model is None:
-        raise BundleError("The bundle has no configuration of its model. Pass the model, or the path of a .keras file.")
+        raise BundleError(
+            "The bundle has no configuration of its model. Pass the model, or the path of a .keras"
+            " file."
+        )
     return model
 
 
 def _reason(error: Exception) -> str:
-    """Return why Keras could not create the model, and a remedy: its own messages contain the whole configuration."""
+    """Return why Keras could not create the model, and a remedy: its own messages contain the whole
+    configuration.
+    """
     if missing := re.search(r"Could not locate (class|function) '([^']+)'", str(error)):
         word, name = missing[1], plain_text(missing[2])
         return (
-            f"its custom {word} {name!r} is not known here. Pass custom_objects={{{name!r}: {name}}} or the model "
-            f"itself; on the command line, --import the module that defines {name}."
+            f"its custom {word} {name!r} is not known here. Pass custom_objects={{{name!r}:"
+            f" {name}}} or the model itself; on the command line, --import the module that defines"
+            f" {name}."
         )
     remedy = "A model that contains Python code is not created from a file; pass the model itself."
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
@@ -196,7 +234,11 @@ def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
     """Return the step of the model, with the state of the bundle."""
     optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
-        raise BundleError(expected("a compiled model", f"model={model.name!r}, which is not", "Call compile first."))
+        raise BundleError(
+            expected(
+                "a compiled model", f"model={model.name!r}, which is not", "Call compile first."
+            )
+        )
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -206,19 +248,26 @@ def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
     return step
 
 
-def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> None:
+def _write_state(
+    state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]
+) -> None:
     """Assign the values of a bundle to the variables.
 
-    A variable that the bad step itself created (a slot, in the first step) is in no bundle, and stays unchanged.
+    A variable that the bad step itself created (a slot, in the first step) is in no bundle, and
+    stays unchanged.
     """
     for variable, array in _pairs(state, variables):
         if tuple(array.shape) != tuple(variable.shape):
             what = f"{variable.path} of shape {tuple(array.shape)}"
-            raise BundleError(expected(what, tuple(variable.shape), "Pass the model that was trained."))
+            raise BundleError(
+                expected(what, tuple(variable.shape), "Pass the model that was trained.")
+            )
         keras_variables.write(variable, array)
 
 
-def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs(
+    state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]
+) -> list[tuple[Any, Any]]:
     """Return each variable with its value: by path where paths are unique, else in order."""
     by_path, paths = dict(state), {v.path for v in variables}
     unique = len(by_path) == len(state) and len(paths) == len(variables)
@@ -231,11 +280,19 @@ def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequenc
     if not rest:
         return found
     if len(state) != len(variables):
-        raise BundleError(expected(f"a model with {len(state)} variables", len(variables), "Pass the model that was trained."))
+        raise BundleError(
+            expected(
+                f"a model with {len(state)} variables",
+                len(variables),
+                "Pass the model that was trained.",
+            )
+        )
     return [(v, array) for v, (_, array) in zip(variables, state)]
 
 
-def _run(found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str) -> tuple[ReplayResult, Evidence]:
+def _run(
+    found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str
+) -> tuple[ReplayResult, Evidence]:
     own = found.incident
     evidence = Evidence(
         step=own.step,

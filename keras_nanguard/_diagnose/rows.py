@@ -19,7 +19,8 @@ MAX_TRIALS = 16
 def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
     """Return the rows that are bad in a replay, none if all of them are.
 
-    The origin of the bad value is the most precise; then the loss values per sample; then the outputs of the model.
+    The origin of the bad value is the most precise; then the loss values per sample; then the
+    outputs of the model.
     """
     origin: Origin | None = run.origin
     if origin is not None and origin.rows:

@@ -1,4 +1,6 @@
-"""The trials on one refused step: each answers one question, and runs only if its answer can decide the cause."""
+"""The trials on one refused step: each answers one question, and runs only if its answer can decide
+the cause.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,26 @@ class Trials:
             return self.evidence
         host = current.host()
         if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
-            self._add(notes=(f"The step runs in {processes.count()} processes, so it cannot be replayed in one of them.",))
+            self._add(
+                notes=(
+                    (
+                        f"The step runs in {processes.count()} processes, so it cannot be replayed"
+                        " in one of them."
+                    ),
+                )
+            )
             return self.evidence
         copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
         size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
         if not memory.room_for(size):
-            self._add(notes=(f"The step was not replayed: this needs {memory.readable(size)} of free memory.",))
+            self._add(
+                notes=(
+                    (
+                        f"The step was not replayed: this needs {memory.readable(size)} of free"
+                        " memory."
+                    ),
+                )
+            )
             return self.evidence
         run = self._replayed()
         self._check_targets(run)
@@ -89,11 +105,15 @@ class Trials:
         )
 
     def _replayed(self) -> ReplayResult:
-        """Replay the step eagerly; if that is finite, replay it in the mode in which it was compiled."""
+        """Replay the step eagerly; if that is finite, replay it in the mode in which it was
+        compiled.
+        """
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
         if run.finite and self.evidence.mode != "eager":
-            again = current.compiled_replay().run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
+            again = current.compiled_replay().run_compiled(
+                self.step, self.batch, jit=self.evidence.mode == "xla"
+            )
             self._add(same_mode=again.word)
             if not again.finite and not again.error:
                 run = again
@@ -111,7 +131,9 @@ class Trials:
         return self.step.run(batch)
 
     def note(self, run: ReplayResult, replay: str) -> None:
-        """Add the result of a replay to the evidence, under the name `replay` if it is the first."""
+        """Add the result of a replay to the evidence, under the name `replay` if it is the
+        first.
+        """
         self.run = run
         self._add(
             **({replay: run.word} if replay else {}),
@@ -126,7 +148,9 @@ class Trials:
 
     def _check_targets(self, run: ReplayResult) -> None:
         arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
-        shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(self.step.model)
+        shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(
+            self.step.model
+        )
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
         self._add(target_fault=target_fault(self.step.model, arrays, widths))
 
@@ -144,7 +168,9 @@ class Trials:
                 self._add(unscaled=self.step.run(self.batch).word)
 
     def _find_rows(self, run: ReplayResult) -> None:
-        """Find the rows without which the step is finite; rows that do not pass this test are not named."""
+        """Find the rows without which the step is finite; rows that do not pass this test are not
+        named.
+        """
         count = batches.row_count(self.batch)
         if self.evidence.first in ("slots", "weights"):
             self._accept(self._outliers())
@@ -177,7 +203,9 @@ class Trials:
         if self.evidence.first in ("slots", "weights"):
             return self.step.run(rest, update=True)
         if self.evidence.replay == "finite":  # bad in its compiled form alone
-            result: ReplayResult = current.compiled_replay().run_compiled(self.step, rest, jit=self.evidence.mode == "xla")
+            result: ReplayResult = current.compiled_replay().run_compiled(
+                self.step, rest, jit=self.evidence.mode == "xla"
+            )
             return result
         return self._rerun(rest)
 
@@ -188,7 +216,10 @@ class Trials:
             return ()
         kept = [row for row in range(count) if row not in suspects]
         run = self._without(suspects, observe=True)
-        more = {kept[row % len(kept)] for row in rows.bad_rows(run, batches.row_count(batches.without(self.batch, suspects)))}
+        more = {
+            kept[row % len(kept)]
+            for row in rows.bad_rows(run, batches.row_count(batches.without(self.batch, suspects)))
+        }
         return (*suspects, *sorted(more)) if more else ()
 
     def _may_be_rows(self, count: int) -> bool:
@@ -222,7 +253,9 @@ class Trials:
         self._add(inference="bad" if bad else "finite")
 
     def _rerun_at_start(self, run: ReplayResult) -> None:
-        """Run the batch on the initial state: does it overflow there, too, or only after the first steps?"""
+        """Run the batch on the initial state: does it overflow there, too, or only after the first
+        steps?
+        """
         e = self.evidence
         if e.inputs_bad or e.targets_bad or self.start is None:
             return
@@ -239,11 +272,19 @@ class Trials:
                 keras_variables.write(variable, value)
 
     def _restart_with_scaled_data(self) -> None:
-        """Train a few steps from the initial state on this batch, unchanged and scaled: does the scale cause the divergence?"""
+        """Train a few steps from the initial state on this batch, unchanged and scaled: does the
+        scale cause the divergence?
+        """
         e = self.evidence
         largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
         first = self.start
-        if first is None or e.step > EARLY or largest < LARGE_DATA or kind(e.origin) == "pole" or not grown(e):
+        if (
+            first is None
+            or e.step > EARLY
+            or largest < LARGE_DATA
+            or kind(e.origin) == "pole"
+            or not grown(e)
+        ):
             return
         plain = self._trained(first, self.batch)
         scaled = self._trained(first, batches.mapped(self.batch, standardized))
@@ -251,7 +292,9 @@ class Trials:
         self._add(rescaled="finite" if cured else "bad")
 
     def _trained(self, snapshot: Any, batch: Any) -> float:
-        """Return the factor by which the loss grows over a few steps from a snapshot, infinite if it overflows."""
+        """Return the factor by which the loss grows over a few steps from a snapshot, infinite if
+        it overflows.
+        """
         first = last = math.nan
         with self.step.preserved():
             self._restore(snapshot)
@@ -264,7 +307,9 @@ class Trials:
 
 
 def with_names(evidence: Evidence, model: Any) -> Evidence:
-    """Return the evidence with the names of the model's inputs in place of their indices, if the user named them."""
+    """Return the evidence with the names of the model's inputs in place of their indices, if the
+    user named them.
+    """
     names = input_names(model)
     if not any(names):
         return evidence
@@ -274,13 +319,19 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
     return dataclasses.replace(
         evidence,
         origin=origin,
-        inputs_bad=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad),
-        inputs=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs),
+        inputs_bad=tuple(
+            dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad
+        ),
+        inputs=tuple(
+            dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs
+        ),
     )
 
 
 def standardized(role: str, value: Any) -> Any:
-    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are large, no sparse or ragged ones."""
+    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are
+    large, no sparse or ragged ones.
+    """
     if keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits"):
         return value
     array = finiteness.widen(keras_variables.dense(value))

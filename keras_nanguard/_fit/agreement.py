@@ -145,21 +145,29 @@ class Together(Agreement):
         return found
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        labelled = findings if current.host().SPREADS_ARRAYS else _with_rows(findings, report, self.rank)
+        labelled = (
+            findings if current.host().SPREADS_ARRAYS else _with_rows(findings, report, self.rank)
+        )
         self._own = {f.site for f in findings}
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
-        found = self._exchange([_short(asdict(f)) for f in ordered], "what they have found in a step")
+        found = self._exchange(
+            [_short(asdict(f)) for f in ordered], "what they have found in a step"
+        )
         return united([[Finding(**f) for f in part] for part in found])
 
     def diagnosis(self, incident: Incident) -> Incident:
         own = incident.diagnosis
         sites = [site for site in OF_ITS_OWN if site in self._own]
-        known = self._exchange([sites[:1], None if own is None else _short(asdict(own))], "their diagnosis of a step")
+        known = self._exchange(
+            [sites[:1], None if own is None else _short(asdict(own))], "their diagnosis of a step"
+        )
         self._of = rank = informed([(site, (given or {}).get("cause")) for site, given in known])
         given = known[rank][1]
         if given is None:
             return incident
-        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        fields: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
+        }
         chosen = Diagnosis(**fields)
         if not current.host().SPREADS_ARRAYS and chosen.samples:
             place = f"rank {rank}: {_place(chosen)}{_rows(chosen.samples)}"
@@ -170,13 +178,23 @@ class Together(Agreement):
         return current.host().SPREADS_ARRAYS or self._of == self.rank  # all read a spread batch
 
     def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        known = self._exchange([[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcome of their actions")
+        known = self._exchange(
+            [[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcome of their actions"
+        )
         for number, outcome in enumerate(outcomes):
             done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
             if done and len(done) < self.count:
                 other = next(rank for rank in range(self.count) if rank not in done)
-                received = f"done on rank {done[0]}, and not on rank {other}: {known[other][number][1]}"
-                raise GuardError(expected(f"{outcome.action} on all processes", received, "Restart them from a checkpoint."))
+                received = (
+                    f"done on rank {done[0]}, and not on rank {other}: {known[other][number][1]}"
+                )
+                raise GuardError(
+                    expected(
+                        f"{outcome.action} on all processes",
+                        received,
+                        "Restart them from a checkpoint.",
+                    )
+                )
         return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
@@ -195,7 +213,11 @@ class Together(Agreement):
 
     def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
         known = self._exchange([missing, keep, bad], "whether there is room for a snapshot")
-        return max(m for m, _, _ in known), min(k for _, k, _ in known), next((b for _, _, b in known if b), "")
+        return (
+            max(m for m, _, _ in known),
+            min(k for _, k, _ in known),
+            next((b for _, _, b in known if b), ""),
+        )
 
 
 def agreement(model: Any, loop: bool) -> Agreement:
@@ -222,24 +244,41 @@ def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
 
     def order(rank: int) -> tuple[int, bool, int]:
         sites, cause = known[rank]
-        return SITES.index(sites[0]) if sites else len(SITES), cause in (None, "unknown", "transient"), rank
+        return (
+            SITES.index(sites[0]) if sites else len(SITES),
+            cause in (None, "unknown", "transient"),
+            rank,
+        )
 
     return min(range(len(known)), key=order)
 
 
 def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:
     """Return findings in a batch with rank and rows in their path: `rank 1: x, row 8`."""
-    of_batch = batches.bad(report.batch, ARGUMENTS) if report is not None and report.batch is not None else ()
+    of_batch = (
+        batches.bad(report.batch, ARGUMENTS)
+        if report is not None and report.batch is not None
+        else ()
+    )
     rows = {argument_path(part.name): part.rows for part in of_batch}
-    named = {f.path: f"rank {rank}: {f.path}{_rows(rows.get(f.path, ()))}" for f in findings if f.site in ("inputs", "targets")}
-    return [replace(f, path=named[f.path]) if f.path in named and f.site in ("inputs", "targets") else f for f in findings]
+    named = {
+        f.path: f"rank {rank}: {f.path}{_rows(rows.get(f.path, ()))}"
+        for f in findings
+        if f.site in ("inputs", "targets")
+    }
+    return [
+        replace(f, path=named[f.path]) if f.path in named and f.site in ("inputs", "targets") else f
+        for f in findings
+    ]
 
 
 def _rows(rows: Sequence[int]) -> str:
     """Return rows as words that follow the name of an array, `""` if there are none."""
     if not rows:
         return ""
-    listed = ", ".join(str(row) for row in rows[:MAX_ROWS]) + (", ..." if len(rows) > MAX_ROWS else "")
+    listed = ", ".join(str(row) for row in rows[:MAX_ROWS]) + (
+        ", ..." if len(rows) > MAX_ROWS else ""
+    )
     return f", row{'s' if len(rows) > 1 else ''} {listed}"
 
 
@@ -256,5 +295,12 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str):
         return value[:MAX_TEXT]
     if isinstance(value, (list, tuple)):
-        return [_cut(part) for part in value[: MAX_SENTENCES if isinstance(value[0], str) else MAX_SAMPLES]] if value else []
+        return (
+            [
+                _cut(part)
+                for part in value[: MAX_SENTENCES if isinstance(value[0], str) else MAX_SAMPLES]
+            ]
+            if value
+            else []
+        )
     return value

@@ -12,13 +12,33 @@ from keras_nanguard._policy.policy import SECTIONS, Policy
 from keras_nanguard._policy.problems import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
 
-__all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids", "verbosity"]
+__all__ = [
+    "ARGUMENTS",
+    "flag",
+    "folder",
+    "functions",
+    "policy",
+    "require_instance",
+    "sample_ids",
+    "verbosity",
+]
 
-ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
+ARGUMENTS = (
+    "policy",
+    "directory",
+    "verbose",
+    "functions",
+    "diagnose",
+    "resume",
+    "logs",
+    "sample_ids",
+)
 """The arguments of `NanGuard` besides the sections of a policy."""
 
 
-def policy(source: Any, sections: Mapping[str, Any], directory: Path | None, resume: bool) -> Policy:
+def policy(
+    source: Any, sections: Mapping[str, Any], directory: Path | None, resume: bool
+) -> Policy:
     """Return the policy of a guard.
 
     Raises:
@@ -43,7 +63,10 @@ def policy(source: Any, sections: Mapping[str, Any], directory: Path | None, res
 
 def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
     """Whether a document or the given sections set the storage of snapshots."""
-    tables = [sections.get("snapshot"), source.get("snapshot") if isinstance(source, Mapping) else None]
+    tables = [
+        sections.get("snapshot"),
+        source.get("snapshot") if isinstance(source, Mapping) else None,
+    ]
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
@@ -54,14 +77,30 @@ def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
         GuardError: if it is missing.
     """
     if kept.storage == "disk" and directory is None:
-        received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")
-        raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
+        received = "directory=None, " + (
+            "resume=True" if resume else "with a policy whose snapshot.storage is 'disk'"
+        )
+        raise GuardError(
+            expected(
+                "a directory to keep snapshots in",
+                received,
+                'Write NanGuard(..., directory="run1").',
+            )
+        )
     if resume and kept.storage != "disk":
         received = "resume=True, with a policy whose snapshot.storage is 'memory'"
-        raise GuardError(expected("snapshots on disk to resume from", received, "Omit snapshot.storage."))
+        raise GuardError(
+            expected("snapshots on disk to resume from", received, "Omit snapshot.storage.")
+        )
     if resume and not kept.every:
         received = "resume=True, with a policy whose snapshot.every is 0"
-        raise GuardError(expected("snapshots to resume from", received, 'Write NanGuard(..., snapshot={"every": 100}).'))
+        raise GuardError(
+            expected(
+                "snapshots to resume from",
+                received,
+                'Write NanGuard(..., snapshot={"every": 100}).',
+            )
+        )
 
 
 def _unknown(word: str, value: Any) -> str:
@@ -78,7 +117,9 @@ def verbosity(verbose: Any) -> int:
     """
     if not isinstance(verbose, int) or verbose not in (0, 1, 2):
         remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
-        raise GuardError(expected("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy))
+        raise GuardError(
+            expected("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy)
+        )
     return int(verbose)
 
 
@@ -92,10 +133,20 @@ def folder(directory: Any) -> Path | None:
         return None
     remedy = 'Write directory="run1", or leave it out to write nothing.'
     if not isinstance(directory, (str, os.PathLike)):
-        raise GuardError(expected("directory to be the path of a folder", f"directory={safe_repr(directory)}", remedy))
+        raise GuardError(
+            expected(
+                "directory to be the path of a folder", f"directory={safe_repr(directory)}", remedy
+            )
+        )
     path = Path(directory)
     if path.is_file():
-        raise GuardError(expected("directory to be the path of a folder", f"directory={safe_repr(str(path))}, a file", remedy))
+        raise GuardError(
+            expected(
+                "directory to be the path of a folder",
+                f"directory={safe_repr(str(path))}, a file",
+                remedy,
+            )
+        )
     return path
 
 
@@ -106,7 +157,11 @@ def flag(name: str, value: Any) -> bool:
         GuardError: for anything else.
     """
     if not isinstance(value, (bool, int)) or value not in (0, 1):
-        raise GuardError(expected(f"{name} to be True or False", f"{name}={safe_repr(value)}", f"Write {name}=True."))
+        raise GuardError(
+            expected(
+                f"{name} to be True or False", f"{name}={safe_repr(value)}", f"Write {name}=True."
+            )
+        )
     return bool(value)
 
 
@@ -118,12 +173,23 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
     """
     if given is None:
         return {}
-    named = isinstance(given, Mapping) and all(isinstance(name, str) and callable(function) for name, function in given.items())
+    named = isinstance(given, Mapping) and all(
+        isinstance(name, str) and callable(function) for name, function in given.items()
+    )
     if not named:
         several = given if isinstance(given, (list, tuple, set)) else [given]
-        name = next((n for n in (getattr(one, "__name__", "") for one in several) if n.isidentifier()), "notify")
+        name = next(
+            (n for n in (getattr(one, "__name__", "") for one in several) if n.isidentifier()),
+            "notify",
+        )
         remedy = f'Write functions={{"{name}": {name}}}.'
-        raise GuardError(expected("functions to be a dict of names and functions", f"functions={safe_repr(given)}", remedy))
+        raise GuardError(
+            expected(
+                "functions to be a dict of names and functions",
+                f"functions={safe_repr(given)}",
+                remedy,
+            )
+        )
     return dict(given)
 
 
@@ -137,7 +203,13 @@ def require_instance(guard: Any, kind: type[Any], model: Any) -> None:
     require_keras_3(model)
     if not isinstance(guard, kind):
         name = kind.__name__
-        raise GuardError(expected(f"a {name} among the callbacks", f"the class {name} itself", f"Write callbacks=[{name}()]."))
+        raise GuardError(
+            expected(
+                f"a {name} among the callbacks",
+                f"the class {name} itself",
+                f"Write callbacks=[{name}()].",
+            )
+        )
 
 
 def sample_ids(value: Any) -> Any:
@@ -146,7 +218,11 @@ def sample_ids(value: Any) -> Any:
     Raises:
         GuardError: if it is neither a sequence nor a key.
     """
-    if value is None or isinstance(value, str) or (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+    if (
+        value is None
+        or isinstance(value, str)
+        or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
+    ):
         return value
     what = "sample_ids to be one name for each row of x, or the key of the batch with the names"
     raise GuardError(expected(what, repr(value), 'Write sample_ids=names or sample_ids="id".'))

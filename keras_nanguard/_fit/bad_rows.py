@@ -85,7 +85,9 @@ class BadRows:
             return  # ragged tensors alone have no rows to compare
         names = self._pop_names(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
-        others = [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
+        others = (
+            [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
+        )
         keys = {row: self._key(arrays, row, names) for row in (*blamed, *others)}
         new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
         places = self._places(arrays, list(new.values()))
@@ -181,7 +183,8 @@ def _inputs(arrays: Arrays) -> Iterator[tuple[str, Array]]:
 
 
 def _fingerprint(arrays: Arrays, row: int) -> str:
-    """Return the SHA-256 of the values of one row, including its targets. All NaN count as equal.
+    """Return the SHA-256 of the values of one row, including its targets. All NaN count as
+    equal.
     """
     digest = hashlib.sha256()
     for (_, path), array in sorted(arrays.items(), key=lambda item: item[0]):
@@ -195,7 +198,9 @@ def _plain(value: Any) -> Array:
     array = np.ascontiguousarray(finiteness.widen(np.asarray(value)))
     if array.dtype.kind != "f":
         return array
-    return np.where(np.isnan(array), np.array(np.nan, array.dtype), array + np.array(0.0, array.dtype))
+    return np.where(
+        np.isnan(array), np.array(np.nan, array.dtype), array + np.array(0.0, array.dtype)
+    )
 
 
 def _why(arrays: Arrays, row: int, incident: Incident) -> str:

@@ -39,12 +39,19 @@ class Firewall:
         if not session.policy.refuse:
             return
         callbacks = list(callbacks)
-        for target, name in [(session.model, "save"), (session.model, "save_weights"), *keras_fitting.savers(callbacks)]:
+        for target, name in [
+            (session.model, "save"),
+            (session.model, "save_weights"),
+            *keras_fitting.savers(callbacks),
+        ]:
             if not hasattr(target, name):  # a trainer that is no `keras.Model`
                 continue
             self._overrides.set(target, name, self._looked_at(getattr(target, name)))
         for callback in callbacks:
-            if getattr(callback, "save_best_only", False) and getattr(callback, "save_freq", "epoch") != "epoch":
+            if (
+                getattr(callback, "save_best_only", False)
+                and getattr(callback, "save_freq", "epoch") != "epoch"
+            ):
                 self._overrides.set(callback, "on_train_batch_end", _by_batches(callback, session))
 
     def close(self) -> None:
@@ -60,25 +67,41 @@ class Firewall:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             counts = self.session.counts
-            self.session.recorder.event("firewall", counts.step, counts.epoch, f"Not saved: {where}. The model has NaN or Inf.")
-            processes.print_line(f"NanGuard: did not save {where}: the model has NaN or Inf. An existing file is kept.")
+            self.session.recorder.event(
+                "firewall",
+                counts.step,
+                counts.epoch,
+                f"Not saved: {where}. The model has NaN or Inf.",
+            )
+            processes.print_line(
+                f"NanGuard: did not save {where}: the model has NaN or Inf. An existing file is"
+                " kept."
+            )
             return None
 
         return guarded
 
 
 @contextmanager
-def shielded(callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()) -> Iterator[None]:
+def shielded(
+    callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()
+) -> Iterator[None]:
     """Hide values that are not finite, or that no step has measured (`unmeasured`), from callbacks
     that compare.
 
     Callbacks that keep the best model find no better one, and the others warn that the metric is
     missing. All other callbacks and History receive the logs unchanged.
     """
-    bad = {key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured}
+    bad = {
+        key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured
+    }
     with Overrides() as overrides:
         for callback in callbacks if bad else ():
-            if hasattr(callback, "monitor_op") and getattr(callback, "monitor", None) in bad and "on_epoch_end" not in vars(callback):
+            if (
+                hasattr(callback, "monitor_op")
+                and getattr(callback, "monitor", None) in bad
+                and "on_epoch_end" not in vars(callback)
+            ):
                 overrides.set(callback, "on_epoch_end", _without(callback, callback.monitor))
         yield
 
@@ -92,7 +115,9 @@ def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]
             return _never_best(callback, key, logs, lambda seen: real(epoch, seen))
         seen = {k: v for k, v in logs.items() if k != key}
         result = real(epoch, seen)
-        logs.update({k: v for k, v in seen.items() if k not in logs})  # ReduceLROnPlateau adds its rate for those that come after it
+        logs.update(
+            {k: v for k, v in seen.items() if k not in logs}
+        )  # ReduceLROnPlateau adds its rate for those that come after it
         return result
 
     return on_epoch_end
@@ -106,7 +131,9 @@ def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
 
     def on_train_batch_end(batch: int, logs: Any = None) -> Any:
         if callback.monitor in session.logs.unmeasured:
-            return _never_best(callback, callback.monitor, logs or {}, lambda seen: real(batch, seen))
+            return _never_best(
+                callback, callback.monitor, logs or {}, lambda seen: real(batch, seen)
+            )
         return real(batch, logs)
 
     return on_train_batch_end

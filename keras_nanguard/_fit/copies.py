@@ -36,8 +36,16 @@ class CopyMixin:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a pickle: settings, incidents and counts."""
         unused = vars(self._unused())
-        own = {name: value for name, value in vars(self).items() if name in SETTINGS or name not in unused}
-        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), **self._copied()}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name in SETTINGS or name not in unused
+        }
+        own |= {
+            "incidents": list(self.incidents),
+            "_reporter": copy.copy(self._reporter),
+            **self._copied(),
+        }
         return {**unused, **own, "_counts": self._counted(), "_watching": False}
 
     def __copy__(self) -> Any:
@@ -58,6 +66,17 @@ class CopyMixin:
         if memo is not None:
             memo[id(self)] = made
         unused = self._unused()
-        more = {name: copied(value) for name, value in vars(self).items() if name not in vars(unused) and not hasattr(unused, name)}
-        vars(made).update({**vars(unused), **{name: getattr(self, name) for name in SETTINGS}, **more, "_resumed": True})
+        more = {
+            name: copied(value)
+            for name, value in vars(self).items()
+            if name not in vars(unused) and not hasattr(unused, name)
+        }
+        vars(made).update(
+            {
+                **vars(unused),
+                **{name: getattr(self, name) for name in SETTINGS},
+                **more,
+                "_resumed": True,
+            }
+        )
         return made

@@ -22,7 +22,9 @@ class Totals(NamedTuple):
 
     def plus(self, counts: Counts) -> Totals:
         """Return the totals including another fit."""
-        return Totals(*map(sum, zip(self, (counts.step, counts.refused, counts.overflows, counts.run_again))))
+        return Totals(
+            *map(sum, zip(self, (counts.step, counts.refused, counts.overflows, counts.run_again)))
+        )
 
 
 class Counts:
@@ -45,9 +47,13 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.step = self.committed = self.refused = self.overflows = self.streak = self.rollbacks = self.skip_batches = 0
+        self.step = self.committed = self.refused = self.overflows = self.streak = (
+            self.rollbacks
+        ) = self.skip_batches = 0
         self.run_again = 0
-        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = (
+            self.epoch_rollbacks
+        ) = 0
         self.last_refused = False
         self.restored: int | None = None
         self._began = self._overflows_before = 0
@@ -62,7 +68,8 @@ class Counts:
         self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
 
     def resume_epoch(self, batches: int) -> None:
-        """Skip the batches of this epoch that an earlier run has trained on; its metrics continue.
+        """Skip the batches of this epoch that an earlier run has trained on; its metrics
+        continue.
         """
         self.skip_batches, self.epoch_passed = batches, -batches
 
@@ -72,7 +79,8 @@ class Counts:
         self.epoch_refused += steps
 
     def return_to(self, step: int, committed: int, again: Set[int] = frozenset()) -> None:
-        """Continue counting from an earlier step; the given refused steps since then are replayed.
+        """Continue counting from an earlier step; the given refused steps since then are
+        replayed.
         """
         self.step, self.committed = step, committed
         self.refused -= len(again)

@@ -1,25 +1,31 @@
-"""A run that is lost although every number of it is finite: looked for rarely, acted on only with proof.
+"""A run that is lost although every number of it is finite: looked for rarely, acted on only with
+proof.
 
-A finite loss that looks odd proves nothing: losses rise by design, in rare classes, heavy tails, growing targets,
-schedules and curricula. So levels of the loss only decide *when* to look. What counts is measured on the same
-batches, at the end of a window of one epoch (or 1000 steps if an epoch is longer):
+A finite loss that looks odd proves nothing: losses rise by design, in rare classes, heavy tails,
+growing targets, schedules and curricula. So levels of the loss only decide *when* to look. What
+counts is measured on the same batches, at the end of a window of one epoch (or 1000 steps if an
+epoch is longer):
 
-    objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of it
-    untrained   the present weights are not clearly better than those before the first step, or no better on
-                their batches than with the inputs of another batch (by a hundredth), or most kernels no longer change
-    no progress training goes on for the remembered batches, as the run would, and is not clearly better; with damage
-                (a kernel has grown tenfold, or most are dead) it is progress only once better than untrained
-    helps       from the first state (or the best one kept), at a tenth, a hundredth or a thousandth of the rate, the same
-                batches lead to less than half of the loss on held-out batches; with damage, a clearly lower loss
-                is enough
+    objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
+                it
+    untrained   the present weights are not clearly better than those before the first step, or no
+                better on their batches than with the inputs of another batch (by a hundredth), or
+                most kernels no longer change
+    no progress training goes on for the remembered batches, as the run would, and is not clearly
+                better; with damage (a kernel has grown tenfold, or most are dead) it is progress
+                only once better than untrained
+    helps       from the first state (or the best one kept), at a tenth, a hundredth or a thousandth
+                of the rate, the same batches lead to less than half of the loss on held-out
+                batches; with damage, a clearly lower loss is enough
 
-All of it is needed. What is done then is on probation: a window later the abandoned state is compared with the new
-one, again on the same batches. If the new one is not clearly better, state and rate are restored, and
-no run of this guard is acted on for finite numbers again.
+All of it is needed. What is done then is on probation: a window later the abandoned state is
+compared with the new one, again on the same batches. If the new one is not clearly better, state
+and rate are restored, and no run of this guard is acted on for finite numbers again.
 
-A run that has diverged at a higher rate has been lost before, so there the last point is enough, and the rate that was chosen is
-checked as well: training goes on from the present state at ten times and at a tenth of the rate. Ten times the rate
-is adopted if that is clearly better and still below the rate at which training diverged, a tenth if the loss is less than half.
+A run that has diverged at a higher rate has been lost before, so there the last point is enough,
+and the rate that was chosen is checked as well: training goes on from the present state at ten
+times and at a tenth of the rate. Ten times the rate is adopted if that is clearly better and still
+below the rate at which training diverged, a tenth if the loss is less than half.
 """
 
 from __future__ import annotations
@@ -40,7 +46,11 @@ from keras_nanguard._core.levels import WINDOW
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
-from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 __all__ = ["Divergence", "Lost"]
 
@@ -196,7 +206,8 @@ class Divergence:
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
     def _suspect(self, run: Run, began: int, level: float) -> bool:
-        """Whether trials are worth their time. After trials without result the interval is doubled.
+        """Whether trials are worth their time. After trials without result the interval is
+        doubled.
         """
         losses = [loss for step, loss, _ in run.history.since(began)]
         if len(losses) < WINDOW:
@@ -209,48 +220,81 @@ class Divergence:
         return self._skipped >= self._wait or level > 2.0 * self._cleared
 
     def _found(self, run: Run) -> Lost | float:
-        """Return the proof that the run is lost, a factor for the rate, `CLEARED`, or `PROGRESS`.
+        """Return the proof that the run is lost, a factor for the rate, `CLEARED`, or
+        `PROGRESS`.
         """
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
         batches = batches[: len(batches) - len(held_out)]
-        batches, few = batches * max(math.ceil(TRIAL / max(len(batches), 1)), 1), len(batches) < HELD_OUT
+        batches, few = (
+            batches * max(math.ceil(TRIAL / max(len(batches), 1)), 1),
+            len(batches) < HELD_OUT,
+        )
         first = run.ring.start
         if few or first is None or not run.ring.at_hand(first):
             return CLEARED
         with trial(run) as trying:
             return CLEARED if trying is None else self._tried(run, trying, batches, held_out, first)
 
-    def _tried(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], first: Snapshot) -> Lost | float:
+    def _tried(
+        self,
+        run: Run,
+        trying: Trial,
+        batches: Sequence[Any],
+        held_out: Sequence[Any],
+        first: Snapshot,
+    ) -> Lost | float:
         """Run the trials; see the module docstring."""
         untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), held_out))
         present = trying.losses(trying.present, held_out)
         before = run.recovery.diverged
-        learned = not before and _has_learned(trying, trying.present, present, untrained.losses, held_out)
+        learned = not before and _has_learned(
+            trying, trying.present, present, untrained.losses, held_out
+        )
         if learned and _moves(run, trying):  # as a healthy run: no step has to be trained
             return CLEARED
         further = trying.trained(trying.present, batches)
         dead = _dead(run, trying.present, further)
         if learned and not dead:
             return CLEARED
-        goes_on = trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
+        goes_on = (
+            trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
+        )
         growth, path = _growth(run, trying, first)
         damaged = bool(dead) or growth >= GROWN
         aim = untrained.losses if damaged else present
-        if not before and not dead and clearly_lower(goes_on, present) and clearly_lower(goes_on, aim):
+        if (
+            not before
+            and not dead
+            and clearly_lower(goes_on, present)
+            and clearly_lower(goes_on, aim)
+        ):
             return PROGRESS
         best = self._best_arm(run, trying, batches, held_out, untrained)
         if best is None:
             return CLEARED
         least = min(fmean(present), fmean(goes_on), math.inf if before else untrained.mean)
         far = best.mean <= HALF * least
-        clear = all(clearly_lower(best.losses, other) for other in (present, goes_on, untrained.losses))
+        clear = all(
+            clearly_lower(best.losses, other) for other in (present, goes_on, untrained.losses)
+        )
         if not (clear and (far or damaged)):
             return _better_rate(run, trying, batches, held_out, goes_on) if before else CLEARED
-        self._probation = _Probation(trying.present, {id(r): r.factor for r in run.recovery.rates.values()})
-        return _lost(run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead)
+        self._probation = _Probation(
+            trying.present, {id(r): r.factor for r in run.recovery.rates.values()}
+        )
+        return _lost(
+            run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
+        )
 
-    def _best_arm(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], untrained: _Arm) -> _Arm | None:
+    def _best_arm(
+        self,
+        run: Run,
+        trying: Trial,
+        batches: Sequence[Any],
+        held_out: Sequence[Any],
+        untrained: _Arm,
+    ) -> _Arm | None:
         """Return the trial at a lower rate with the lowest loss, from the first state or the best
         snapshot.
         """
@@ -258,7 +302,11 @@ class Divergence:
         if kept is not None and run.ring.at_hand(kept):
             state = trying.state_of(kept)
             arm = _Arm(kept, 1.0, trying.losses(state, held_out))
-            origin = arm if _has_learned(trying, state, arm.losses, untrained.losses, held_out) else origin
+            origin = (
+                arm
+                if _has_learned(trying, state, arm.losses, untrained.losses, held_out)
+                else origin
+            )
         arms = []
         for factor in FACTORS:
             end = trying.trained(trying.state_of(origin.snapshot), batches, factor)
@@ -272,7 +320,10 @@ class Divergence:
             rate = run.recovery.rate(optimizer)
             before = rate.value
             rate.restore(rate.factor * factor)
-            run.say(f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss of the last batches further.")
+            run.say(
+                f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss"
+                " of the last batches further."
+            )
 
     def _end_probation(self, run: Run) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
@@ -283,7 +334,9 @@ class Divergence:
         with trial(run) as trying:
             if trying is None:
                 return
-            present, abandoned = (trying.losses(s, batches) for s in (trying.present, probation.abandoned))
+            present, abandoned = (
+                trying.losses(s, batches) for s in (trying.present, probation.abandoned)
+            )
         if clearly_lower(present, abandoned):
             return
         self._enabled = False
@@ -292,10 +345,18 @@ class Divergence:
         for rate in run.recovery.rates.values():
             rate.restore(probation.factors.get(id(rate), 1.0))
         run.recent.restart(run.step)
-        run.say("NanGuard: the lower learning rate did not help. State and learning rate are restored.")
+        run.say(
+            "NanGuard: the lower learning rate did not help. State and learning rate are restored."
+        )
 
 
-def _better_rate(run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], goes_on: Sequence[float]) -> float:
+def _better_rate(
+    run: Run,
+    trying: Trial,
+    batches: Sequence[Any],
+    held_out: Sequence[Any],
+    goes_on: Sequence[float],
+) -> float:
     """Return the factor by which the present rate should change, or `CLEARED`."""
     lowered = min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
     for factor in (TENFOLD, 1 / TENFOLD):
@@ -310,7 +371,11 @@ def _better_rate(run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequ
 
 
 def _has_learned(
-    trying: Trial, state: State, losses: Sequence[float], untrained: Sequence[float], held_out: Sequence[Any]
+    trying: Trial,
+    state: State,
+    losses: Sequence[float],
+    untrained: Sequence[float],
+    held_out: Sequence[Any],
 ) -> bool:
     """Whether a state with these losses is better than untrained, and depends on the inputs."""
     if not clearly_lower(losses, untrained):
@@ -329,7 +394,11 @@ def _has_learned(
 def _moves(run: Run, trying: Trial) -> bool:
     """Whether most kernels have changed since a snapshot of the last window."""
     earlier = run.ring.before(run.step - HELD_OUT)
-    if earlier is None or earlier.step < max(run.step - LONGEST, 1) or not run.ring.at_hand(earlier):
+    if (
+        earlier is None
+        or earlier.step < max(run.step - LONGEST, 1)
+        or not run.ring.at_hand(earlier)
+    ):
         return False
     return not _dead(run, trying.state_of(earlier), trying.present)
 
@@ -346,28 +415,47 @@ def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
 def _growth(run: Run, trying: Trial, first: Snapshot) -> tuple[float, str]:
     """Return the largest growth of a kernel since the first step, and the path of this kernel."""
     start = trying.state_of(first)
-    found = [(_gain(trying.present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path)) for v in _kernels(run)]
+    found = [
+        (_gain(trying.present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
+        for v in _kernels(run)
+    ]
     return max(found, default=(1.0, ""))
 
 
 def _kernels(run: Run) -> list[Any]:
     """Return the trainable weights of more than one dimension."""
-    return [v for v in run.train_state().trainable if len(v.shape) > 1 and finiteness.is_float(v.dtype)]
+    return [
+        v for v in run.train_state().trainable if len(v.shape) > 1 and finiteness.is_float(v.dtype)
+    ]
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:
-    """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1 initially.
+    """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1
+    initially.
     """
     return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
 
 
-def _lost(run: Run, present: list[float], untrained: _Arm, best: _Arm, grown: tuple[float, str], dead: tuple[str, ...]) -> Lost:
+def _lost(
+    run: Run,
+    present: list[float],
+    untrained: _Arm,
+    best: _Arm,
+    grown: tuple[float, str],
+    dead: tuple[str, ...],
+) -> Lost:
     """Return a proof, with findings and sentences."""
     now, (growth, path) = fmean(present), grown
     found = [Finding("loss", "divergence", value=now)]
     notes = [
-        f"On the last {len(present)} batches the loss is {now:.3g}, and {untrained.mean:.3g} with the weights before the first step.",
-        f"From the state after {best.snapshot.step} steps, {best.factor:g} times the learning rate leads to {best.mean:.3g}.",
+        (
+            f"On the last {len(present)} batches the loss is {now:.3g}, and {untrained.mean:.3g}"
+            " with the weights before the first step."
+        ),
+        (
+            f"From the state after {best.snapshot.step} steps, {best.factor:g} times the learning"
+            f" rate leads to {best.mean:.3g}."
+        ),
     ]
     if path:
         found.append(Finding("weights", "divergence", path, value=growth))

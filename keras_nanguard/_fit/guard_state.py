@@ -69,7 +69,9 @@ class GuardState:
             settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
             rollbacks=counts.rollbacks,
             recovery=pending.recovery,
-            lowered=None if at is None else (counts.step - at, counts.committed - pending.lowered_good),
+            lowered=None
+            if at is None
+            else (counts.step - at, counts.committed - pending.lowered_good),
             scale_bounds=pending.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
@@ -90,7 +92,15 @@ class GuardState:
             if done is not None:
                 recovery.rate(optimizer).resume(done, write)
             for name, value in settings.items():
-                recovery.change(next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name)), name, value)
+                recovery.change(
+                    next(
+                        t
+                        for t in (keras_optimizers.inner(optimizer), optimizer)
+                        if hasattr(t, name)
+                    ),
+                    name,
+                    value,
+                )
         pending = recovery.pending
         pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
@@ -111,16 +121,28 @@ class GuardState:
                 wrong type.
         """
         names = {entry.name for entry in fields(cls)}
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
+        if (
+            not isinstance(data, Mapping)
+            or data.get("format") != FORMAT
+            or set(data) - {"format"} != names
+        ):
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
-            raise FileFormatError(expected(f"a guard state of format {FORMAT}", received, "Start without resume=True."))
+            raise FileFormatError(
+                expected(
+                    f"a guard state of format {FORMAT}", received, "Start without resume=True."
+                )
+            )
         PolicyState.from_dict(data["policy_state"])
         try:
-            found = cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
+            values: dict[str, Any] = {name: data[name] for name in names}
+            lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+            found = cls(**{**values, **lists})
             found.check()
             return found
         except (TypeError, ValueError) as error:
-            raise FileFormatError(f"The guard state has a malformed field: {plain_text(error)}") from error
+            raise FileFormatError(
+                f"The guard state has a malformed field: {plain_text(error)}"
+            ) from error
 
     def check(self) -> None:
         """Check the fields after reading a file.
@@ -138,7 +160,9 @@ class GuardState:
             if not all(_fits(name, value) for name, value in settings.items()):
                 raise ValueError("a setting is not a number")
         for record in self.rates:
-            if record is not None and not (set(record) == RATE and all(map(_fits, record, record.values()))):
+            if record is not None and not (
+                set(record) == RATE and all(map(_fits, record, record.values()))
+            ):
                 raise ValueError(f"expected only {', '.join(sorted(RATE))}")
 
 
@@ -148,7 +172,11 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, bool)
     if value is None:
         return name in ("rate", *SETTINGS)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST.get(name, 0.0) <= value <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and _LEAST.get(name, 0.0) <= value <= sys.float_info.max
+    )
 
 
 _LEAST = dict.fromkeys(("factor", "lowest"), sys.float_info.min)

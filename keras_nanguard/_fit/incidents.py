@@ -37,7 +37,9 @@ def _goes_back(incident: Incident) -> bool:
 
 def _of_data(incident: Incident) -> bool:
     """Whether the batch itself is bad."""
-    named = not incident.causes.isdisjoint(("input_nonfinite", "target_nonfinite", "target_out_of_range"))
+    named = not incident.causes.isdisjoint(
+        ("input_nonfinite", "target_nonfinite", "target_out_of_range")
+    )
     return named or any(f.site in ("inputs", "targets") for f in incident.findings)
 
 
@@ -62,7 +64,9 @@ class Incidents:
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
-        self._diverged: tuple[int, int] | None = None  # the counts of steps and rollbacks at which a step was refused for a divergence
+        self._diverged: tuple[int, int] | None = (
+            None  # the counts of steps and rollbacks at which a step was refused for a divergence
+        )
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
@@ -70,9 +74,17 @@ class Incidents:
         run.counts.refuse()
         left = report is not None and report.left_by_previous
         left = left or self._postponed == run.step - 1
-        left, extraordinary = run.agreement.any_of(left, not self._is_ordinary_overflow(verdict, report))
+        left, extraordinary = run.agreement.any_of(
+            left, not self._is_ordinary_overflow(verdict, report)
+        )
         overflow = not (left or extraordinary)
-        run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale, OVERFLOW if overflow else REFUSED)
+        run.recorder.push(
+            run.step,
+            verdict.loss,
+            verdict.gradients,
+            verdict.scale,
+            OVERFLOW if overflow else REFUSED,
+        )
         if left:
             self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
             return
@@ -89,7 +101,9 @@ class Incidents:
         run.recent.push_refused(run.step, run.transaction.given)
         args = self._given()
         state = (run.counts.committed, run.counts.rollbacks)
-        incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
+        incident = self.raise_incident(
+            run.step, findings, refused=True, report=report, verdict=verdict
+        )
         if not _of_data(incident):
             again = run.step - 1 == self._last_unexplained
             if not _goes_back(incident) and (again or self._is_bad_by_noise(args)):
@@ -97,7 +111,9 @@ class Incidents:
             self._last_unexplained = run.step
         if _has_onset(incident):
             self._diverged = state
-        elif self._diverged != state or _of_data(incident):  # else it is still the state that is wrong, whatever the cause is called
+        elif self._diverged != state or _of_data(
+            incident
+        ):  # else it is still the state that is wrong, whatever the cause is called
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
@@ -117,7 +133,9 @@ class Incidents:
         return ordinary
 
     def _given(self) -> Any:
-        """Return the arguments of this step, `None` if they are gone, or if it cannot be replayed."""
+        """Return the arguments of this step, `None` if they are gone, or if it cannot be
+        replayed.
+        """
         run = self._run
         gone = processes.count() > 1 or not run.state.access.can_run_again
         return None if gone else run.transaction.batch(run.step, run.transaction.given)
@@ -168,8 +186,14 @@ class Incidents:
         if run.counts.streak:
             return
         run.counts.streak = 1
-        findings = [*in_batch(report, run.model), *(report.findings() if report else ()), *run.scan("weights")]
-        self.raise_incident(run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict)
+        findings = [
+            *in_batch(report, run.model),
+            *(report.findings() if report else ()),
+            *run.scan("weights"),
+        ]
+        self.raise_incident(
+            run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict
+        )
 
     def between_steps(
         self,
@@ -189,7 +213,11 @@ class Incidents:
         run, counts = self._run, self._run.counts
         found = self._explain.of_error(run, error)
         if found is not None:
-            self._report(Incident(run.step, counts.epoch, counts.batch(run.step), (found[0],), diagnosis=found[1]))
+            self._report(
+                Incident(
+                    run.step, counts.epoch, counts.batch(run.step), (found[0],), diagnosis=found[1]
+                )
+            )
 
     def raise_incident(
         self,
@@ -218,12 +246,23 @@ class Incidents:
         run, counts = self._run, self._run.counts
         agreement = run.agreement if act else Agreement()  # a report alone needs no other process
         findings = agreement.findings(findings, report)
-        measured = measurements(verdict, run.train_state().optimizers, not refused) if verdict is not None else {}
+        measured = (
+            measurements(verdict, run.train_state().optimizers, not refused)
+            if verdict is not None
+            else {}
+        )
         measured |= values or {}
         if refused and "learning_rate" in measured:
             run.recorder.rate(measured["learning_rate"])
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        incident = Incident(step, *counts.place(step), ordered, refused, measured, replicas=report.replicas if report else ())
+        incident = Incident(
+            step,
+            *counts.place(step),
+            ordered,
+            refused,
+            measured,
+            replicas=report.replicas if report else (),
+        )
         incident = incident.with_(committed=counts.committed)
         diagnosis = diagnosis or self._explain(run, incident, report)
         incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis))
@@ -234,12 +273,16 @@ class Incidents:
         poles = schedule_poles.found(run, incident)
         if poles:
             iteration, rate = min(poles.values())
-            incident = incident.with_(values={**incident.values, "pole": float(iteration), "learning_rate": rate})
+            incident = incident.with_(
+                values={**incident.values, "pole": float(iteration), "learning_rate": rate}
+            )
         incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
         if not act:
             self._report(incident)
             return incident
-        decision, run.recovery.policy_state = decide(run.policy, run.recovery.policy_state, incident)
+        decision, run.recovery.policy_state = decide(
+            run.policy, run.recovery.policy_state, incident
+        )
         before = recorded.rate_factor(run)
         incident = incident.with_(decision=decision)
         outcomes = agreement.outcomes(perform.perform(run, incident, report))
@@ -255,7 +298,9 @@ class Incidents:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
 
-    def _with_result(self, incident: Incident, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    def _with_result(
+        self, incident: Incident, outcomes: tuple[Outcome, ...]
+    ) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
         run = self._run
         if run.rerun is None or run.running_again:
@@ -268,8 +313,14 @@ class Incidents:
             raise
         after = level_of(run.history.last(WINDOW))
         known = before is not None and after is not None
-        result = f": loss {before.value:.3g} -> {after.value:.3g}" if known and before is not None and after is not None else ""
-        return tuple(replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes)
+        result = (
+            f": loss {before.value:.3g} -> {after.value:.3g}"
+            if known and before is not None and after is not None
+            else ""
+        )
+        return tuple(
+            replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes
+        )
 
     def _report(self, incident: Incident) -> None:
         """Report an incident. An incident of a replayed step waits for the one that caused the

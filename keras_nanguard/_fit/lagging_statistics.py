@@ -56,7 +56,9 @@ class _Measured:
     def lags(self, trained: float) -> bool:
         """Whether the moving statistics cause the difference, and will not recover in this fit."""
         small = FAR * max(self.anew, trained)
-        return min(self.now, self.later) > small and self.now - self.anew >= UNDONE * (self.now - trained)
+        return min(self.now, self.later) > small and self.now - self.anew >= UNDONE * (
+            self.now - trained
+        )
 
 
 class Lagging:
@@ -66,7 +68,9 @@ class Lagging:
         self._looks, self._done = LOOKS, False
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def look(self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
+    def look(
+        self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]
+    ) -> tuple[list[Finding], Diagnosis] | None:
         """Check a validation; return findings and diagnosis, or `None`. Never raises.
 
         Args:
@@ -79,7 +83,12 @@ class Lagging:
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
         layers = learning(run.model)
         trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
-        if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(run.model):
+        if (
+            self._done
+            or not layers
+            or not 0.0 < FAR * trained < loss < math.inf
+            or _spread_out(run.model)
+        ):
             return None
         if not self._looks and remaining:
             return None
@@ -91,23 +100,33 @@ class Lagging:
         if found is None or not found.lags(trained):
             return None
         self._done = True
-        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(run, layers, found, loss, trained)
+        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(
+            run, layers, found, loss, trained
+        )
 
 
 def _trained(run: Run) -> float:
     """Return the typical loss of the last steps of this epoch, NaN if there are none."""
-    losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][-LAST:]
+    losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][
+        -LAST:
+    ]
     return statistics.median(losses) if losses else math.nan
 
 
 def _spread_out(model: Any) -> bool:
-    """Whether the model trains on several devices or processes, so that one batch cannot run alone.
+    """Whether the model trains on several devices or processes, so that one batch cannot run
+    alone.
     """
     strategy = getattr(model, "distribute_strategy", None)
-    return getattr(strategy, "num_replicas_in_sync", 1) > 1 or keras.distribution.distribution() is not None
+    return (
+        getattr(strategy, "num_replicas_in_sync", 1) > 1
+        or keras.distribution.distribution() is not None
+    )
 
 
-def _measured(run: Run, layers: list[Any], batch: Callable[[], Any], remaining: int) -> _Measured | None:
+def _measured(
+    run: Run, layers: list[Any], batch: Callable[[], Any], remaining: int
+) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._files.recalibrate import recalibrate
 
@@ -121,10 +140,18 @@ def _measured(run: Run, layers: list[Any], batch: Callable[[], Any], remaining: 
         inputs = [keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in trained]
 
         def loss() -> float:
-            return float(keras.ops.convert_to_numpy(model.compute_loss(x, y, model(x, training=False), weights)))
+            return float(
+                keras.ops.convert_to_numpy(
+                    model.compute_loss(x, y, model(x, training=False), weights)
+                )
+            )
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
-        recalibrate(model, iter(inputs), only=[name for layer in layers for name in (layer.path, layer.name)])
+        recalibrate(
+            model,
+            iter(inputs),
+            only=[name for layer in layers for name in (layer.path, layer.name)],
+        )
         anew, after = loss(), [keras_variables.read(v) for v in moving]
         for variable, old, new in zip(moving, before, after):
             share = _layer_of(layers, variable).momentum ** remaining
@@ -133,7 +160,11 @@ def _measured(run: Run, layers: list[Any], batch: Callable[[], Any], remaining: 
 
 
 def _layer_of(layers: list[Any], variable: Any) -> Any:
-    return next(layer for layer in layers if variable is layer.moving_mean or variable is layer.moving_variance)
+    return next(
+        layer
+        for layer in layers
+        if variable is layer.moving_mean or variable is layer.moving_variance
+    )
 
 
 def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
@@ -146,28 +177,56 @@ def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
     return str(layers[max(range(len(layers)), key=factor)].path)
 
 
-def _diagnosis(run: Run, layers: list[Any], found: _Measured, loss: float, trained: float) -> Diagnosis:
+def _diagnosis(
+    run: Run, layers: list[Any], found: _Measured, loss: float, trained: float
+) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
-    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in run.train_state().optimizers]
-    steps = max((int(keras_variables.read(counter)) for counter in counters), default=run.counts.committed)
+    counters = [
+        keras_optimizers.inner(optimizer).iterations for optimizer in run.train_state().optimizers
+    ]
+    steps = max(
+        (int(keras_variables.read(counter)) for counter in counters), default=run.counts.committed
+    )
     needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
     share = momentum**steps
     if share > 0.005:
-        lag = f"After {steps} steps at momentum={momentum:g} they still carry {share:.1%} of the values that they began with."
-        remedy = f"Train for more steps: at this momentum it takes {needed} until 1% is left of those values."
+        lag = (
+            f"After {steps} steps at momentum={momentum:g} they still carry {share:.1%} of the"
+            " values that they began with."
+        )
+        remedy = (
+            f"Train for more steps: at this momentum it takes {needed} until 1% is left of those"
+            " values."
+        )
     else:
-        lag = f"At momentum={momentum:g} they are a mean over some {needed} steps, in which the weights have moved on."
+        lag = (
+            f"At momentum={momentum:g} they are a mean over some {needed} steps, in which the"
+            " weights have moved on."
+        )
         remedy = "Lower the learning rate towards the end, so that the statistics catch up."
-    faster = ("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.",) if momentum > 0.9 else ()
+    faster = (
+        ("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.",)
+        if momentum > 0.9
+        else ()
+    )
     return Diagnosis(
         "batchnorm_statistics",
         found.worst,
         evidence=(
-            f"The loss of the validation is {loss:.3g}, that of the last train steps {trained:.3g}.",
-            f"On one batch of the validation it is {found.now:.3g} with the moving statistics, "
-            f"and {found.anew:.3g} with statistics estimated from the last train batches.",
+            (
+                f"The loss of the validation is {loss:.3g}, that of the last train steps"
+                f" {trained:.3g}."
+            ),
+            (
+                f"On one batch of the validation it is {found.now:.3g} with the moving statistics, "
+                f"and {found.anew:.3g} with statistics estimated from the last train batches."
+            ),
             lag,
         ),
-        advice=(remedy, *faster, "Or estimate them anew when training is done: keras_nanguard.recalibrate(model, x)."),
+        advice=(
+            remedy,
+            *faster,
+            "Or estimate them anew when training is done: keras_nanguard.recalibrate(model, x).",
+        ),
         confidence=0.9,
     )

@@ -61,7 +61,10 @@ class LayerLooks:
         """Whether a measurement is due."""
         if self._ended:
             return False
-        return self.half or (step >= self._next_step and (time.monotonic() >= self._next_time or processes.count() > 1))
+        return self.half or (
+            step >= self._next_step
+            and (time.monotonic() >= self._next_time or processes.count() > 1)
+        )
 
     def look(self, run: Run) -> None:
         """Copy the weights, or compare them with the copies. The variables read as the present
@@ -76,7 +79,10 @@ class LayerLooks:
         if not self.half:
             self._copies, self._slots = {}, {}
             self._next_time = time.monotonic() + self._cost / SHARE
-            self._next_step, self._cost = run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER), 0.0
+            self._next_step, self._cost = (
+                run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER),
+                0.0,
+            )
 
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
@@ -90,8 +96,14 @@ class LayerLooks:
                 break
             copied = self._copies[id(variable)] = np.array(value)
             if slot is not None:
-                self._slots[id(variable)] = slot, copied if slot.variable is variable else keras_variables.read(slot.variable)
-        self._updates = {id(slot.updates): int(keras_variables.read(slot.updates)) for slot, _ in self._slots.values()}
+                self._slots[id(variable)] = (
+                    slot,
+                    copied if slot.variable is variable else keras_variables.read(slot.variable),
+                )
+        self._updates = {
+            id(slot.updates): int(keras_variables.read(slot.updates))
+            for slot, _ in self._slots.values()
+        }
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self.half = True
 
@@ -109,19 +121,35 @@ class LayerLooks:
         self.half = False
         step, committed, rollbacks = self._at
         steps = run.counts.step - step
-        if steps < 1 or run.counts.committed - committed != steps or run.counts.rollbacks != rollbacks:
+        if (
+            steps < 1
+            or run.counts.committed - committed != steps
+            or run.counts.rollbacks != rollbacks
+        ):
             return  # a step in between was refused or undone
         variables, values = [], []
         counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
-        once = {of for of, counter in counters.items() if int(keras_variables.read(counter)) == self._updates[of] + 1}
+        once = {
+            of
+            for of, counter in counters.items()
+            if int(keras_variables.read(counter)) == self._updates[of] + 1
+        }
         for variable in run.train_state().trainable:
             value, before = keras_variables.view(variable), self._copies.get(id(variable))
             norm = sizes(value)[0]
-            moved = np.nan if before is None else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
+            moved = (
+                np.nan
+                if before is None
+                else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
+            )
             variables.append((str(getattr(variable, "path", "")), "trainable"))
             slot = self._slots.get(id(variable))
             updated_once = slot is not None and id(slot[0].updates) in once
-            gradient = slot[0].norm(slot[1], keras_variables.view(slot[0].variable)) if slot and updated_once else np.nan
+            gradient = (
+                slot[0].norm(slot[1], keras_variables.view(slot[0].variable))
+                if slot and updated_once
+                else np.nan
+            )
             values.append((gradient, norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():

@@ -35,7 +35,9 @@ class Rate:
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
         self._left: float | None = None  # the plain rate as the guard has left it
-        self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
+        self._absolute = (
+            False  # another callback computes the plain rate anew, it does not scale what it finds
+        )
         self._scale: Any = None
         self.given: Any = None
         self._overrides = Overrides()
@@ -119,7 +121,9 @@ class Rate:
         return first
 
     def _install(self) -> None:
-        self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name="nanguard_rate_factor")
+        self._scale = keras.Variable(
+            1.0, trainable=False, dtype="float32", name="nanguard_rate_factor"
+        )
         scale = self._scale
 
         def scaled(real: Callable[[], Any]) -> Any:
@@ -158,7 +162,12 @@ class Rate:
     def to_dict(self) -> dict[str, Any]:
         """Return the changes of the rate as plain JSON values."""
         rate = self.value if self.plain else None
-        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
+        return {
+            "factor": self.factor,
+            "lowest": self.lowest,
+            "rate": rate,
+            "absolute": self._absolute,
+        }
 
     def resume(self, done: Mapping[str, Any], write: bool) -> None:
         """Restore the state that `to_dict` returned.

@@ -62,7 +62,11 @@ class LiveState:
     def first_values(self) -> list[tuple[Any, Any]]:
         """Return the variables that were created while tracing, each with its first value."""
         created = self._created or {}
-        return [(v, created[id(v.value)]) for v in self.train_state().everything if id(v.value) in created]
+        return [
+            (v, created[id(v.value)])
+            for v in self.train_state().everything
+            if id(v.value) in created
+        ]
 
     def end_trace(self) -> list[tuple[Any, Any]]:
         """Return and forget the same, after the first step of a trace."""

@@ -66,7 +66,8 @@ class LoopMixin:
         """
         if self._watching:
             raise GuardInUseError(
-                "Expected a guard that does not watch a loop yet. Received: a guard of a running loop. Use one NanGuard per loop."
+                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
+                " loop. Use one NanGuard per loop."
             )
         require_keras_3(model, *optimizers)
         model, optimizers = adapted(model, optimizers)
@@ -120,8 +121,8 @@ class LoopMixin:
         def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
             if not self._watching or self.session is None:
                 raise GuardError(
-                    "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one outside. "
-                    "Move the loop into the with block."
+                    "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
+                    " outside. Move the loop into the with block."
                 )
             if held.get("session") is not self.session:
                 held["session"], held["run"] = self.session, loop_step(function, self.session)
@@ -137,7 +138,9 @@ class LoopMixin:
 
     @property
     def stopped(self) -> bool:
-        """Whether the policy has ended training. Your own loop has to check this after each step."""
+        """Whether the policy has ended training. Your own loop has to check this after each
+        step.
+        """
         return self.session is not None and self.session.stopped
 
 

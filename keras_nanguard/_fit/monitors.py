@@ -72,14 +72,25 @@ class Monitors:
     def look(self, run: Run) -> list[Finding]:
         """Run all checks and return their findings, each kind once."""
         step = run.step
-        self.ceiling = max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP) * LEAP
+        self.ceiling = (
+            max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP)
+            * LEAP
+        )
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
             self._reported.clear()
-        self.due = next((self._since + at for at in LOOKS if self._since + at > step), step + LOOK_INTERVAL)
+        self.due = next(
+            (self._since + at for at in LOOKS if self._since + at > step), step + LOOK_INTERVAL
+        )
         found: list[Finding] = []
-        watches = {"range": self._range, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
+        watches = {
+            "range": self._range,
+            "zero": self._zero,
+            "stuck": self._stuck,
+            "leap": self._leap,
+            "scale": self._scale,
+        }
         for name, watch in watches.items():
             findings = list(watch(run))
             if findings and name not in self._reported:
@@ -100,15 +111,20 @@ class Monitors:
             yield from beyond_limits(run.train_state(), self.policy)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
-        """Find gradients that are exactly zero for many steps, in a model that computes in float16.
+        """Find gradients that are exactly zero for many steps, in a model that computes in
+        float16.
         """
         if not run.history.zeros(run.step, ZEROS):
             return
-        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(run.model)):
+        if any(
+            str(getattr(layer, "compute_dtype", "")) == "float16"
+            for layer in keras_layers.layers_of(run.model)
+        ):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, run: Run) -> Iterator[Finding]:
-        """Find BatchNorm statistics that still have their initial values although the layer learns.
+        """Find BatchNorm statistics that still have their initial values although the layer
+        learns.
         """
         patience = self.policy.statistics.stuck_after
         if not patience or run.counts.committed < min(MIN_COMMITTED, patience):
@@ -117,7 +133,9 @@ class Monitors:
         for layer in _learning(run.model):
             if first is not None and _never_moved(layer, first):
                 path = layer.moving_mean.path
-                yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
+                yield Finding(
+                    "statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0
+                )
 
     def _leap(self, run: Run) -> Iterator[Finding]:
         """Find settled moving statistics that have grown by orders of magnitude since the last
@@ -157,7 +175,10 @@ def _learning(model: Any) -> list[Any]:
 
 def _never_moved(layer: Any, first: Any) -> bool:
     """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
-    mean, variance = keras_variables.view(layer.moving_mean), keras_variables.view(layer.moving_variance)
+    mean, variance = (
+        keras_variables.view(layer.moving_mean),
+        keras_variables.view(layer.moving_variance),
+    )
     if np.any(mean != 0) or np.any(variance != 1):
         return False
     for variable in (layer.gamma, layer.beta):

@@ -50,7 +50,11 @@ class PendingRecovery:
 
     def lowered(self, recovery: tuple[int, int] | None) -> None:
         """Store that the rate was lowered now, and how it will return."""
-        self.lowered_at, self.lowered_good, self.recovery = self._counts.step, self._counts.committed, recovery
+        self.lowered_at, self.lowered_good, self.recovery = (
+            self._counts.step,
+            self._counts.committed,
+            recovery,
+        )
 
     def estimate(self, batches: int, seen: int = 0) -> int:
         """Start to re-estimate the statistics of all layers that update theirs; return the number
@@ -81,7 +85,10 @@ class PendingRecovery:
     @property
     def tried(self) -> bool:
         """Whether a step has committed at the present rate."""
-        return self._counts.committed > (self.lowered_good if self.lowered_at is not None else 0) and self._counts.committed > 0
+        return (
+            self._counts.committed > (self.lowered_good if self.lowered_at is not None else 0)
+            and self._counts.committed > 0
+        )
 
     def rolled_back_to(self, snapshot: Snapshot) -> int:
         """Store that a snapshot was restored; return the number of undone good steps."""
@@ -94,7 +101,10 @@ class PendingRecovery:
     def return_to(self, step: int, committed: int) -> None:
         """Continue counting from an earlier step."""
         if self.lowered_at is not None:
-            self.lowered_at, self.lowered_good = min(self.lowered_at, step), min(self.lowered_good, committed)
+            self.lowered_at, self.lowered_good = (
+                min(self.lowered_at, step),
+                min(self.lowered_good, committed),
+            )
         self.undone = [entry for entry in self.undone if entry[0] <= committed]
 
     def values_to_start_over(self) -> list[tuple[Any, Any]]:
@@ -139,5 +149,12 @@ def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
             (layer.moving_mean, layer.moving_mean_initializer),
             (layer.moving_variance, layer.moving_variance_initializer),
         ):
-            found.append((variable, keras_variables.read_tensor(initializer(tuple(variable.shape), dtype=variable.dtype))))
+            found.append(
+                (
+                    variable,
+                    keras_variables.read_tensor(
+                        initializer(tuple(variable.shape), dtype=variable.dtype)
+                    ),
+                )
+            )
     return found

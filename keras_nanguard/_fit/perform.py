@@ -18,7 +18,11 @@ from keras_nanguard._fit import quarantine as _quarantine_files
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
 from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.whole_writes import write_all
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
@@ -95,7 +99,9 @@ def _before_update(incident: Incident) -> bool:
     """Whether a step was refused for a finding before its update. Then another learning rate would
     not change it.
     """
-    return incident.refused and any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
+    return incident.refused and any(
+        SITES.index(f.site) < SITES.index("weights") for f in incident.findings
+    )
 
 
 def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -103,21 +109,34 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
     for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
         now = inner.global_clipnorm
-        tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
+        tight = (
+            p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
+        )
         tight = max(tight, p["min_clipnorm"])
         if inner.clipnorm or inner.clipvalue:
-            reasons.append(f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm")
+            reasons.append(
+                f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a"
+                " global norm"
+            )
         elif now is not None and tight >= now:
-            reasons.append(f"{inner.name} already clips at {now:g}, and min_clipnorm is {p['min_clipnorm']:g}")
+            reasons.append(
+                f"{inner.name} already clips at {now:g}, and min_clipnorm is {p['min_clipnorm']:g}"
+            )
         else:
             run.recovery.change(inner, "global_clipnorm", tight)
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if changed:
         run.state.access.rebuild()
-    return ("done", ", ".join([*changed, *reasons])) if changed else ("skipped", ", ".join(reasons) or "there is no optimizer")
+    return (
+        ("done", ", ".join([*changed, *reasons]))
+        if changed
+        else ("skipped", ", ".join(reasons) or "there is no optimizer")
+    )
 
 
-def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _fix_loss_scale(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
     changed = []
     for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
@@ -144,7 +163,11 @@ def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapp
 
 def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     train_state = run.train_state()
-    whole = [v for v in (*train_state.trainable, *train_state.statistics, *train_state.slots) if id(v) not in run.tolerated]
+    whole = [
+        v
+        for v in (*train_state.trainable, *train_state.statistics, *train_state.slots)
+        if id(v) not in run.tolerated
+    ]
     bad = [(v, value) for v in whole if not finiteness.is_finite(value := keras_variables.view(v))]
     if not bad:
         return "skipped", "no entry is bad"
@@ -171,7 +194,10 @@ def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
         snapshot = newest(run)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        return {**{id(v): keras_layers.initial_value(run.model, v) for v in variables}, **_first_slots(run)}
+        return {
+            **{id(v): keras_layers.initial_value(run.model, v) for v in variables},
+            **_first_slots(run),
+        }
     return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
 
 
@@ -184,12 +210,19 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
         if not optimizer.built:
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
-        first |= {id(v): keras_variables.read(new) for v, new in zip(optimizer.variables, fresh.variables)}
-        first |= {id(average): keras_variables.read(weight) for average, weight in keras_optimizers.averages_of(optimizer)}
+        first |= {
+            id(v): keras_variables.read(new) for v, new in zip(optimizer.variables, fresh.variables)
+        }
+        first |= {
+            id(average): keras_variables.read(weight)
+            for average, weight in keras_optimizers.averages_of(optimizer)
+        }
     return first
 
 
-def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _reset_batchnorm(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
     layers = [layer for layer in keras_layers.batchnorms(run.model) if layer.built]
     if not layers:
         return "skipped", "the model has no BatchNormalization"
@@ -203,17 +236,29 @@ def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Map
     return "done", f"{len(values)} statistics reset"
 
 
-def _recalibrate_batchnorm(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _recalibrate_batchnorm(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
     layers = learning(run.model)
     if not layers:
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     write_all(initial_statistics(layers))
     run.recovery.pending.estimate(p["batches"])
-    return "done", f"re-estimating the statistics of {len(layers)} layers over the next {p['batches']} batches"
+    return (
+        "done",
+        (
+            f"re-estimating the statistics of {len(layers)} layers over the next {p['batches']}"
+            " batches"
+        ),
+    )
 
 
-def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
+def _reset_slots(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
+    slots = [
+        v for v in run.train_state().slots if finiteness.is_float(v.dtype)
+    ]  # counts of steps stay
     if p["scope"] == "bad":
         slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
     first = _first_slots(run) if slots else {}
@@ -221,12 +266,16 @@ def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping
     return ("done", f"{len(slots)} slots reset") if slots else ("skipped", "no slot is bad")
 
 
-def _quarantine(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _quarantine(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
     if run.directory is None:
         return "skipped", "the guard has no directory for batches"
     if report is None or report.batch is None:
         return "skipped", "there is no batch to save"
-    return _quarantine_files.keep(run.directory, incident, report.batch, p["max_batches"], p["max_mb"])
+    return _quarantine_files.keep(
+        run.directory, incident, report.batch, p["max_batches"], p["max_mb"]
+    )
 
 
 def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -235,8 +284,12 @@ def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
     return "done", "training stops; " + _ended(run, incident, report, p.get("restore", True))
 
 
-def _raise_error(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    return "done", "NonFiniteError is raised; " + _ended(run, incident, report, p.get("restore", True))
+def _raise_error(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> Answer:
+    return "done", "NonFiniteError is raised; " + _ended(
+        run, incident, report, p.get("restore", True)
+    )
 
 
 def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -> str:
@@ -261,7 +314,10 @@ def _restored(run: Run, incident: Incident, report: Report | None) -> str:
         return f"the state {moment(snapshot)} not restored: {type(problem).__name__}: {problem}"
     if rerun is None:
         return f"the state {moment(snapshot)} restored"
-    return f"the state {moment(snapshot)} restored, and {times(len(rerun.batches), 'later step')} replayed"
+    return (
+        f"the state {moment(snapshot)} restored, and {times(len(rerun.batches), 'later step')}"
+        " replayed"
+    )
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -274,9 +330,15 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         lowered = rate.value
         if restore:
             rate.give_back()
-            changed.append(f"the learning rate of {optimizer.name} is reset to {rate.value:.3g} (from {lowered:.3g})")
+            changed.append(
+                f"the learning rate of {optimizer.name} is reset to {rate.value:.3g} (from"
+                f" {lowered:.3g})"
+            )
         else:
-            changed.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, {rate.factor:.3g} times the configured rate")
+            changed.append(
+                f"the learning rate of {optimizer.name} stays at {lowered:.3g}, {rate.factor:.3g}"
+                " times the configured rate"
+            )
     if restore:
         run.recovery.pending.recovery = None
     return changed

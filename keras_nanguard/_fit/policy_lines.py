@@ -11,7 +11,9 @@ from keras_nanguard._policy.warnings import GuardOptions, ModelNames, warnings_a
 __all__ = ["model_names", "policy_lines"]
 
 
-def policy_lines(policy: Policy, setting: GuardOptions, model: Any, optimizers: Any = None) -> tuple[str, ...]:
+def policy_lines(
+    policy: Policy, setting: GuardOptions, model: Any, optimizers: Any = None
+) -> tuple[str, ...]:
     """Return a line for each rule and setting of a policy without effect for this model and guard.
 
     Args:

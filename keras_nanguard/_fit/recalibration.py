@@ -37,7 +37,9 @@ class Recalibration:
         self.layers, self.left, self.seen = layers, batches, seen
         self._good: int | None = None
         self._variables = [
-            (variable, float(layer.momentum)) for layer in layers for variable in (layer.moving_mean, layer.moving_variance)
+            (variable, float(layer.momentum))
+            for layer in layers
+            for variable in (layer.moving_mean, layer.moving_variance)
         ]
         self._before = self._read()
 

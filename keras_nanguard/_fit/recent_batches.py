@@ -16,6 +16,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 
 __all__ = ["Approach", "Recent", "Rerun"]
 
+
 @dataclass(frozen=True)
 class Approach:
     """The steps before an incident.
@@ -54,7 +55,9 @@ class Recent:
     def __init__(self) -> None:
         self._refused: set[int] = set()
         self._entries: deque[tuple[int, Any]] = deque()
-        self._sizes: deque[int] = deque()  # of the last entry of those that share what they were given, 0 of the others
+        self._sizes: deque[int] = (
+            deque()
+        )  # of the last entry of those that share what they were given, 0 of the others
         self._bytes = self._since = 0
         self._cut = False
         self._origin: Snapshot | None = None
@@ -69,7 +72,9 @@ class Recent:
         if self._entries and self._entries[-1][0] == step:
             self._entries[-1] = (step, None)
 
-    def rerun(self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]) -> Rerun | None:
+    def rerun(
+        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]
+    ) -> Rerun | None:
         """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
         known.
 
@@ -78,7 +83,10 @@ class Recent:
             step: the last of them.
             batch: see `approach`.
         """
-        known = {number: (given if given is None else batch(number, given), given is None) for number, given in self._entries}
+        known = {
+            number: (given if given is None else batch(number, given), given is None)
+            for number, given in self._entries
+        }
         numbers = range(snapshot.step, step + 1)
         if not all(number in known or number == step for number in numbers):
             return None
@@ -86,7 +94,11 @@ class Recent:
         if any(args is None and not skipped for args, skipped in found):
             return None
         batches = tuple(args for args, _ in found)
-        again = (number for number, args in zip(numbers, batches) if args is not None and number in self._refused)
+        again = (
+            number
+            for number, args in zip(numbers, batches)
+            if args is not None and number in self._refused
+        )
         return Rerun(snapshot, batches, frozenset(again))
 
     def push(self, step: int, given: Any) -> None:
@@ -102,7 +114,9 @@ class Recent:
             self._bytes += size
         self._entries.append((step, given))
         self._sizes.append(size)
-        while self._entries and (self._bytes > batch_memory.MAX_BYTES or len(self._entries) > batch_memory.MAX_BATCHES):
+        while self._entries and (
+            self._bytes > batch_memory.MAX_BYTES or len(self._entries) > batch_memory.MAX_BATCHES
+        ):
             self._refused.discard(self._entries.popleft()[0])
             self._bytes -= self._sizes.popleft()
             self._cut = True
@@ -129,7 +143,9 @@ class Recent:
         found = [batch(step, given) for step, given in entries[-count:]]
         return [args for args in found if args is not None]
 
-    def approach(self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]) -> Approach | None:
+    def approach(
+        self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
+    ) -> Approach | None:
         """Return the steps before this moment, from the earliest snapshot since which all of them
         are known.
 
@@ -140,7 +156,9 @@ class Recent:
             snapshots: the available ones, oldest first.
             batch: returns the arguments of a step, or `None` if they are gone.
         """
-        found = [(step, batch(step, given)) for step, given in self._entries if step not in self._refused]
+        found = [
+            (step, batch(step, given)) for step, given in self._entries if step not in self._refused
+        ]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
         known = found[gone + 1 :]
         if not known:
@@ -148,12 +166,22 @@ class Recent:
         cut = gone >= 0 or self._cut
         first = known[0][0] if cut else self._since
         since = [s for s in snapshots if s.step >= first]
-        since = [s for s in since if s.step] or since  # the start is kept for other reasons, and is far from here
+        since = [
+            s for s in since if s.step
+        ] or since  # the start is kept for other reasons, and is far from here
         if since and any(step >= since[0].step for step, _ in known):
-            return _approach(since[0], [(step, args) for step, args in known if step >= since[0].step], True)
+            return _approach(
+                since[0], [(step, args) for step, args in known if step >= since[0].step], True
+            )
         origin = self._origin or (snapshots[-1] if snapshots else None)
-        return _approach(origin, known, origin is self._origin and not cut) if origin is not None else None
+        return (
+            _approach(origin, known, origin is self._origin and not cut)
+            if origin is not None
+            else None
+        )
 
 
 def _approach(snapshot: Snapshot, known: Sequence[tuple[int, Any]], exact: bool) -> Approach:
-    return Approach(snapshot, tuple(step for step, _ in known), tuple(args for _, args in known), exact)
+    return Approach(
+        snapshot, tuple(step for step, _ in known), tuple(args for _, args in known), exact
+    )

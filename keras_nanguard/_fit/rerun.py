@@ -29,7 +29,12 @@ class RunsAgain(Run):
         """
         if self.rerun is None or self.running_again:
             return
-        access, step, metrics, stopped = self.state.access, self.counts.step, list[tuple[Any, Any]](), self.stopped
+        access, step, metrics, stopped = (
+            self.state.access,
+            self.counts.step,
+            list[tuple[Any, Any]](),
+            self.stopped,
+        )
         self.running_again, self.reruns = True, 0
         try:
             batches: deque[Any] = deque()

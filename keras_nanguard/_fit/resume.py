@@ -64,7 +64,10 @@ class Resumed:
                 optimizer.create_state()
         train_state = recovery.state.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
-            text = f"NanGuard begins with the present weights: {self.path} was written before they were created."
+            text = (
+                f"NanGuard begins with the present weights: {self.path} was written before they"
+                " were created."
+            )
             warnings.warn(text, stacklevel=2)
         else:
             self._write(recovery.state.model, train_state)
@@ -72,9 +75,14 @@ class Resumed:
     def _write(self, model: Any, train_state: TrainState) -> None:
         fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
         try:
-            drawn = load(model, variables_of(train_state), train_state.metrics, self.path, self.record)
+            drawn = load(
+                model, variables_of(train_state), train_state.metrics, self.path, self.record
+            )
         except FileFormatError as error:
-            remedy = "Build the model as in the previous run (call it on data once), or omit resume=True."
+            remedy = (
+                "Build the model as in the previous run (call it on data once), or omit"
+                " resume=True."
+            )
             raise GuardError(expected("the model of the snapshot", error, remedy)) from error
         for metric, value in fresh if not self.batch else ():
             keras_variables.write(metric, value)
@@ -83,7 +91,9 @@ class Resumed:
                 current.host().set_generator_state(drawn)
             except (TypeError, ValueError, RuntimeError) as error:
                 remedy = "Leave resume=True out."
-                raise GuardError(expected("the state of a generator in the snapshot", plain_text(error), remedy)) from error
+                raise GuardError(
+                    expected("the state of a generator in the snapshot", plain_text(error), remedy)
+                ) from error
 
     def after(self, epoch: int | None) -> Resumed:
         """Return the remaining state to restore after another callback has restored the start of an
@@ -153,7 +163,13 @@ def _written(folder: Path) -> list[Path]:
     try:
         return written(folder)
     except FileFormatError as error:
-        raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
+        raise GuardError(
+            expected(
+                "a folder of snapshots",
+                error,
+                "Give the guard a directory that it may read and write.",
+            )
+        ) from error
 
 
 def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
@@ -161,5 +177,7 @@ def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
-        warnings.warn(f"NanGuard resumes with the state of the policy at the snapshot: {error}.", stacklevel=3)
+        warnings.warn(
+            f"NanGuard resumes with the state of the policy at the snapshot: {error}.", stacklevel=3
+        )
         return GuardState.from_dict(record.guard_state)

@@ -50,7 +50,12 @@ class ResumeMixin:
         """Resume from the newest snapshot on disk, in the first fit only: a later fit is another
         run.
         """
-        if self.resume and not self._resumed and self.session is not None and self.directory is not None:
+        if (
+            self.resume
+            and not self._resumed
+            and self.session is not None
+            and self.directory is not None
+        ):
             self._resumed, self._start_settled = True, False
             self.session.resuming = found = find(self.directory, steps)
             what = "snapshot to resume from (its step, -1 for none)"

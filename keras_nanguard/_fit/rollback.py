@@ -19,7 +19,16 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.whole_writes import write_all
 
-__all__ = ["draw_anew", "moment", "moved_seeds", "newest", "put_back", "rerun_of", "roll_back", "times"]
+__all__ = [
+    "draw_anew",
+    "moment",
+    "moved_seeds",
+    "newest",
+    "put_back",
+    "rerun_of",
+    "roll_back",
+    "times",
+]
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -46,7 +55,11 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
     """
     run.ring.promote(run.counts.committed)
     onset, restored = int(incident.values.get("onset", incident.step)), run.counts.restored
-    if restored is not None and "rate_factor" not in incident.values and not _improved_since(run, restored):
+    if (
+        restored is not None
+        and "rate_factor" not in incident.values
+        and not _improved_since(run, restored)
+    ):
         onset = min(onset, max(restored - 1, 0))
     snapshot = run.ring.before(onset)
     if snapshot is not None and not snapshot.step and not _at_hand_since(run, snapshot, incident):
@@ -68,12 +81,18 @@ def _improved_since(run: Run, restored: int) -> bool:
 def _is_progress(run: Run, snapshot: Snapshot) -> bool:
     """Whether the loss at a snapshot was clearly lower than in the first steps."""
     first = [m.loss for m in run.history.first(run.step)]
-    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < min(first, default=math.inf)
+    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < min(
+        first, default=math.inf
+    )
 
 
 def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
     """Whether all steps since a snapshot can be replayed."""
-    known = run.recent.rerun(snapshot, incident.step, run.transaction.batch) if run.state.access.can_run_again else None
+    known = (
+        run.recent.rerun(snapshot, incident.step, run.transaction.batch)
+        if run.state.access.can_run_again
+        else None
+    )
     return known is not None
 
 
@@ -83,22 +102,37 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     """
     if not run.state.access.can_run_again:
         return None
-    if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):  # running them again has led to this
+    if run.running_again and (
+        run.stopped or run.reruns >= MOST_RERUNS
+    ):  # running them again has led to this
         return None
     ends = incident.decision is not None and incident.decision.terminal
-    if not incident.refused and (ends or any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)):
-        run.recent.blame(incident.step)  # it is this step that was bad, and not the state that it came to
+    if not incident.refused and (
+        ends or any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
+    ):
+        run.recent.blame(
+            incident.step
+        )  # it is this step that was bad, and not the state that it came to
     return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
 
 
-def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
-    """Perform the action `rollback`. Return `"done"` or `"skipped"`, with the detail or the reason.
+def roll_back(
+    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Perform the action `rollback`. Return `"done"` or `"skipped"`, with the detail or the
+    reason.
     """
-    snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
+    snapshot = (
+        _from_before_onset(run, incident)
+        if p.get("before_onset")
+        else newest(run, p.get("depth", 1))
+    )
     snapshot = run.agreement.snapshot(snapshot, run.ring)
     if snapshot is None:
         return "skipped", "there is no verified snapshot to restore"
-    rerun = run.agreement.rerun(rerun_of(run, snapshot, incident)) if p.get("replay_steps") else None
+    rerun = (
+        run.agreement.rerun(rerun_of(run, snapshot, incident)) if p.get("replay_steps") else None
+    )
     reseed = rerun is None and p.get("reseed", True)
     undone = put_back(run, snapshot, incident, report, rerun, reseed)
     skip = int(p.get("skip_batches", 0))
@@ -106,7 +140,13 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
-        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'later step')} replayed"
+        return (
+            "done",
+            (
+                f"back to the state {moment(snapshot)}{also};"
+                f" {times(len(rerun.batches), 'later step')} replayed"
+            ),
+        )
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
 
@@ -174,7 +214,11 @@ def put_back(
         snapshot.draw_again()
     elif reseed:
         current.host().advance_generator()
-    spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
+    spoilt = (
+        not incident.refused
+        and report is not None
+        and any(f.kind == "nonfinite" for f in incident.findings)
+    )
     undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
     run.ring.forget_after(snapshot.step)
     if rerun is None:

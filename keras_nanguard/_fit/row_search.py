@@ -69,8 +69,17 @@ class RowSearch:
             the arrays are too large to be copied, or if the time limit is reached.
         """
         inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
-        wanted = {path: array[rows] for (role, path), array in sorted(arrays.items(), key=lambda item: item[0]) if role == "inputs"}
-        if x is None or not wanted or not wanted.keys() <= inputs.keys() or self.seconds >= MAX_SECONDS:
+        wanted = {
+            path: array[rows]
+            for (role, path), array in sorted(arrays.items(), key=lambda item: item[0])
+            if role == "inputs"
+        }
+        if (
+            x is None
+            or not wanted
+            or not wanted.keys() <= inputs.keys()
+            or self.seconds >= MAX_SECONDS
+        ):
             return [()] * len(rows)
         started = time.perf_counter()
         try:
@@ -83,7 +92,11 @@ class RowSearch:
 
 
 def _found(
-    inputs: Mapping[str, Any], wanted: Mapping[str, Array], targets: Mapping[str, Any], batch: Mapping[Key, Array], end: float
+    inputs: Mapping[str, Any],
+    wanted: Mapping[str, Array],
+    targets: Mapping[str, Any],
+    batch: Mapping[Key, Array],
+    end: float,
 ) -> list[tuple[int, ...]]:
     count = len(next(iter(wanted.values())))
     pairs = []
@@ -112,7 +125,11 @@ def _flat(whole: Any) -> Array | None:
     large to copy.
     """
     stays = isinstance(whole, np.ndarray) and (whole.ndim <= 2 or whole.flags.c_contiguous)
-    if not stays and math.prod(int(size) for size in getattr(whole, "shape", ()) if size is not None) > MAX_COPIED:
+    if (
+        not stays
+        and math.prod(int(size) for size in getattr(whole, "shape", ()) if size is not None)
+        > MAX_COPIED
+    ):
         return None
     found: Array = whole if isinstance(whole, np.ndarray) else keras_variables.dense(whole)
     return found.reshape(len(found), -1) if found.size else found.reshape(len(found), 0)
@@ -130,12 +147,20 @@ def _narrowed(pairs: Sequence[tuple[Array, Array]], end: float) -> list[Array]:
     for start in range(0, total, _HASHED):
         _check(end)
         part = slice(start, min(start + _HASHED, total))
-        hashed = _hash([whole[part][:, own].astype(ones.dtype, copy=False) for (whole, ones), own in zip(pairs, columns)])
+        hashed = _hash(
+            [
+                whole[part][:, own].astype(ones.dtype, copy=False)
+                for (whole, ones), own in zip(pairs, columns)
+            ]
+        )
         place = np.minimum(np.searchsorted(keys, hashed, sorter=order), len(keys) - 1)
         hits = np.flatnonzero(keys[order[place]] == hashed)
         rows.append(hits + start)
         found.append(hashed[hits])
-    every, of = np.concatenate([np.zeros(0, np.int64), *rows]), np.concatenate([np.zeros(0, np.uint64), *found])
+    every, of = (
+        np.concatenate([np.zeros(0, np.int64), *rows]),
+        np.concatenate([np.zeros(0, np.uint64), *found]),
+    )
     return [every[of == key] for key in keys]
 
 
@@ -194,7 +219,9 @@ def _telling(flat: Array) -> Array:
     then the largest.
     """
     size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
-    order = np.argsort(np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable")
+    order = np.argsort(
+        np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable"
+    )
     return order[::-1][:_PROBES]
 
 

@@ -70,7 +70,12 @@ class Run:
     ):
         self.recorder = Recorder() if recorder is None else recorder
         self.bad_rows = BadRows(self.recorder, None) if bad_rows is None else bad_rows
-        self.policy, self.functions, self.directory, self.say = policy, functions or {}, directory, say
+        self.policy, self.functions, self.directory, self.say = (
+            policy,
+            functions or {},
+            directory,
+            say,
+        )
         self.state, self.counts = LiveState(model, optimizers), Counts()
         self.recovery = Recovery(self.state, self.counts)
         self.history, self.recent = History(), Recent()
@@ -136,4 +141,6 @@ class Run:
         train_state = self.train_state()
         if not self.began:
             self.state.tolerate(train_state)
-        return bad_state(train_state, site, self.state.tolerated, self.state.nan_markers, self.policy)
+        return bad_state(
+            train_state, site, self.state.tolerated, self.state.nan_markers, self.policy
+        )

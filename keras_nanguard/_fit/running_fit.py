@@ -24,11 +24,16 @@ from keras_nanguard._keras import overrides
 __all__ = ["Fit", "after_train_begin", "callbacks_deferred", "outside", "surrounding"]
 
 _HOOKS = tuple(
-    f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
+    f"on_{what}_{when}"
+    for what in ("train", "test", "epoch", "train_batch", "test_batch")
+    for when in ("begin", "end")
 )
 
 
-_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(keras.__file__)))
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    os.path.dirname(os.path.abspath(keras.__file__)),
+)
 
 
 def outside() -> int:
@@ -65,9 +70,17 @@ def callbacks_deferred(callbacks: Any) -> bool:
     """
     if callbacks is None:
         return False
-    others = [c for c in callbacks.callbacks if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)]
+    others = [
+        c
+        for c in callbacks.callbacks
+        if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
+    ]
     stock = keras.callbacks.Callback
-    return all(getattr(getattr(c, name), "__func__", None) is getattr(stock, name) for c in others for name in _OF_A_BATCH)
+    return all(
+        getattr(getattr(c, name), "__func__", None) is getattr(stock, name)
+        for c in others
+        for name in _OF_A_BATCH
+    )
 
 
 _TRAINERS = ("fit", "evaluate", "predict")
@@ -165,7 +178,9 @@ class Fit:
         if callbacks is None:
             return False
         frames = sys._current_frames()
-        frames[threading.get_ident()] = sys._getframe(1)  # a frame that held itself would hold the fit and its data, too
+        frames[threading.get_ident()] = sys._getframe(
+            1
+        )  # a frame that held itself would hold the fit and its data, too
         return any(_is_inside(frame, callbacks) for frame in frames.values())
 
     def close(self) -> None:

@@ -46,7 +46,9 @@ class _Mark:
 
     def is_there(self) -> bool:
         """Whether the other value is still there."""
-        return self.first is not None and not _same(np.array(keras_variables.view(self.variable).flat[0]), self.first)
+        return self.first is not None and not _same(
+            np.array(keras_variables.view(self.variable).flat[0]), self.first
+        )
 
     def undo(self) -> None:
         """Restore the first value, if necessary."""

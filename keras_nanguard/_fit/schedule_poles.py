@@ -23,14 +23,16 @@ from keras_nanguard._keras.whole_writes import write_all
 __all__ = ["found", "pass_over", "passed"]
 
 MAX_PASSED = 10
-"""Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run by
-the bounds of the policy."""
+"""Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run
+by the bounds of the policy.
+"""
 
 _UPDATED = frozenset({"state", "weights", "slots"})
 
 
 def found(run: Run, incident: Incident) -> dict[int, tuple[int, float]]:
-    """Return the iteration and the rate of a bad step by `id` of each optimizer with an unusable one.
+    """Return the iteration and the rate of a bad step by `id` of each optimizer with an unusable
+    one.
 
     If the state was bad before the step, it is about the step that left it so. A rate that is
     finite counts only if the diagnosis blames it.

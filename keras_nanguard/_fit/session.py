@@ -126,7 +126,9 @@ class Session(RunsAgain):
         counts = self.counts
         passed, batch = counts.epoch_passed, counts.batch(counts.step)
         skipped = counts.skips_batches(iterator, batches)
-        for number in range(max(-passed, 0), counts.epoch_passed - passed):  # what an earlier process has trained on is not skipped
+        for number in range(
+            max(-passed, 0), counts.epoch_passed - passed
+        ):  # what an earlier process has trained on is not skipped
             self.recorder.skip(counts.step, counts.epoch, batch + number)
         if skipped:
             self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
@@ -147,7 +149,8 @@ class Session(RunsAgain):
                 recorded.note_rate(self)
 
     def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: other code may write them.
+        """Whether `before` needs the state in the variables; `written`: other code may write
+        them.
         """
         estimating = self.recovery.pending.recalibration is not None
         return not self.began or estimating or (written and bool(self.recovery.rates))
@@ -167,7 +170,12 @@ class Session(RunsAgain):
 
     @property
     def _undisturbed(self) -> bool:
-        busy = self.stopped or self.counts.skip_batches > 0 or self.resuming is not None or self.recovery.pending.active
+        busy = (
+            self.stopped
+            or self.counts.skip_batches > 0
+            or self.resuming is not None
+            or self.recovery.pending.active
+        )
         return self.began and not busy
 
     @property
@@ -199,7 +207,10 @@ class Session(RunsAgain):
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
-        self.state.tolerated, self.state.nan_markers = set(earlier.state.tolerated), set(earlier.state.nan_markers)
+        self.state.tolerated, self.state.nan_markers = (
+            set(earlier.state.tolerated),
+            set(earlier.state.nan_markers),
+        )
         if earlier.guard_state is not None:
             earlier.guard_state.apply(self.recovery, write=False)
 
@@ -213,7 +224,9 @@ class Session(RunsAgain):
         tolerated = self.state.tolerate(train_state)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if (tolerated and (resumed or self.transaction.reused)) or (resumed and self.adjustments()):
+            if (tolerated and (resumed or self.transaction.reused)) or (
+                resumed and self.adjustments()
+            ):
                 self.state.access.rebuild()
         if take_first(self):
             self.incidents.between_steps(self.scan("state"))
@@ -240,9 +253,16 @@ class Session(RunsAgain):
         Raises:
             NonFiniteError: if the policy raises.
         """
-        refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict  # attributes of a record cost more than this
+        refused, loss, gradients, statistics, weights, slots, scale, _, _ = (
+            verdict  # attributes of a record cost more than this
+        )
         total = loss + gradients + statistics + weights + slots
-        if refused or self.checks_fully or self.agreement.news or not (isfinite(total) and 0.0 < scale < inf):
+        if (
+            refused
+            or self.checks_fully
+            or self.agreement.news
+            or not (isfinite(total) and 0.0 < scale < inf)
+        ):
             if self.agreement.all_see(verdict):
                 self._attend(verdict)
                 return False
@@ -271,7 +291,10 @@ class Session(RunsAgain):
         if self.transaction.counted:
             self._after_many(verdict)
             return
-        self._judge(verdict, self.transaction.report_queue.take() if verdict.refused or not verdict.finite else ())
+        self._judge(
+            verdict,
+            self.transaction.report_queue.take() if verdict.refused or not verdict.finite else (),
+        )
         self.counts.step += 1
         if self.agreement.news:
             self.incidents.between_steps(self.agreement.pick_up())
@@ -292,11 +315,19 @@ class Session(RunsAgain):
                 break
             if verdict.halted:
                 counts.refuse()
-                self.recorder.push(counts.step, verdict.loss, verdict.gradients, verdict.scale, REFUSED)
+                self.recorder.push(
+                    counts.step, verdict.loss, verdict.gradients, verdict.scale, REFUSED
+                )
             else:
-                self._judge(verdict, [reports[verdict.step]] if verdict.step in reports else (), last=counts.step == end - 1)
+                self._judge(
+                    verdict,
+                    [reports[verdict.step]] if verdict.step in reports else (),
+                    last=counts.step == end - 1,
+                )
         counts.step = end
-        if self.transaction is not transaction:  # compiled anew in between, when not all steps were counted
+        if (
+            self.transaction is not transaction
+        ):  # compiled anew in between, when not all steps were counted
             self.transaction.recount(end)
         self._keep()
 
@@ -345,7 +376,9 @@ class Session(RunsAgain):
         self._look_at_layers()
         if step >= self.monitors.due:
             with self.state.access.variables_readable():
-                if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
+                if (
+                    self.recorder.wants_rate and processes.count() == 1
+                ):  # a value that is spread is read by all processes at once
                     recorded.note_rate(self)
                 findings = self.agreement.between_steps(self.monitors.look(self))
             if findings:
@@ -366,7 +399,9 @@ class Session(RunsAgain):
     def _look_for_divergence(self) -> None:
         lost = self.divergence.look(self)
         if lost is not None:
-            incident = self.incidents.between_steps(lost.findings, lost.diagnosis, values=lost.values)
+            incident = self.incidents.between_steps(
+                lost.findings, lost.diagnosis, values=lost.values
+            )
             done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
             self.divergence.acted(self, "rollback" in done)
 
@@ -375,7 +410,9 @@ class Session(RunsAgain):
             with self.state.access.variables_readable():
                 self.layer_looks.look(self)
 
-    def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
+    def seen_outside(
+        self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True
+    ) -> None:
         """Raise an incident for findings in results, or in a state that is about to be saved."""
         self.resolve_pending()
         found = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]

@@ -27,7 +27,11 @@ HUGE = 1e30
 
 
 def bad_state(
-    train_state: TrainState, site: str, tolerated: Container[int], marks: Container[int], policy: Policy
+    train_state: TrainState,
+    site: str,
+    tolerated: Container[int],
+    marks: Container[int],
+    policy: Policy,
 ) -> list[Finding]:
     """Read the whole state and return a finding for each variable with NaN or Inf.
 
@@ -44,7 +48,11 @@ def bad_state(
     for own, variable in _of_state(train_state):
         nan, inf, size = finiteness.counts(keras_variables.view(variable))
         if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
-            findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
+            findings.append(
+                Finding(
+                    "state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size
+                )
+            )
             continue
         limited = own != "statistics" or keras_variables.is_statistic(variable)
         if site == "state" and limited and not (nan or inf):
@@ -62,7 +70,11 @@ def beyond_limits(train_state: TrainState, policy: Policy) -> Iterator[Finding]:
 
 def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
     """Yield each checked variable of the state after its site."""
-    groups: dict[Site, Any] = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
+    groups: dict[Site, Any] = {
+        "weights": train_state.trainable,
+        "statistics": train_state.statistics,
+        "slots": train_state.slots,
+    }
     for own, variables in groups.items():
         for variable in variables:
             yield own, variable
@@ -95,7 +107,9 @@ def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
     `x/age`, `y`.
     """
     findings, names = [], input_names(model)
-    for site, name, part in _parts(report.batch) if report is not None and report.batch is not None else ():
+    for site, name, part in (
+        _parts(report.batch) if report is not None and report.batch is not None else ()
+    ):
         for path, array in keras_variables.named_arrays(part):
             nan, inf, size = finiteness.counts(array)
             if nan or inf:
@@ -109,7 +123,9 @@ def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
     args, named = batch, {}
     if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
         args, named = batch
-    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
+    data = (
+        args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    )  # Keras takes either as `(x, y, ...)`
     for (site, name), value in zip(DATA, data):
         single = isinstance(value, (list, tuple)) and len(value) == 1
         yield site, name, value[0] if single else value

@@ -123,9 +123,13 @@ def versions() -> dict[str, str]:
 
 def trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
     """Return the numbers of the weights for which each optimizer is built."""
-    numbers = {id(v): number for number, v in enumerate((*train_state.trainable, *train_state.other))}
+    numbers = {
+        id(v): number for number, v in enumerate((*train_state.trainable, *train_state.other))
+    }
     built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
-    return tuple(None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built)
+    return tuple(
+        None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
+    )
 
 
 def sealed(path: Path) -> str:
@@ -136,7 +140,11 @@ def sealed(path: Path) -> str:
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array in a dtype that NumPy can write: bfloat16 and float8 as their bytes."""
-    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" or array.dtype.isbuiltin != 1 else array
+    return (
+        array.view(f"u{array.dtype.itemsize}")
+        if array.dtype.kind == "V" or array.dtype.isbuiltin != 1
+        else array
+    )
 
 
 def _typed(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:

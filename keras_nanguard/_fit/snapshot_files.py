@@ -11,7 +11,16 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = ["GUARD_STATE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
+__all__ = [
+    "GUARD_STATE",
+    "REST",
+    "WEIGHTS",
+    "SnapshotRecord",
+    "folder_of",
+    "next_number",
+    "read",
+    "written",
+]
 
 FORMAT = 1
 """Version of the format of `snapshot.json`."""
@@ -68,11 +77,18 @@ class SnapshotRecord:
         """
         counts = (self.step, self.epoch, self.batch, self.metrics)
         tables = (self.files, self.guard_state, self.measured, self.versions)
-        if not (all(map(_is_count, counts)) and all(isinstance(table, dict) for table in tables) and isinstance(self.verified, bool)):
+        if not (
+            all(map(_is_count, counts))
+            and all(isinstance(table, dict) for table in tables)
+            and isinstance(self.verified, bool)
+        ):
             raise TypeError("a count, a table or a mark is something else")
         if not (isinstance(self.rest, tuple) and all(_is_entry(entry) for entry in self.rest)):
             raise TypeError("rest is not a list of number, path and dtype")
-        if not (isinstance(self.optimizers, tuple) and all(built is None or _are_counts(built) for built in self.optimizers)):
+        if not (
+            isinstance(self.optimizers, tuple)
+            and all(built is None or _are_counts(built) for built in self.optimizers)
+        ):
             raise TypeError("optimizers is not a list of numbers of weights")
 
     def write(self, folder: Path) -> None:
@@ -117,7 +133,11 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
         return []
     except OSError as error:
         raise FileFormatError(f"{folder} cannot be read: {error}") from error
-    return [(int(match[1]), path) for path in entries if (match := NAME.fullmatch(path.name)) is not None]
+    return [
+        (int(match[1]), path)
+        for path in entries
+        if (match := NAME.fullmatch(path.name)) is not None
+    ]
 
 
 def next_number(folder: Path) -> int:
@@ -133,16 +153,22 @@ def read(path: Path) -> SnapshotRecord:
     """
     data = atomic_files.read_json(path / RECORD)
     if data.pop("format", None) != FORMAT:
-        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it."))
+        raise FileFormatError(
+            expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it.")
+        )
     given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
     try:
         record = SnapshotRecord(**given)
         record.check()
     except TypeError as error:
-        raise FileFormatError(f"{path / RECORD} has a malformed field: {plain_text(error)}") from error
+        raise FileFormatError(
+            f"{path / RECORD} has a malformed field: {plain_text(error)}"
+        ) from error
     for name, fingerprint in record.files.items():
         if name not in (WEIGHTS, REST):
-            raise FileFormatError(f"{path / RECORD} lists a file that no snapshot has: {plain_text(name)}")
+            raise FileFormatError(
+                f"{path / RECORD} lists a file that no snapshot has: {plain_text(name)}"
+            )
         _check(path / name, fingerprint)
     return record
 

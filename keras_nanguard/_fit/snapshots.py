@@ -304,7 +304,9 @@ def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[Array]]:
     try:
         yield before
     finally:
-        whole_writes.finish(partial(keras_variables.write, *pair) for pair in zip(variables, before))
+        whole_writes.finish(
+            partial(keras_variables.write, *pair) for pair in zip(variables, before)
+        )
 
 
 def compact(value: Array) -> Array:

@@ -156,7 +156,9 @@ class DiskRing(Ring):
             if kind not in self._said:
                 self._said.add(kind)
                 ours = self._on_disk()
-                last = f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
+                last = (
+                    f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
+                )
                 why = str(error).partition("\n")[0]
                 self._say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None

@@ -50,7 +50,8 @@ class Trial:
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def state_of(self, snapshot: Snapshot) -> State:
-        """Return the state of a snapshot. Variables without a value in it keep their present one.
+        """Return the state of a snapshot. Variables without a value in it keep their present
+        one.
         """
         found = {id(v): snapshot.value(v) for v in self._variables}
         return {**self.present, **{key: value for key, value in found.items() if value is not None}}
@@ -93,7 +94,9 @@ class Trial:
         return math.isfinite(self._step(args))
 
     def is_bad_by_noise(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the present state is bad, and finite with other random numbers."""
+        """Return whether a step from the present state is bad, and finite with other random
+        numbers.
+        """
         if not self._seeds:
             return False
         self._load(self.present)
@@ -187,7 +190,11 @@ def _room(run: Run, rates: bool) -> bool:
 
 def _generators() -> list[Callable[[], Any]]:
     """Return functions that restore the random generators of the process."""
-    of_backend, of_python, of_numpy = current.host().generator_state(), random.getstate(), np.random.get_state()
+    of_backend, of_python, of_numpy = (
+        current.host().generator_state(),
+        random.getstate(),
+        np.random.get_state(),
+    )
     restores: list[Callable[[], Any]] = [
         lambda: random.setstate(of_python),
         lambda: np.random.set_state(of_numpy),

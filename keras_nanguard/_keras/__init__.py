@@ -1,1 +1,3 @@
-"""Everything that uses Keras internals: a release of Keras that changes them breaks only this package."""
+"""Everything that uses Keras internals: a release of Keras that changes them breaks only this
+package.
+"""

@@ -1,17 +1,24 @@
-"""The environment of the steps of a fit: `compile`, the train function, the data that `fit` iterates over, printing.
+"""The environment of the steps of a fit: `compile`, the train function, the data that `fit`
+iterates over, printing.
 
 Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
-- ``Progbar._prev_total_width``: how many columns of the line a progress bar takes, and 0 before it is drawn.
+- ``Progbar._prev_total_width``: how many columns of the line a progress bar takes, and 0 before it
+  is drawn.
 - ``Optimizer._learning_rate``: the rate as it was given; a trace of a step captures the object.
-- ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was called.
-- ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would make a second run of it.
-- ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
-- ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so has a method for each.
+- ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
+  called.
+- ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would
+  make a second run of it.
+- ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state
+  itself.
+- ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
+  has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
-- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, ``x`` and ``y`` of `fit`, and the
-  ``_distributed_dataset`` of TensorFlow's: callbacks get no reference to them.
+- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``,
+  ``x`` and ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no
+  reference to them.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -45,7 +52,9 @@ def print_message(text: str) -> None:
     A progress bar in the present line is cleared first, and drawn again below by its next update.
     In a file it cannot be cleared and stays above.
     """
-    if sys.stdout is None and keras.config.is_interactive_logging_enabled():  # a program without a console
+    if (
+        sys.stdout is None and keras.config.is_interactive_logging_enabled()
+    ):  # a program without a console
         return
     bar = _bar_in_line()
     if bar is not None and keras.config.is_interactive_logging_enabled():
@@ -56,24 +65,47 @@ def print_message(text: str) -> None:
 
 
 def _bar_in_line() -> Any:
-    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn something, `None` if none has."""
+    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn
+    something, `None` if none has.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self")
+        owner = frame.f_locals.get(
+            "callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self"
+        )
         if isinstance(owner, keras.callbacks.CallbackList):
-            bars = [c.progbar for c in owner.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
-            return next((bar for bar in bars if bar is not None and bar.verbose == 1 and bar._prev_total_width), None)
+            bars = [
+                c.progbar for c in owner.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)
+            ]
+            return next(
+                (
+                    bar
+                    for bar in bars
+                    if bar is not None and bar.verbose == 1 and bar._prev_total_width
+                ),
+                None,
+            )
         frame = frame.f_back
     return None
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return what a trace of a train step captures: the call of `compile`, the optimizers, their rates, all variables.
+    """Return what a trace of a train step captures: the call of `compile`, the optimizers, their
+    rates, all variables.
 
-    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is called.
+    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
+    called.
     """
-    rates = [getattr(keras_optimizers.inner(optimizer), "_learning_rate", None) for optimizer in train_state.optimizers]
-    return (compiled_as(model) or object(), *train_state.optimizers, *rates, *sorted(train_state.everything, key=id))
+    rates = [
+        getattr(keras_optimizers.inner(optimizer), "_learning_rate", None)
+        for optimizer in train_state.optimizers
+    ]
+    return (
+        compiled_as(model) or object(),
+        *train_state.optimizers,
+        *rates,
+        *sorted(train_state.everything, key=id),
+    )
 
 
 def trains_by_compiled_loss(model: Any) -> bool:
@@ -94,14 +126,20 @@ def _overridden(own: type, name: str) -> bool:
 
 
 def compiled_as(model: Any) -> Any:
-    """Return an object that identifies the last call of `compile`, `None` if it was never called."""
+    """Return an object that identifies the last call of `compile`, `None` if it was never
+    called.
+    """
     return getattr(model, "_compile_config", None)
 
 
 def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return `(callback, method)` of callbacks that save a model without `Model.save` and `Model.save_weights`."""
+    """Return `(callback, method)` of callbacks that save a model without `Model.save` and
+    `Model.save_weights`.
+    """
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
-    return [(c, "_save_checkpoint") for c in callbacks if orbax is not None and isinstance(c, orbax)]
+    return [
+        (c, "_save_checkpoint") for c in callbacks if orbax is not None and isinstance(c, orbax)
+    ]
 
 
 @contextmanager
@@ -110,7 +148,12 @@ def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
 
     Keras keeps its train function where `trainable` is changed and `compile` is not called.
     """
-    trained = {id(native_variables.unwrapped(v)) for o in optimizers if o.built for v in keras_optimizers.trained_by(o)}
+    trained = {
+        id(native_variables.unwrapped(v))
+        for o in optimizers
+        if o.built
+        for v in keras_optimizers.trained_by(o)
+    }
     changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
     for variable in changed:
         variable.trainable = not variable.trainable
@@ -122,9 +165,14 @@ def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
 
 
 def on_making(
-    model: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]], overrides: Overrides, default: Callable[..., Any] | None = None
+    model: Any,
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+    overrides: Overrides,
+    default: Callable[..., Any] | None = None,
 ) -> bool:
-    """Override the method that creates the train, test and predict functions of a model, or a default; return whether there is one."""
+    """Override the method that creates the train, test and predict functions of a model, or a
+    default; return whether there is one.
+    """
     real = getattr(model, "_make_function", default)
     if real is not None:
         overrides.set(model, "_make_function", change(real))
@@ -149,14 +197,18 @@ def restored_epoch(model: Any) -> int | None:
 
 
 class _Epoch(int):
-    """An epoch that is true even if it is 0: `fit` starts at `model._initial_epoch or initial_epoch`."""
+    """An epoch that is true even if it is 0: `fit` starts at `model._initial_epoch or
+    initial_epoch`.
+    """
 
     def __bool__(self) -> bool:
         return True
 
 
 def running_data() -> Any:
-    """Return the data adapter of the innermost running `evaluate` or `predict`, `None` if it can be read only once."""
+    """Return the data adapter of the innermost running `evaluate` or `predict`, `None` if it can be
+    read only once.
+    """
     adapter = _adapter("evaluate", "predict")
     return None if "Generator" in type(adapter).__name__ else adapter
 
@@ -164,19 +216,25 @@ def running_data() -> Any:
 def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
     """Write a text to the event files of each `TensorBoard` among the callbacks."""
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.TensorBoard) and getattr(callback, "_writers", None) is not None:
+        if (
+            isinstance(callback, keras.callbacks.TensorBoard)
+            and getattr(callback, "_writers", None) is not None
+        ):
             with callback._train_writer.as_default():
                 callback.summary.text(name, text, step=step)
 
 
 def running_spec() -> Any:
-    """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` if there is none."""
+    """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None`
+    if there is none.
+    """
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
 
 
 def running_arrays() -> tuple[Any, Any]:
-    """Return `x` and `y` of the innermost running `fit` where it trains on arrays, `(None, None)` elsewhere.
+    """Return `x` and `y` of the innermost running `fit` where it trains on arrays, `(None, None)`
+    elsewhere.
 
     What is left of them after `validation_split`, whose rows come last.
     """
@@ -200,7 +258,9 @@ def _adapter(*calls: str) -> Any:
 
 
 def _epoch_iterator(*calls: str) -> Any:
-    """Return the `EpochIterator` of the innermost running call of these functions, `None` if there is none."""
+    """Return the `EpochIterator` of the innermost running call of these functions, `None` if there
+    is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:

@@ -1,15 +1,19 @@
-"""The train state while Keras trains on JAX: in arrays that are passed from step to step, or in the variables.
+"""The train state while Keras trains on JAX: in arrays that are passed from step to step, or in the
+variables.
 
 Names private to Keras that are used here, because there is no public way:
 
-- ``Model._jax_state``, ``Model._jax_state_synced``: the state that ``jax_state_sync`` writes to the variables, and whether
-  it has done so; a state that is restored or changed between two steps has to be set there.
-- ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and purges them, so that no variable
-  holds an array that is donated to the next step.
-- ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it. Keras 3.6 has none.
+- ``Model._jax_state``, ``Model._jax_state_synced``: the state that ``jax_state_sync`` writes to the
+  variables, and whether it has done so; a state that is restored or changed between two steps has
+  to be set there.
+- ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and purges them,
+  so that no variable holds an array that is donated to the next step.
+- ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it.
+  Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
-- ``Model._record_training_state_sharding_spec``: Keras 3.9 has it, and a train step there needs what it notes, which `fit` forgets at
-  its end. Later releases have none and need none; `make matrix` runs what it is for with Keras 3.9.
+- ``Model._record_training_state_sharding_spec``: Keras 3.9 has it, and a train step there needs
+  what it notes, which `fit` forgets at its end. Later releases have none and need none; `make
+  matrix` runs what it is for with Keras 3.9.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of the others.
 """
@@ -24,16 +28,30 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["TrainerState", "by_part", "in_executions", "over_lists", "ready", "shardings", "uses_nnx", "variables"]
+__all__ = [
+    "TrainerState",
+    "by_part",
+    "in_executions",
+    "over_lists",
+    "ready",
+    "shardings",
+    "uses_nnx",
+    "variables",
+]
 
-_PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+_PARTS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
 
 
 class TrainerState:
     """The train state between two steps.
 
-    A healthy step never touches the variables. When the host has to read or change the state, `sync_variables` writes it to
-    the variables, and `take` gathers it again.
+    A healthy step never touches the variables. When the host has to read or change the state,
+    `sync_variables` writes it to the variables, and `take` gathers it again.
 
     Args:
         model: the model that `fit` trains.
@@ -46,7 +64,9 @@ class TrainerState:
         self._ids: list[int] | None = None
 
     def receive(self, state: Any) -> None:
-        """Store the state that Keras passes to a step; if it is not the stored one, it was gathered from the variables."""
+        """Store the state that Keras passes to a step; if it is not the stored one, it was gathered
+        from the variables.
+        """
         if state is not self.state:
             self._ids = None
         self.hold(state)
@@ -67,7 +87,9 @@ class TrainerState:
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Let the variables read as the present state inside the context, without writing to them."""
+        """Let the variables read as the present state inside the context, without writing to
+        them.
+        """
         if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
             yield
             return
@@ -90,19 +112,27 @@ class TrainerState:
     def take(self) -> Any:
         """Return the present state as the next step takes it."""
         if self.synced:
-            self.state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True), purge_model_variables=True)
+            self.state = self.model._get_jax_state(
+                **dict.fromkeys(_PARTS, True), purge_model_variables=True
+            )
             self.model._jax_state_synced = False
             self.synced = False
         return self.state
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Let steps run inside the context although the variables hold the state, as they do again after it: while callbacks act."""
+        """Let steps run inside the context although the variables hold the state, as they do again
+        after it: while callbacks act.
+        """
         if not self.model._jax_state_synced:
             yield
             return
         state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True))
-        self.hold(jax.tree_util.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state))
+        self.hold(
+            jax.tree_util.tree_map(
+                lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state
+            )
+        )
         try:
             yield
         finally:
@@ -118,7 +148,12 @@ class TrainerState:
 
 def by_part(model: Any) -> tuple[list[Any], ...]:
     """Return the variables of a model in the four lists of the state of `fit`."""
-    return model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    return (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
 
 
 def variables(model: Any) -> list[Any]:
@@ -127,7 +162,9 @@ def variables(model: Any) -> list[Any]:
 
 
 def ready(model: Any, data: Any) -> None:
-    """Build metrics and optimizer, and note where the state lies, as `fit` does before its first step on this data."""
+    """Build metrics and optimizer, and note where the state lies, as `fit` does before its first
+    step on this data.
+    """
     if not model.optimizer.built or not model.metrics_variables:
         model._symbolic_build(data_batch=data)
         model.optimizer.build(model.trainable_variables)
@@ -137,9 +174,11 @@ def ready(model: Any, data: Any) -> None:
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time; Keras 3.6 gives a list of them.
+    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a
+    time; Keras 3.6 gives a list of them.
 
-    The step compiles what it can itself. From Keras 3.16 on this loop would compile it, unless the model is not to be compiled.
+    The step compiles what it can itself. From Keras 3.16 on this loop would compile it, unless the
+    model is not to be compiled.
     """
     compile_with, model.jit_compile = model.jit_compile, False
     try:

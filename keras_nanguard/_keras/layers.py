@@ -4,16 +4,18 @@ Names private to Keras that are used here, because there is no public way:
 
 - ``Layer._flatten_layers``: the layers at any depth; ``Model.layers`` lists only the first level.
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
-- ``Layer._dtype_policy``: the public setter would quantize, or write into a shared `DTypePolicyMap`.
-- ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these dtypes; `dtype` is read-only.
+- ``Layer._dtype_policy``: the public setter would quantize, or write into a shared
+  `DTypePolicyMap`.
+- ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
+  dtypes; `dtype` is read-only.
 - ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`.
 - ``Metric._direction``: whether a metric should grow; the callbacks of Keras ask it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 
-`tests/diagnosis/test_internals.py` and `tests/keras_internals/test_internals.py` fail when a release of Keras removes one of
-them.
+`tests/diagnosis/test_internals.py` and `tests/keras_internals/test_internals.py` fail when a
+release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -29,18 +31,31 @@ from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
     *("adds_losses", "batchnorms", "exchange", "falling", "initial_value", "layers_of", "mode"),
-    *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
+    *(
+        "operations_of",
+        "output_shapes",
+        "path_of",
+        "recurrent_states",
+        "replace_policy",
+        "rising",
+        "snake_case",
+        "states_of_own_layers",
+    ),
     *("symbolic_inputs", "with_mask_of"),
 ]
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Return the model and all of its layers at any depth, in the order in which Keras lists them."""
+    """Return the model and all of its layers at any depth, in the order in which Keras lists
+    them.
+    """
     return list(model._flatten_layers(include_self=True, recursive=True))
 
 
 def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and the value of now."""
+    """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and
+    the value of now.
+    """
     return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
 
 
@@ -54,30 +69,45 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
 
 
 def recurrent_states(layer: Any) -> list[Any]:
-    """Return the states of a stateful recurrent layer, which no list of variables contains; none for other layers."""
+    """Return the states of a stateful recurrent layer, which no list of variables contains; none
+    for other layers.
+    """
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
-    return [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)] if states is not None else []
+    return (
+        [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)]
+        if states is not None
+        else []
+    )
 
 
 def batchnorms(model: Any) -> list[Any]:
     """Return the BatchNormalization layers at any depth."""
-    return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    return [
+        layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)
+    ]
 
 
 def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
     """Return an initial value of a variable, drawn from its layer's initializer."""
     shape = tuple(variable.shape)
     for layer in layers_of(model):
-        if any(v is variable for v in layer.weights) and variable.path == f"{layer.path}/{variable.name}":
+        if (
+            any(v is variable for v in layer.weights)
+            and variable.path == f"{layer.path}/{variable.name}"
+        ):
             initializer = getattr(layer, f"{variable.name}_initializer", None)
             if initializer is not None:
                 return keras_variables.read_tensor(initializer(shape, dtype=variable.dtype))
-            return np.full(shape, 1.0 if variable.name in ("gamma", "variance", "moving_variance") else 0.0)
+            return np.full(
+                shape, 1.0 if variable.name in ("gamma", "variance", "moving_variance") else 0.0
+            )
     return np.zeros(shape)
 
 
 def operations_of(model: Any) -> list[Any]:
-    """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models within a model."""
+    """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models
+    within a model.
+    """
     found = {}
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.Layer) and hasattr(layer, "operations"):
@@ -88,7 +118,8 @@ def operations_of(model: Any) -> list[Any]:
 
 
 def path_of(layer: Any, parent: str | None, model: Any) -> str:
-    """Return the Keras path of a layer; a layer without a path is named after the layer that it runs in.
+    """Return the Keras path of a layer; a layer without a path is named after the layer that it
+    runs in.
 
     Args:
         layer: a layer or an operation.
@@ -112,12 +143,16 @@ def with_mask_of(source: Any, tensor: Any) -> Any:
 
 
 def exchange(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]]) -> None:
-    """Set an attribute without Keras' attribute tracking, and append its previous value to `undo`."""
+    """Set an attribute without Keras' attribute tracking, and append its previous value to
+    `undo`.
+    """
     undo.append((target, name, getattr(target, name)))
     object.__setattr__(target, name, value)
 
 
-def replace_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]) -> None:
+def replace_policy(
+    layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]
+) -> None:
     """Replace the dtype policy of a layer that computes or stores in one of these dtypes."""
     policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
     if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
@@ -125,11 +160,16 @@ def replace_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: l
 
 
 def symbolic_inputs(model: Any) -> list[Any]:
-    """Return the symbolic inputs of low dtype of all functional models within a model, which cast their inputs to it."""
+    """Return the symbolic inputs of low dtype of all functional models within a model, which cast
+    their inputs to it.
+    """
     found = []
     for layer in layers_of(model):
         for tensor in keras.tree.flatten(getattr(layer, "_inputs", None) or []):
-            if isinstance(tensor, keras.KerasTensor) and str(tensor.dtype) in ("float16", "bfloat16"):
+            if isinstance(tensor, keras.KerasTensor) and str(tensor.dtype) in (
+                "float16",
+                "bfloat16",
+            ):
                 found.append(tensor)
     return found
 
@@ -145,14 +185,18 @@ def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the argument that calls a model in training or inference mode, none if its `call` takes none."""
+    """Return the argument that calls a model in training or inference mode, none if its `call`
+    takes none.
+    """
     return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
 
 
 def adds_losses(model: Any) -> bool:
     """Whether a layer of the model adds a loss, by `add_loss` or by an activity regularizer."""
     layers = layers_of(model)
-    return any(getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers)
+    return any(
+        getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers
+    )
 
 
 def rising(model: Any) -> set[str]:
@@ -166,16 +210,26 @@ def falling(model: Any) -> set[str]:
 
 
 def _directed(model: Any, direction: str) -> set[str]:
-    found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
-    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == direction}
+    found = [
+        part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])
+    ]
+    return {
+        str(metric.name) for metric in found if getattr(metric, "_direction", None) == direction
+    }
 
 
 def states_of_own_layers(model: Any) -> set[int]:
-    """Return the `id` of each state that a custom layer has created as a non-trainable variable, and of each buffer of PyTorch.
+    """Return the `id` of each state that a custom layer has created as a non-trainable variable,
+    and of each buffer of PyTorch.
 
-    Only these may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be finite.
+    Only these may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own
+    layers have to be finite.
     """
-    custom = [layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")]
+    custom = [
+        layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")
+    ]
     found = {id(v) for layer in custom for v in getattr(layer, "_non_trainable_variables", ())}
-    native = [v for v in model.non_trainable_variables if not isinstance(v, keras_variables.VARIABLE)]
+    native = [
+        v for v in model.non_trainable_variables if not isinstance(v, keras_variables.VARIABLE)
+    ]
     return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

@@ -1,6 +1,8 @@
-"""Native variables of a backend that a Keras optimizer trains, with the interface of a `keras.Variable`.
+"""Native variables of a backend that a Keras optimizer trains, with the interface of a
+`keras.Variable`.
 
-Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well as a `keras.Variable`.
+Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well as a
+`keras.Variable`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ _NAME = "_nanguard_as_keras"
 
 
 class NativeVariable:
-    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a value.
+    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a
+    value.
 
     Attributes:
         value: the `tf.Variable`.
@@ -47,7 +50,9 @@ class NativeVariable:
 
 
 def as_keras(variable: Any) -> Any:
-    """Return a `keras.Variable` unchanged, and a `tf.Variable` wrapped: the same object each time."""
+    """Return a `keras.Variable` unchanged, and a `tf.Variable` wrapped: the same object each
+    time.
+    """
     if hasattr(variable, "path") or not hasattr(variable, "read_value"):
         return variable
     known = getattr(variable, _NAME, None)

@@ -1,19 +1,23 @@
-"""Optimizers: those of a model, the variables and averages of each, its learning rate and its loss scale.
+"""Optimizers: those of a model, the variables and averages of each, its learning rate and its loss
+scale.
 
 Names private to Keras that are used here, because there is no public way:
 
-- ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a callable; every step
-  reads the rate through it. The public property returns the variable itself if the rate is a number.
-- ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a number, a schedule
-  and a callable, and evaluates a schedule at the next iteration.
-- ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if gradients are accumulated.
-- ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables that an optimizer was
-  built for, and their moving averages.
-- ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its slots of a variable;
-  `apply` rejects any other variable.
-- ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what it clips at is a number of
-  Python there, which a compiled step cannot read anew.
-- ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
+- ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
+  callable; every step reads the rate through it. The public property returns the variable itself if
+  the rate is a number.
+- ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a
+  number, a schedule and a callable, and evaluates a schedule at the next iteration.
+- ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if
+  gradients are accumulated.
+- ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
+  that an optimizer was built for, and their moving averages.
+- ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its
+  slots of a variable; `apply` rejects any other variable.
+- ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what
+  it clips at is a number of Python there, which a compiled step cannot read anew.
+- ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are
+  public but undocumented.
 
 ``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
 """
@@ -25,29 +29,48 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import layers as keras_layers, native_variables, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    native_variables,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
     *("accumulation_steps", "averages_of", "find_optimizers", "fresh_like", "has_schedule"),
     *("inner", "is_loss_scaled", "iterations", "learning_rate", "rate_before", "rate_variable"),
-    *("register_twins", "scales_of", "scheduled_iteration", "scheduled_rate", "set_rate", "trained_by"),
+    *(
+        "register_twins",
+        "scales_of",
+        "scheduled_iteration",
+        "scheduled_rate",
+        "set_rate",
+        "trained_by",
+    ),
 ]
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the optimizer that updates the weights: the inner one of a `LossScaleOptimizer`, else itself."""
+    """Return the optimizer that updates the weights: the inner one of a `LossScaleOptimizer`, else
+    itself.
+    """
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [native_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())]
+    return [
+        native_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())
+    ]
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return `(average, weight)` for each moving average of a weight that the optimizer maintains."""
-    return list(zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer)))
+    """Return `(average, weight)` for each moving average of a weight that the optimizer
+    maintains.
+    """
+    return list(
+        zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer))
+    )
 
 
 def fresh_like(optimizer: Any) -> Any:
@@ -65,8 +88,8 @@ def is_loss_scaled(optimizer: Any) -> bool:
 def find_optimizers(model: Any) -> list[Any]:
     """Return every optimizer that a step of this model may use, outermost wrappers only.
 
-    These are `model.optimizer` and every optimizer that is an attribute of the model, or an element of a list, tuple or
-    dict attribute (a GAN has two of them, and leaves `model.optimizer` unused).
+    These are `model.optimizer` and every optimizer that is an attribute of the model, or an element
+    of a list, tuple or dict attribute (a GAN has two of them, and leaves `model.optimizer` unused).
     """
     found: dict[int, Any] = {}
     for value in [getattr(model, "optimizer", None), *vars(model).values()]:
@@ -78,12 +101,16 @@ def find_optimizers(model: Any) -> list[Any]:
 
 
 def learning_rate(optimizer: Any) -> float:
-    """Return the rate that the optimizer's next step uses, whether it is a number, a schedule or a callable."""
+    """Return the rate that the optimizer's next step uses, whether it is a number, a schedule or a
+    callable.
+    """
     return float(keras.ops.convert_to_numpy(inner(optimizer)._get_current_learning_rate()))
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """Return the variable of a learning rate that is a number; `None` for a schedule or a callable."""
+    """Return the variable of a learning rate that is a number; `None` for a schedule or a
+    callable.
+    """
     given = inner(optimizer)._learning_rate
     return given if hasattr(given, "assign") else None
 
@@ -93,29 +120,44 @@ def has_schedule(optimizer: Any) -> bool:
     return rate_variable(optimizer) is None
 
 
-def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides) -> None:
-    """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the original one."""
+def set_rate(
+    optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides
+) -> None:
+    """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the
+    original one.
+    """
     real = inner(optimizer)._get_current_learning_rate
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:
     """Return the variables of the optimizer's loss scale, `()` if it has none."""
-    return (optimizer.dynamic_scale, optimizer.step_counter) if is_loss_scaled(optimizer) and optimizer.built else ()
+    return (
+        (optimizer.dynamic_scale, optimizer.step_counter)
+        if is_loss_scaled(optimizer) and optimizer.built
+        else ()
+    )
 
 
-def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]) -> None:
+def register_twins(
+    optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]
+) -> None:
     """Make an optimizer treat the float32 twin of a variable as the variable itself."""
     for part in {id(o): o for o in (optimizer, inner(optimizer))}.values():
         known = getattr(part, "_trainable_variables_indices", None)
         if isinstance(known, dict):
-            keys = [(part._var_key(native_variables.unwrapped(old)), part._var_key(twin)) for old, twin in twins]
+            keys = [
+                (part._var_key(native_variables.unwrapped(old)), part._var_key(twin))
+                for old, twin in twins
+            ]
             more = {twin: known[old] for old, twin in keys if old in known}
             keras_layers.exchange(part, "_trainable_variables_indices", {**known, **more}, undo)
 
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:
-    """Return the rate that the last step used, or one before it: of a schedule, the rate so many iterations ago, else that of now."""
+    """Return the rate that the last step used, or one before it: of a schedule, the rate so many
+    iterations ago, else that of now.
+    """
     iteration = scheduled_iteration(optimizer, ago)
     return learning_rate(optimizer) if iteration is None else scheduled_rate(optimizer, iteration)
 
@@ -126,7 +168,9 @@ def iterations(optimizer: Any) -> Any:
 
 
 def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
-    """Return the iteration of the next step, or of one before it; `None` if the learning rate is no `LearningRateSchedule`."""
+    """Return the iteration of the next step, or of one before it; `None` if the learning rate is no
+    `LearningRateSchedule`.
+    """
     schedule = getattr(inner(optimizer), "_learning_rate", None)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return None

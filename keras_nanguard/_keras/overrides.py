@@ -1,6 +1,7 @@
 """Temporary overrides of attributes of one instance, without Keras' attribute tracking.
 
-Attributes of classes and modules, which all threads share, are overridden only in the threads that ask for it.
+Attributes of classes and modules, which all threads share, are overridden only in the threads that
+ask for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ __all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance", "wi
 _ABSENT = object()
 
 _FILTERS = threading.RLock()
-"""Held by the thread that has changed the filters of `warnings`, which are global to the process."""
+"""Held by the thread that has changed the filters of `warnings`, which are global to the
+process.
+"""
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
@@ -31,7 +34,9 @@ def unset_instance(target: Any, name: str) -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress warnings inside the context. One thread at a time: interleaved contexts would restore each other's filters."""
+    """Suppress warnings inside the context. One thread at a time: interleaved contexts would
+    restore each other's filters.
+    """
     with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -52,7 +57,9 @@ class Overrides:
         """Restore every instance; may be called any number of times."""
         while self._before:
             target, name, before = self._before.pop()
-            unset_instance(target, name) if before is _ABSENT else set_instance(target, name, before)
+            unset_instance(target, name) if before is _ABSENT else set_instance(
+                target, name, before
+            )
 
     def __enter__(self) -> Overrides:
         return self
@@ -62,15 +69,18 @@ class Overrides:
 
 
 class ThreadOverrides:
-    """Overrides of functions of a class or a module in the threads that have entered, and in no other.
+    """Overrides of functions of a class or a module in the threads that have entered, and in no
+    other.
 
-    The first thread that enters installs them, and the last one that leaves removes them, in whatever order they do. Where threads
-    enter often, `hold` keeps them installed in between: to change a class makes Python forget what it knows of its attributes.
+    The first thread that enters installs them, and the last one that leaves removes them, in
+    whatever order they do. Where threads enter often, `hold` keeps them installed in between: to
+    change a class makes Python forget what it knows of its attributes.
 
     Args:
         target: the class or module.
-        functions: the replacement of each function by name, called as `function(real, inside, *args, **kwargs)`, where
-            `inside` are the objects that this thread has entered with, in order.
+        functions: the replacement of each function by name, called as `function(real, inside,
+            *args, **kwargs)`, where `inside` are the objects that this thread has entered with, in
+            order.
     """
 
     def __init__(self, target: Any, functions: Mapping[str, Callable[..., Any]]):
@@ -79,7 +89,9 @@ class ThreadOverrides:
         self._inside: dict[int, list[Any]] = {}
         self._holds = 0
         self._before: dict[str, tuple[Any, Any]] = {}
-        self._hooks: dict[str, tuple[Any, Any]] = {}  # the latest ones, each with the function that it replaces
+        self._hooks: dict[
+            str, tuple[Any, Any]
+        ] = {}  # the latest ones, each with the function that it replaces
 
     def hold(self) -> None:
         """Keep the functions installed until `release`, also while no thread is inside."""
@@ -137,6 +149,8 @@ class ThreadOverrides:
 
         def hook(*args: Any, **kwargs: Any) -> Any:
             inside = entered.get(threading.get_ident())
-            return real(*args, **kwargs) if inside is None else function(real, inside, *args, **kwargs)
+            return (
+                real(*args, **kwargs) if inside is None else function(real, inside, *args, **kwargs)
+            )
 
         return hook

@@ -27,16 +27,22 @@ def load_weights(model: Any, path: Path) -> None:
 def _remember_attributes() -> None:
     """Let Keras find, in this thread, which attributes of an optimizer it does not save.
 
-    It looks at an empty optimizer for that, and stores the answer under another name than it looks for
-    (keras/src/saving/saving_lib.py, `get_attr_skipset`: `saving_attr_skipset_` and `saving_attr_skiplist_`). So it makes one each time; on
-    TensorFlow each takes 70 KB for ever, as the runtime keeps an operation for every name of a variable.
+    It looks at an empty optimizer for that, and stores the answer under another name than it looks
+    for (keras/src/saving/saving_lib.py, `get_attr_skipset`: `saving_attr_skipset_` and
+    `saving_attr_skiplist_`). So it makes one each time; on TensorFlow each takes 70 KB for ever, as
+    the runtime keeps an operation for every name of a variable.
     """
     known = _attributes_of_optimizers()
-    if known is not None and global_state.get_global_attribute("saving_attr_skiplist_Optimizer") is None:
+    if (
+        known is not None
+        and global_state.get_global_attribute("saving_attr_skiplist_Optimizer") is None
+    ):
         global_state.set_global_attribute("saving_attr_skiplist_Optimizer", known)
 
 
 @functools.cache
 def _attributes_of_optimizers() -> Any:
-    look = getattr(saving_lib, "get_attr_skipset", None)  # a release may call it otherwise: then all is as Keras does it
+    look = getattr(
+        saving_lib, "get_attr_skipset", None
+    )  # a release may call it otherwise: then all is as Keras does it
     return None if look is None else look("Optimizer")

@@ -1,14 +1,17 @@
-"""The gradient that an optimizer has used in its last step, from an array of its own before and after that step.
+"""The gradient that an optimizer has used in its last step, from an array of its own before and
+after that step.
 
 Most optimizers add the gradient, or its square, to an array that they keep::
 
     after = kept * before + scale * gradient
 
-so its norm follows between two steps, on every backend, from what is there anyway: after clipping, without the loss scale.
+so its norm follows between two steps, on every backend, from what is there anyway: after clipping,
+without the loss scale.
 
-Names private to Keras that are used here, because there is no public way: the lists of slots of each optimizer
-(``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``), one for each variable that it trains.
-``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
+Names private to Keras that are used here, because there is no public way: the lists of slots of
+each optimizer (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``),
+one for each variable that it trains. ``tests/keras_internals/test_internals.py`` fails when a
+release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ LEAST = 20.0
 
 
 BLOCK = 1 << 13
-"""Entries that are compared at once: fewer than 10,000, from which on OpenBLAS wakes threads for each `dot`
-(interface/dot.c), which takes 2 ms if all cores are busy."""
+"""Entries that are compared at once: fewer than 10,000, from which on OpenBLAS wakes threads for
+each `dot` (interface/dot.c), which takes 2 ms if all cores are busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class GradientSlot:
         kept: the share of it that a step leaves.
         scale: what the gradient is multiplied by.
         squared: whether its square is added.
-        updates: the variable that counts the updates of the optimizer: the gradient is known if there was one.
+        updates: the variable that counts the updates of the optimizer: the gradient is known if
+            there was one.
     """
 
     variable: Any
@@ -57,7 +62,12 @@ class GradientSlot:
 
     def norm(self, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> float:
         """Return the norm of the gradient of the step between; NaN where rounding hides it."""
-        unit = largest if before.dtype.itemsize == 8 and 0.0 < (largest := sizes(before)[1] + sizes(after)[1]) < math.inf else 1.0
+        unit = (
+            largest
+            if before.dtype.itemsize == 8
+            and 0.0 < (largest := sizes(before)[1] + sizes(after)[1]) < math.inf
+            else 1.0
+        )
         total, squares = 0.0, np.zeros(3)
         for old, new in _blocks(before, after, unit):
             added = new - self.kept * old
@@ -67,14 +77,25 @@ class GradientSlot:
         rounding = float(ml_dtypes.finfo(after.dtype).eps) * (size_before + size_after)
         if not size > LEAST * rounding or not self.scale:
             return 0.0 if size == 0.0 else math.nan
-        return math.sqrt(max(unit * total / self.scale, 0.0)) if self.squared else unit * size / abs(self.scale)
+        return (
+            math.sqrt(max(unit * total / self.scale, 0.0))
+            if self.squared
+            else unit * size / abs(self.scale)
+        )
 
 
-def _blocks(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], unit: float) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of both arrays in float64, in this unit, a block at a time: what fits into the cache of a core."""
+def _blocks(
+    before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], unit: float
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of both arrays in float64, in this unit, a block at a time: what fits into
+    the cache of a core.
+    """
     old, new = before.reshape(-1), after.reshape(-1)
     for start in range(0, old.size, BLOCK):
-        first, second = (finiteness.widen(part[start : start + BLOCK]).astype("float64") / unit for part in (old, new))
+        first, second = (
+            finiteness.widen(part[start : start + BLOCK]).astype("float64") / unit
+            for part in (old, new)
+        )
         yield first, second
 
 
@@ -89,7 +110,9 @@ def _first_moment(name: str, decay: str) -> Callable[[Any, int, Any], GradientSl
 def _second_moment(name: str, decay: str) -> Callable[[Any, int, Any], GradientSlot]:
     def slot(optimizer: Any, number: int, weight: Any) -> GradientSlot:
         kept = float(getattr(optimizer, decay)) if decay else 1.0
-        return GradientSlot(getattr(optimizer, name)[number], kept, 1.0 - kept if decay else 1.0, True)
+        return GradientSlot(
+            getattr(optimizer, name)[number], kept, 1.0 - kept if decay else 1.0, True
+        )
 
     return slot
 
@@ -114,16 +137,31 @@ SLOTS: dict[type, Callable[[Any, int, Any], GradientSlot | None]] = {
     keras.optimizers.Adagrad: _second_moment("_accumulators", ""),
     keras.optimizers.Adadelta: _second_moment("_accumulated_grads", "rho"),
 }
-"""How each optimizer of Keras keeps its gradients; those that are not here keep no array that they follow from."""
+"""How each optimizer of Keras keeps its gradients; those that are not here keep no array that they
+follow from.
+"""
 
 
 def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
-    """Return where the gradient of each weight is kept, by `id` of the weight. The variables hold the state before a step."""
+    """Return where the gradient of each weight is kept, by `id` of the weight. The variables hold
+    the state before a step.
+    """
     found: dict[int, GradientSlot] = {}
     for outer in optimizers:
         optimizer = keras_optimizers.inner(outer)
-        kind = next((c for c in type(optimizer).__mro__ if c in SLOTS or not c.__module__.startswith("keras.")), None)
-        if kind not in SLOTS or not optimizer.built or getattr(optimizer, "gradient_accumulation_steps", None):
+        kind = next(
+            (
+                c
+                for c in type(optimizer).__mro__
+                if c in SLOTS or not c.__module__.startswith("keras.")
+            ),
+            None,
+        )
+        if (
+            kind not in SLOTS
+            or not optimizer.built
+            or getattr(optimizer, "gradient_accumulation_steps", None)
+        ):
             continue  # a class of the user's own may update as it likes
         for number, weight in enumerate(keras_optimizers.trained_by(optimizer)):
             slot = SLOTS[kind](optimizer, number, weight)

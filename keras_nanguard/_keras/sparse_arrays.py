@@ -1,4 +1,6 @@
-"""Sparse tensors of TensorFlow and sparse arrays of JAX as NumPy arrays: with their zeros unless these are too many."""
+"""Sparse tensors of TensorFlow and sparse arrays of JAX as NumPy arrays: with their zeros unless
+these are too many.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ def fits(value: Any) -> bool:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in spread_arrays.as_array(value.dense_shape if hasattr(value, "dense_shape") else np.asarray(value.shape)))
+    return tuple(
+        int(n)
+        for n in spread_arrays.as_array(
+            value.dense_shape if hasattr(value, "dense_shape") else np.asarray(value.shape)
+        )
+    )
 
 
 def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
-    """Return the place of each stored value, the values, and the shape; a JAX array may be padded with places outside of it."""
+    """Return the place of each stored value, the values, and the shape; a JAX array may be padded
+    with places outside of it.
+    """
     shape = _shape(value)
     indices = spread_arrays.as_array(value.indices)
     values = spread_arrays.as_array(value.values if hasattr(value, "dense_shape") else value.data)
@@ -46,7 +55,8 @@ def dense(value: Any) -> Any:
 
 
 def by_rows(value: Any) -> Array:
-    """Return an array with one row for each sample: with its zeros, or with the stored values of each row side by side.
+    """Return an array with one row for each sample: with its zeros, or with the stored values of
+    each row side by side.
 
     Where even these are too many, all stored values are in a single row.
     """
@@ -71,13 +81,19 @@ def by_rows(value: Any) -> Array:
 
 
 def has_coordinates(value: Any) -> bool:
-    """Whether each stored value is a number of its own with all its indices, as in every batch that Keras makes."""
-    listed = getattr(value, "n_batch", None) == 0 and value.n_dense == 0 and not hasattr(value, "indptr")
+    """Whether each stored value is a number of its own with all its indices, as in every batch that
+    Keras makes.
+    """
+    listed = (
+        getattr(value, "n_batch", None) == 0 and value.n_dense == 0 and not hasattr(value, "indptr")
+    )
     return hasattr(value, "dense_shape") or listed
 
 
 def gathered(value: Any, rows: Array) -> tuple[Array, Array, tuple[int, ...]]:
-    """Return places, values and shape of a sparse tensor made of these rows, in this order; a row may come again."""
+    """Return places, values and shape of a sparse tensor made of these rows, in this order; a row
+    may come again.
+    """
     indices, values, shape = coordinates(value)
     order = np.argsort(indices[:, 0], kind="stable")
     held = indices[order, 0]

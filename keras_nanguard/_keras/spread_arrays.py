@@ -1,4 +1,6 @@
-"""Arrays that are sharded over several processes, and the error when one of them does not respond."""
+"""Arrays that are sharded over several processes, and the error when one of them does not
+respond.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ __all__ = ["as_array", "waiting_for", "whole"]
 
 
 def whole(value: Any) -> Any:
-    """Return an array that this process can read: one sharded over processes is gathered by all of them."""
+    """Return an array that this process can read: one sharded over processes is gathered by all of
+    them.
+    """
     if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
         return value
     import jax
@@ -48,6 +52,14 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        seconds = f"after {time.monotonic() - started:.1f} s of waiting for {what}: {str(error).strip().partition(chr(10))[0]}"
-        remedy = "Check the output of the other processes: one has ended, or runs a different number of steps. Then restart all of them."
-        raise GuardError(expected(f"an answer of all {processes} processes", f"none {seconds}", remedy)) from error
+        seconds = (
+            f"after {time.monotonic() - started:.1f} s of waiting for {what}:"
+            f" {str(error).strip().partition(chr(10))[0]}"
+        )
+        remedy = (
+            "Check the output of the other processes: one has ended, or runs a different number of"
+            " steps. Then restart all of them."
+        )
+        raise GuardError(
+            expected(f"an answer of all {processes} processes", f"none {seconds}", remedy)
+        ) from error

@@ -3,11 +3,13 @@
 Names private to Keras that are used here, because there is no public way:
 
 - ``Layer._flatten_layers()``: the layers directly within a layer; only models have ``layers``.
-- ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic tensor, and from what.
+- ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic
+  tensor, and from what.
 - ``Sequential._functional``: the graph of a `Sequential`.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics as they were given to `compile`.
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
-- ``Optimizer._learning_rate``: the rate as it was given, a schedule included; the public property calls a schedule.
+- ``Optimizer._learning_rate``: the rate as it was given, a schedule included; the public property
+  calls a schedule.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -16,7 +18,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["arguments_of", "children", "given_metrics", "given_rate", "graph_operations", "loss_options", "source_of", "symbolic_arguments"]
+__all__ = [
+    "arguments_of",
+    "children",
+    "given_metrics",
+    "given_rate",
+    "graph_operations",
+    "loss_options",
+    "source_of",
+    "symbolic_arguments",
+]
 
 
 def children(layer: Any) -> list[Any]:
@@ -28,15 +39,21 @@ def children(layer: Any) -> list[Any]:
 
 
 def graph_operations(layer: Any) -> list[Any]:
-    """Return the operations of the graph of a functional or sequential model, layers included; none for other layers."""
+    """Return the operations of the graph of a functional or sequential model, layers included; none
+    for other layers.
+    """
     inner = getattr(layer, "_functional", None)
     return list(getattr(layer, "operations", None) or getattr(inner, "operations", None) or ())
 
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
-    """Return the operation that computes a symbolic tensor, with the indices of its call and of the output, or `None`."""
+    """Return the operation that computes a symbolic tensor, with the indices of its call and of the
+    output, or `None`.
+    """
     history: Any = getattr(tensor, "_keras_history", None)
-    return None if history is None else (history.operation, history.node_index, history.tensor_index)
+    return (
+        None if history is None else (history.operation, history.node_index, history.tensor_index)
+    )
 
 
 def arguments_of(operation: Any) -> list[Any]:

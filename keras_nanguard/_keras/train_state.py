@@ -1,7 +1,7 @@
 """The whole train state of a model: its variables, by role.
 
-Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate as it was given.
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
+Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate as it was
+given. `tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 __all__ = ["TrainState"]
 
@@ -21,18 +25,22 @@ class TrainState:
     """The whole train state of a model and its optimizers, by role.
 
     Attributes:
-        trainable: weights that the optimizers update, including those that are not part of the model.
-        other: every other variable of the model: BatchNorm statistics, frozen weights, seed generators, and the states
-            of stateful RNNs, which no list of Keras contains.
+        trainable: weights that the optimizers update, including those that are not part of the
+            model.
+        other: every other variable of the model: BatchNorm statistics, frozen weights, seed
+            generators, and the states of stateful RNNs, which no list of Keras contains.
         metrics: variables of the loss tracker and of the metrics.
-        slots: variables of the optimizers apart from rate and loss scale: moments, iterations, accumulators, EMA.
+        slots: variables of the optimizers apart from rate and loss scale: moments, iterations,
+            accumulators, EMA.
         scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
         rates: learning-rate variables of optimizers whose rate is a number.
         optimizers: the outermost optimizers.
-        unlisted: variables that a step may write although no list of Keras contains them: native variables of the backend
-            in attributes of layers, and the generator that Keras uses if no seed is given.
+        unlisted: variables that a step may write although no list of Keras contains them: native
+            variables of the backend in attributes of layers, and the generator that Keras uses if
+            no seed is given.
         layers: the model and its layers at any depth.
-        results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls have left in layers.
+        results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls
+            have left in layers.
     """
 
     trainable: tuple[Any, ...]
@@ -53,18 +61,40 @@ class TrainState:
 
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
-        """Return the train state of a built model; optimizers that are not built yet contribute nothing."""
-        optimizers = tuple(keras_optimizers.find_optimizers(model) if optimizers is None else optimizers)
+        """Return the train state of a built model; optimizers that are not built yet contribute
+        nothing.
+        """
+        optimizers = tuple(
+            keras_optimizers.find_optimizers(model) if optimizers is None else optimizers
+        )
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
         trainable = keras_variables.unique([*model.trainable_variables, *updated])
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         other = keras_variables.unique([*model.non_trainable_variables, *states])
-        metrics = keras_variables.unique(model.metrics_variables) if hasattr(model, "metrics_variables") else []
-        scales = [(o.dynamic_scale, o.step_counter) for o in optimizers if keras_optimizers.is_loss_scaled(o) and o.built]
-        rates = [r for o in optimizers if keras_variables.is_variable(r := getattr(keras_optimizers.inner(o), "_learning_rate", None))]
+        metrics = (
+            keras_variables.unique(model.metrics_variables)
+            if hasattr(model, "metrics_variables")
+            else []
+        )
+        scales = [
+            (o.dynamic_scale, o.step_counter)
+            for o in optimizers
+            if keras_optimizers.is_loss_scaled(o) and o.built
+        ]
+        rates = [
+            r
+            for o in optimizers
+            if keras_variables.is_variable(
+                r := getattr(keras_optimizers.inner(o), "_learning_rate", None)
+            )
+        ]
         apart = {id(v) for v in [*rates, *(v for pair in scales for v in pair), *trainable]}
-        apart |= {id(o._learning_rate) for o in optimizers if keras_variables.is_variable(getattr(o, "_learning_rate", None))}
+        apart |= {
+            id(o._learning_rate)
+            for o in optimizers
+            if keras_variables.is_variable(getattr(o, "_learning_rate", None))
+        }
         slots = [v for o in optimizers for v in o.variables if id(v) not in apart]
         return cls(
             tuple(trainable),
@@ -84,15 +114,19 @@ class TrainState:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The float variables among `other` that are not running statistics: frozen weights, masks, "best so far" values.
+        """The float variables among `other` that are not running statistics: frozen weights, masks,
+        "best so far" values.
 
-        Such a variable may be infinite on purpose (a mask of -Inf), which is accepted if it is so from the start.
+        Such a variable may be infinite on purpose (a mask of -Inf), which is accepted if it is so
+        from the start.
         """
         return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
 
     @property
     def restorable(self) -> tuple[Any, ...]:
-        """What a rollback restores: the train state except the loss scale, which has adapted, and the rates."""
+        """What a rollback restores: the train state except the loss scale, which has adapted, and
+        the rates.
+        """
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
 
     @property
@@ -104,19 +138,39 @@ class TrainState:
     def everything(self) -> tuple[Any, ...]:
         """Every variable of the train state except the metrics."""
         scales = [v for pair in self.scales for v in pair]
-        return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots, *scales, *self.rates]))
+        return tuple(
+            keras_variables.unique(
+                [*self.trainable, *self.other, *self.slots, *scales, *self.rates]
+            )
+        )
 
 
-def _unlisted(model: Any, layers: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+def _unlisted(
+    model: Any, layers: list[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Return the last three fields of a `TrainState`."""
-    values = [v for layer in layers for name, v in vars(layer).items() if name != "_losses"]  # of the last call
+    values = [
+        v for layer in layers for name, v in vars(layer).items() if name != "_losses"
+    ]  # of the last call
     held = [item for value in values for item in keras_variables.flat(value)]
     held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
-    held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
-    native = [v for v in held if not isinstance(v, keras_variables.VARIABLE) and hasattr(v, "assign") and keras_variables.has_handle(v)]
+    held += [
+        v for item in held if hasattr(item, "with_name_scope") for v in item.variables
+    ]  # of a `tf.Module`
+    native = [
+        v
+        for v in held
+        if not isinstance(v, keras_variables.VARIABLE)
+        and hasattr(v, "assign")
+        and keras_variables.has_handle(v)
+    ]
     buffers = list(model.buffers()) if hasattr(model, "buffers") else []
     listed = {id(buffer) for buffer in buffers}
     tensors = [v for v in held if hasattr(v, "untyped_storage") and id(v) not in listed]
-    tensors = [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]  # no history, and none of the symbolic build
-    unlisted = keras_variables.unique([*native, *tensors, *buffers, *keras_variables.global_seed_variables()])
+    tensors = [
+        v for v in tensors if v.grad_fn is None and v.device.type != "meta"
+    ]  # no history, and none of the symbolic build
+    unlisted = keras_variables.unique(
+        [*native, *tensors, *buffers, *keras_variables.global_seed_variables()]
+    )
     return tuple(unlisted), tuple(layers), tuple(tensors)

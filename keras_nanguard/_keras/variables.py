@@ -2,11 +2,11 @@
 
 Names private to Keras that are used here, because there is no public way:
 
-- ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is another class, which no
-  layer uses.
+- ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is
+  another class, which no layer uses.
 - ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only if it is used.
-- The attribute ``global_seed_generator`` of Keras' global state (``keras.src.backend.common.global_state``): the generator
-  that Keras uses if no seed is given.
+- The attribute ``global_seed_generator`` of Keras' global state
+  (``keras.src.backend.common.global_state``): the generator that Keras uses if no seed is given.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -24,8 +24,30 @@ import numpy as np
 from keras_nanguard._keras import native_variables, sparse_arrays, spread_arrays
 
 __all__ = [
-    *("VARIABLE", "assign", "by_rows", "bytes_of", "dense", "flat", "global_seed_variables", "has_handle", "is_sparse", "is_statistic"),
-    *("is_variable", "named_arrays", "native", "on_host", "read", "read_tensor", "seeds", "unique", "view", "write"),
+    *(
+        "VARIABLE",
+        "assign",
+        "by_rows",
+        "bytes_of",
+        "dense",
+        "flat",
+        "global_seed_variables",
+        "has_handle",
+        "is_sparse",
+        "is_statistic",
+    ),
+    *(
+        "is_variable",
+        "named_arrays",
+        "native",
+        "on_host",
+        "read",
+        "read_tensor",
+        "seeds",
+        "unique",
+        "view",
+        "write",
+    ),
 ]
 
 VARIABLE = keras.src.backend.Variable
@@ -47,8 +69,14 @@ def unique(variables: Iterable[Any]) -> list[Any]:
 
 
 def native(variable: Any) -> Any:
-    """Return the native variable of the backend behind a `keras.Variable`; any other variable unchanged."""
-    return variable.value if isinstance(variable, (VARIABLE, native_variables.NativeVariable)) else variable
+    """Return the native variable of the backend behind a `keras.Variable`; any other variable
+    unchanged.
+    """
+    return (
+        variable.value
+        if isinstance(variable, (VARIABLE, native_variables.NativeVariable))
+        else variable
+    )
 
 
 def has_handle(value: Any) -> bool:
@@ -70,21 +98,35 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that may share its memory: to be read at once, and never written."""
+    """Return the variable's value as a NumPy array that may share its memory: to be read at once,
+    and never written.
+    """
     value = variable.value
-    if has_handle(value):  # a tf.Variable: the raw operation takes a quarter of the time of `.numpy()`
-        value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+    if has_handle(
+        value
+    ):  # a tf.Variable: the raw operation takes a quarter of the time of `.numpy()`
+        value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(
+            resource=value.handle, dtype=value.dtype
+        )
     return _as_numpy(value)
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     """Return the values of a tensor, without a copy where possible."""
-    if hasattr(value, "detach"):  # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16
+    if hasattr(
+        value, "detach"
+    ):  # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16
         value = value.detach().cpu()
-        return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
-    if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` copies a tensor; a mirrored variable does not convert to an array
+        return np.asarray(
+            keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy()
+        )
+    if hasattr(
+        value, "numpy"
+    ):  # TensorFlow: `.numpy()` copies a tensor; a mirrored variable does not convert to an array
         value = value.read_value() if hasattr(value, "read_value") else value
-        return np.asarray(value if len(value.shape) else value.numpy())  # nor does a scalar of bfloat16
+        return np.asarray(
+            value if len(value.shape) else value.numpy()
+        )  # nor does a scalar of bfloat16
     return np.asarray(spread_arrays.whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
 
 
@@ -104,13 +146,17 @@ def on_host(variable: Any) -> bool:
 
 
 def is_statistic(variable: Any) -> bool:
-    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and Normalization."""
+    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and
+    Normalization.
+    """
     name = str(getattr(variable, "name", ""))
     return not variable.trainable and ("mean" in name or "variance" in name)
 
 
 def write(variable: Any, array: Any) -> None:
-    """Assign a copy of the array to the variable, outside of any step; some backends modify the array that they are given."""
+    """Assign a copy of the array to the variable, outside of any step; some backends modify the
+    array that they are given.
+    """
     variable.assign(np.array(array))
 
 
@@ -120,7 +166,9 @@ def assign(variable: Any, array: Any) -> None:
 
 
 def restorer(variable: Any) -> Callable[[], Any]:
-    """Return a function that gives a variable, of Keras or of the backend's own, the value back that it has now."""
+    """Return a function that gives a variable, of Keras or of the backend's own, the value back
+    that it has now.
+    """
     if hasattr(variable, "held"):  # the rates of an optimizer of torch
         restore: Callable[[], Any] = variable.held()
         return restore
@@ -140,7 +188,9 @@ def seeds(variables: Iterable[Any]) -> list[Any]:
 
 
 def named_arrays(data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; strings and `None` are skipped."""
+    """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; strings and
+    `None` are skipped.
+    """
     yield from _named("", data)
 
 
@@ -159,7 +209,8 @@ def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the `flat_values` of a ragged one.
+    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
+    `flat_values` of a ragged one.
 
     A sparse array of JAX has its zeros, too, unless these are too many.
     """
@@ -180,7 +231,9 @@ def is_sparse(value: Any) -> bool:
 
 
 def by_rows(value: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros, unless these are too many."""
+    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros,
+    unless these are too many.
+    """
     return sparse_arrays.by_rows(value) if is_sparse(value) else dense(value)
 
 

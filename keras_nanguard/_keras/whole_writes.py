@@ -1,8 +1,9 @@
 """Writing many variables so that a failure never leaves a mixture of two states.
 
 Memory of a device can be exhausted, a file can become unreadable and Ctrl-C can arrive between any
-two variables. What failed is attempted once more: the memory that one variable lacks is often free a
-moment later. If it fails again, what has begun is undone, or completed if the old values are unknown.
+two variables. What failed is attempted once more: the memory that one variable lacks is often free
+a moment later. If it fails again, what has begun is undone, or completed if the old values are
+unknown.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
 
 
 def _repeated(part: Callable[..., Any], *args: Any) -> Any:
-    """Return `part(*args)`, called once more if it raises an error; an interrupt is not repeated."""
+    """Return `part(*args)`, called once more if it raises an error; an interrupt is not
+    repeated.
+    """
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Exception):
             return part(*args)
@@ -80,9 +83,9 @@ def finish(parts: Iterable[Callable[[], Any]]) -> None:
                 done, attempts = done + 1, 0
     if failed:
         raise StateLostError(
-            f"Expected to write the state of the model whole. Received: {type(failed[0]).__name__}: "
-            f"{failed[0]} ({len(failed)} of {len(waiting)} writes failed). The model holds values of "
-            "two different steps: load a checkpoint before you use it."
+            f"Expected to write the state of the model whole. Received: {type(failed[0]).__name__}:"
+            f" {failed[0]} ({len(failed)} of {len(waiting)} writes failed). The model holds values"
+            " of two different steps: load a checkpoint before you use it."
         ) from failed[0]
     if interrupt is not None:
         raise interrupt

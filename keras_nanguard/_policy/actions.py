@@ -1,7 +1,7 @@
 """The actions of a policy, as frozen data: one class for each action, and one table of all of them.
 
-Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records an
-outcome, done or skipped with a reason. Imports no backend.
+Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records
+an outcome, done or skipped with a reason. Imports no backend.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ class Repair(Change):
 
 
 class ResetBatchnorm(Change):
-    """Reset the moving statistics of BatchNorm layers: to mean 0 and variance 1, or as last good."""
+    """Reset the moving statistics of BatchNorm layers: to mean 0 and variance 1, or as last
+    good.
+    """
 
     name: ClassVar[str] = "reset_batchnorm"
 

@@ -181,7 +181,8 @@ def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choi
 
 
 def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
-    """Return the answer to a bad state, which skipping does not heal: the first stage that does more.
+    """Return the answer to a bad state, which skipping does not heal: the first stage that does
+    more.
 
     Each earlier rollback within `BUDGET_WINDOW` steps leads one such stage further. The rate is
     lowered from the second time on: the first time nothing shows that it is to blame.
@@ -214,7 +215,9 @@ def _within_budget(policy: Policy, state: PolicyState, choice: _Choice) -> _Choi
 
 
 def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> list[Action]:
-    """Return each action once, by phase; `skip` only if nothing is changed and training continues."""
+    """Return each action once, by phase; `skip` only if nothing is changed and training
+    continues.
+    """
     chosen: dict[str, Action] = {}
     for action in actions:
         if refuse or not (action.changes or action.terminal):

@@ -1,7 +1,7 @@
 """The base of every record of a policy: a frozen pydantic model that raises `PolicyError`.
 
-JSON Schema, defaults, validation and the fields of a policy file all come from these models. Imports
-no backend.
+JSON Schema, defaults, validation and the fields of a policy file all come from these models.
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Record(_Base):
     """A frozen record: no unknown fields, no conversions of types, no NaN.
 
     Raises:
-        PolicyError: if a field is unknown, missing or has another value than its description allows.
+        PolicyError: if a field is unknown, missing or has another value than its description
+            allows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -15,8 +15,8 @@ __all__ = ["Rule"]
 class Rule(Record):
     """What is done about incidents of some cause or place.
 
-    A rule that only reports (`warn`, `quarantine`, `call`) adds to what is decided anyway; any other
-    decides alone.
+    A rule that only reports (`warn`, `quarantine`, `call`) adds to what is decided anyway; any
+    other decides alone.
     """
 
     name: Name = Field(description="a rule replaces the rule of the preset that has the same name")

@@ -1,7 +1,7 @@
 """What a policy remembers between incidents: frozen counts, by step number, that are saved as JSON.
 
-Healthy steps are not recorded one by one; they follow from the step numbers of the bad ones. Imports
-no backend.
+Healthy steps are not recorded one by one; they follow from the step numbers of the bad ones.
+Imports no backend.
 """
 
 from __future__ import annotations

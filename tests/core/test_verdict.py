@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict, logged_losses, named_outputs, predicted
+from keras_nanguard._core.verdict import (
+    FIELDS,
+    PERIOD,
+    Report,
+    Verdict,
+    logged_losses,
+    named_outputs,
+    predicted,
+)
 
 NAN, INF = math.nan, math.inf
 FINE = Verdict(False, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0)

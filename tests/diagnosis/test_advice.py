@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from keras_nanguard._core.evidence import Constant, Evidence, Operand, OptimizerFacts, Origin, Spread
+from keras_nanguard._core.evidence import (
+    Constant,
+    Evidence,
+    Operand,
+    OptimizerFacts,
+    Origin,
+    Spread,
+)
 from keras_nanguard._diagnose.advice import STEEP_HINTS, advice
 from keras_nanguard._diagnose.causes import decide
 

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.evidence import Constant, Evidence, Growth, Operand, OptimizerFacts, Origin, Spread, TargetFault
+from keras_nanguard._core.evidence import (
+    Constant,
+    Evidence,
+    Growth,
+    Operand,
+    OptimizerFacts,
+    Origin,
+    Spread,
+    TargetFault,
+)
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.causes import decide, grown, kind

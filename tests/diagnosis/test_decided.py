@@ -7,9 +7,27 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.evidence import Constant, Evidence, Growth, LayerRow, Operand, OptimizerFacts, Origin, Spread, TargetFault
+from keras_nanguard._core.evidence import (
+    Constant,
+    Evidence,
+    Growth,
+    LayerRow,
+    Operand,
+    OptimizerFacts,
+    Origin,
+    Spread,
+    TargetFault,
+)
 from keras_nanguard._core.history import JUMP, RISE
-from keras_nanguard._diagnose.causes import EXPONENTIALS, POLES, RECURRENT, Conclusion, decide, grown, kind
+from keras_nanguard._diagnose.causes import (
+    EXPONENTIALS,
+    POLES,
+    RECURRENT,
+    Conclusion,
+    decide,
+    grown,
+    kind,
+)
 
 NAN, INF = math.nan, math.inf
 

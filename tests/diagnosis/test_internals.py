@@ -8,7 +8,11 @@ import pytest
 from keras import layers, ops
 from support import zoo
 
-from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, optimizers as keras_optimizers
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    optimizers as keras_optimizers,
+)
 
 tf = pytest.importorskip("tensorflow", reason="observes operations of TensorFlow; tests/backends/jax and /torch have their own")
 from keras_nanguard._backends.tensorflow.origins import Origins  # noqa: E402

@@ -15,7 +15,14 @@ from keras_nanguard._recording import database, memory
 from keras_nanguard._recording.database import EXACT
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, STEP_COLUMNS
+from keras_nanguard._recording.records import (
+    BIN_COLUMNS,
+    COMMITTED,
+    MEASURED,
+    OVERFLOW,
+    REFUSED,
+    STEP_COLUMNS,
+)
 
 zoo.once()
 

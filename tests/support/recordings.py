@@ -13,7 +13,15 @@ from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident
 from keras_nanguard._recording.database import NAME, as_json, insert
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
+from keras_nanguard._recording.records import (
+    BIN_COLUMNS,
+    COMMITTED,
+    MEASURED,
+    OVERFLOW,
+    REFUSED,
+    BadSample,
+    Event,
+)
 from keras_nanguard._recording.writer import File
 
 EXACT = 8192

@@ -1,4 +1,5 @@
-"""Attaches the transaction to a train step on JAX: of a Keras trainer, and of a loop without one.
+"""Attaches the transaction to a train step on JAX: of a Keras trainer, and of a loop without
+one.
 """
 
 from __future__ import annotations

@@ -231,7 +231,8 @@ class DeferredUpdates(StepTrace):
         self._inspect(known)
 
     def _inspect(self, first: int) -> None:
-        """Find the arrays of the new state that come from an update; they must not be used before.
+        """Find the arrays of the new state that come from an update; they must not be used
+        before.
         """
         jaxpr = self.program.jaxpr
         number = {id(var): i for i, var in enumerate(jaxpr.invars[first:])}

@@ -37,7 +37,9 @@ class Hook(FaultHook):
 
     def install(self) -> None:
         """Install the fault, on the instance only."""
-        keras_fitting.on_making(self.model, self._making, self._overrides, default=over_lists)  # on Keras 3.6 in guarded steps only
+        keras_fitting.on_making(
+            self.model, self._making, self._overrides, default=over_lists
+        )  # on Keras 3.6 in guarded steps only
         for name in ("make_test_function", "make_predict_function"):
             self._override(name, self._without(getattr(self.model, name)))
         if self.fault.site in ("loss", "gradients"):
@@ -82,7 +84,11 @@ class Hook(FaultHook):
 
     def _spoiled(self, data: Any, now: bool) -> Any:
         def bad(value: Any) -> Any:
-            return self._bad(value, _some(value, self.fault.rows, self.fault.entries)) if now else value
+            return (
+                self._bad(value, _some(value, self.fault.rows, self.fault.entries))
+                if now
+                else value
+            )
 
         return self._in_batch(data, _is_float, bad)
 
@@ -123,7 +129,9 @@ class Hook(FaultHook):
         bad = np.asarray(self.fault.factor(np.dtype(dtype)), dtype)
 
         def now() -> Any:
-            return bad if self._applies and self.seen - 1 in self.fault.steps else np.ones((), dtype)
+            return (
+                bad if self._applies and self.seen - 1 in self.fault.steps else np.ones((), dtype)
+            )
 
         return jax.pure_callback(now, jax.ShapeDtypeStruct((), dtype))
 
@@ -178,7 +186,8 @@ _with_gradient.defvjp(_forward, _backward)
 
 @jax.custom_vjp  # type: ignore[untyped-decorator]
 def _zero(value: Any, factor: Any, mask: Any) -> Any:
-    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1, else 0.
+    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1,
+    else 0.
     """
     return jnp.zeros((), value.dtype)
 

@@ -68,11 +68,23 @@ def gathered(payload: bytes, what: str) -> list[bytes]:
     found, started = [], time.monotonic()
     for other in range(count):
         try:
-            found.append(client.blocking_key_value_get_bytes(f"keras_nanguard/{number}/{other}", LIMIT * 1000))
+            found.append(
+                client.blocking_key_value_get_bytes(
+                    f"keras_nanguard/{number}/{other}", LIMIT * 1000
+                )
+            )
         except RuntimeError as error:
-            seconds = f"none of rank {other} after {time.monotonic() - started:.1f} s of waiting for {what}"
-            remedy = "Check the output of that process: it has ended, or runs a different number of steps. Then restart all of them."
-            raise GuardError(expected(f"an answer of all {count} processes", seconds, remedy)) from error
+            seconds = (
+                f"none of rank {other} after {time.monotonic() - started:.1f} s of waiting for"
+                f" {what}"
+            )
+            remedy = (
+                "Check the output of that process: it has ended, or runs a different number of"
+                " steps. Then restart all of them."
+            )
+            raise GuardError(
+                expected(f"an answer of all {count} processes", seconds, remedy)
+            ) from error
     if number > 1:  # every process has read the message before the last one
         client.key_value_delete(f"keras_nanguard/{number - 2}/{rank}")
     return found

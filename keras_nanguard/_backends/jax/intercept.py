@@ -38,7 +38,9 @@ class Update:
         holders: the placeholders that the body received for the results, or `None`.
     """
 
-    def __init__(self, optimizer: Any, real: Callable[..., Any], slots: Any, grads: Any, weights: Any):
+    def __init__(
+        self, optimizer: Any, real: Callable[..., Any], slots: Any, grads: Any, weights: Any
+    ):
         self.optimizer, self.real = optimizer, real
         self.slots, self.grads, self.weights = list(slots), list(grads), list(weights)
         self.holders: tuple[list[Any], list[Any]] | None = None
@@ -119,7 +121,9 @@ class Intercept:
         outputs: `(name, array)` of the model's outputs that `compute_loss` received.
     """
 
-    def __init__(self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any):
+    def __init__(
+        self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any
+    ):
         self.model, self.optimizers, self.trace = model, list(optimizers), trace
         self.holders = None if holders is None else dict(holders)
         self.records: list[Update] = []
@@ -129,7 +133,9 @@ class Intercept:
 
     def __enter__(self) -> Intercept:
         for optimizer in self.optimizers:
-            self._overrides.set(optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply))
+            self._overrides.set(
+                optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply)
+            )
         if hasattr(self.model, "compute_loss"):
             self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
         return self
@@ -145,7 +151,11 @@ class Intercept:
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             record = Update(optimizer, real, optimizer_variables, grads, trainable_variables)
-            here = all(primal(a, self.trace) is a for a in (*record.grads, *record.weights) if a is not None)
+            here = all(
+                primal(a, self.trace) is a
+                for a in (*record.grads, *record.weights)
+                if a is not None
+            )
             if self.holders is None:
                 if here:
                     self.records.append(record)
@@ -164,8 +174,15 @@ class Intercept:
             value = primal(loss, self.trace)
             if value is not None:
                 self.losses.append(value)
-                outputs = [primal(leaf, self.trace) for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))]
-                self.outputs += [pair for pair in named_outputs(self.model, outputs) if reductions.can_be_bad(pair[1])]
+                outputs = [
+                    primal(leaf, self.trace)
+                    for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))
+                ]
+                self.outputs += [
+                    pair
+                    for pair in named_outputs(self.model, outputs)
+                    if reductions.can_be_bad(pair[1])
+                ]
             return loss
 
         return compute_loss

@@ -124,7 +124,11 @@ class Origins(OriginTracker):
             origin = self._inherited(name, inputs, bad)
             for tensor in bad:
                 self._keep(tensor, origin)
-        elif primitive in ("convert_element_type", "copy") and inputs and id(inputs[0]) in self._variables:
+        elif (
+            primitive in ("convert_element_type", "copy")
+            and inputs
+            and id(inputs[0]) in self._variables
+        ):
             self._held.append(outputs[0])
             self._variables[id(outputs[0])] = self._variables[id(inputs[0])]
 
@@ -153,13 +157,20 @@ class Origins(OriginTracker):
 
     def _from(self, name: str, inputs: Sequence[Any], result: Any, stored: bool = False) -> Origin:
         array = np.asarray(result)
-        operands = [operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)]
+        operands = [
+            operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)
+        ]
         variables = [self._variables[id(t)] for t in inputs if id(t) in self._variables]
         return self._add(name, array, array.dtype.name, operands, variables, stored)
 
 
 def _process_primitive(
-    real: Callable[..., Any], running: Sequence[Origins], trace: Any, primitive: Any, args: Any, *rest: Any
+    real: Callable[..., Any],
+    running: Sequence[Origins],
+    trace: Any,
+    primitive: Any,
+    args: Any,
+    *rest: Any,
 ) -> Any:
     result = real(trace, primitive, args, *rest)
     running[-1].see(primitive.name, args, result if primitive.multiple_results else (result,))

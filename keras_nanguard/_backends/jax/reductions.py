@@ -1,6 +1,8 @@
-"""The sums of a verdict in JAX: one pass over each array, which XLA fuses with the computation of the array.
+"""The sums of a verdict in JAX: one pass over each array, which XLA fuses with the computation of
+the array.
 
-No sum overflows before its entries do: a sum is not finite if and only if one of its entries is NaN or infinite.
+No sum overflows before its entries do: a sum is not finite if and only if one of its entries is NaN
+or infinite.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def _sum(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def add(scalars: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of a few small arrays (losses), 0 for none; a sum that overflows is `finfo.max`."""
+    """Return the sum of a few small arrays (losses), 0 for none; a sum that overflows is
+    `finfo.max`.
+    """
     arrays = [_real(jnp.asarray(scalar)) for scalar in scalars]
     found, largest = _sum(arrays, dtype), jnp.finfo(dtype).max
     return jnp.where(all_finite(arrays), jnp.clip(found, -largest, largest), found)
@@ -125,7 +129,9 @@ def squares(arrays: Sequence[Any], dtype: Any) -> Any:
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return the sum of all entries, at most `rules.MOST` in magnitude; NaN if one is not finite."""
+    """Return the sum of all entries, at most `rules.MOST` in magnitude; NaN if one is not
+    finite.
+    """
     part = _sum([array * PART for array in _grouped(arrays)], dtype)
     return bounded_sum(OPERATIONS, part)
 

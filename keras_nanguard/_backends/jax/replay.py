@@ -27,7 +27,19 @@ from keras_nanguard._keras.jax_trainer import by_part, ready
 __all__ = [
     "Instrument",
     "Origins",
-    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
+    *(
+        "body_of",
+        "intercepted",
+        "is_tensor",
+        "key",
+        "like",
+        "losses_of",
+        "preserved",
+        "slope",
+        "tensor",
+        "twin",
+        "without_rows",
+    ),
 ]
 
 
@@ -47,7 +59,11 @@ class Instrument(instrument.Instrument):
 
     def _is_float(self, value: Any) -> bool:
         known = isinstance(value, (jax.Array, jax.core.Tracer)) and hasattr(value, "dtype")
-        return known and bool(jnp.issubdtype(value.dtype, jnp.floating)) and primal(value, None) is not None
+        return (
+            known
+            and bool(jnp.issubdtype(value.dtype, jnp.floating))
+            and primal(value, None) is not None
+        )
 
     def _push(self, call: Any) -> None:
         if self.origins is not None and self.origins.phase == "backward":
@@ -111,7 +127,9 @@ class _Intercept(intercept.Intercept):
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            self.records.append(_ReplayedUpdate(optimizer, real, optimizer_variables, grads, trainable_variables))
+            self.records.append(
+                _ReplayedUpdate(optimizer, real, optimizer_variables, grads, trainable_variables)
+            )
             if self.immediate:
                 return real(optimizer_variables, grads, trainable_variables)
             return list(trainable_variables), list(optimizer_variables)
@@ -120,12 +138,16 @@ class _Intercept(intercept.Intercept):
 
 
 def body_of(model: Any) -> Any:
-    """Return the train step of a model as a function of its batch, which reads and writes the variables."""
+    """Return the train step of a model as a function of its batch, which reads and writes the
+    variables.
+    """
 
     def body(data: Any) -> Any:
         ready(model, data)
         lists = by_part(model)
-        logs, new = model.train_step(tuple([v.value for v in variables] for variables in lists), data)
+        logs, new = model.train_step(
+            tuple([v.value for v in variables] for variables in lists), data
+        )
         for variables, values in zip(lists, new):
             for variable, value in zip(variables, values):
                 variable.assign(value)

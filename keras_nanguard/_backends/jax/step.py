@@ -2,7 +2,8 @@
 
 In outline::
 
-    body      the user's step; what its optimizers would write is deferred, placeholders stand for it
+    body      the user's step; what its optimizers would write is deferred, placeholders stand for
+              it
     verdict   loss, gradients and written statistics finite, loss scale valid
     update    the updates run; each assignment selects new or old by the verdict
     the rest  small state (statistics, seeds, metrics) is selected, new or old; a loss scale learns

@@ -21,7 +21,14 @@ from keras_nanguard._keras import (
     whole_writes,
 )
 
-__all__ = ["STATE_PASSES_THROUGH_STEP", "Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
+__all__ = [
+    "STATE_PASSES_THROUGH_STEP",
+    "Attachment",
+    "LoopStep",
+    "adapted",
+    "attached_to",
+    "require_compiled",
+]
 
 STATE_PASSES_THROUGH_STEP = False
 """Whether a hand-written step takes and returns the state of its optimizers."""
@@ -55,13 +62,14 @@ def require_compiled(model: Any) -> None:
     """
     if not getattr(model, "compiled", False):
         raise GuardError(
-            f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which is not compiled. "
-            "Call model.compile(optimizer, loss) before fit."
+            f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which"
+            " is not compiled. Call model.compile(optimizer, loss) before fit."
         )
     if not keras_optimizers.find_optimizers(model):
         raise GuardError(
-            f"Expected a model with an optimizer. Received: model={model.name!r} with optimizer="
-            f"{getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or use guard.watch(model, *optimizers)."
+            f"Expected a model with an optimizer. Received: model={model.name!r} with"
+            f" optimizer={getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or"
+            " use guard.watch(model, *optimizers)."
         )
 
 
@@ -83,7 +91,9 @@ class Attachment(StateAccess):
     """What an execution raises if there is no batch."""
 
     LOGS_RESTORED = False
-    """Whether a refused step returns the logs of the restored metrics, not those that it computed."""
+    """Whether a refused step returns the logs of the restored metrics, not those that it
+    computed.
+    """
 
     def __init__(self, model: Any, session: GuardedSession):
         self.model, self.session = model, session
@@ -116,7 +126,9 @@ class Attachment(StateAccess):
         for name, value in self._before.items():
             overrides.set_instance(self.model, name, value)
         function, compiled = self._cached
-        self.model.train_function = function if compiled is keras_fitting.compiled_as(self.model) else None
+        self.model.train_function = (
+            function if compiled is keras_fitting.compiled_as(self.model) else None
+        )
         self.session.end()
 
     def prepare(self) -> None:
@@ -156,7 +168,12 @@ class Attachment(StateAccess):
 
     def _key(self) -> tuple[Any, ...]:
         """Return everything that is built into a trace of the step."""
-        return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_train_state()))
+        return (
+            self.body,
+            self.session.policy.refuse,
+            *self._modes,
+            *keras_fitting.built_in(self.model, self.session.read_train_state()),
+        )
 
     def _cached_step(self, *modes: Any) -> Any:
         """Return the step of an earlier fit, traced in these modes, if it fits this one; else
@@ -170,7 +187,11 @@ class Attachment(StateAccess):
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
         transaction = self.session.transaction
-        if self._modes and transaction is not None and not (self._before or self._changed or self._adjusted or transaction.tolerated):
+        if (
+            self._modes
+            and transaction is not None
+            and not (self._before or self._changed or self._adjusted or transaction.tolerated)
+        ):
             transaction.release_run()
             step_cache.keep(self.model, self._key(), self._made())
 
@@ -238,7 +259,9 @@ class Attachment(StateAccess):
                 return self._without_effect(data)
         logs, verdict = self._execute(data)
         session.after(verdict)
-        return session.logs_for_callbacks(logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED)
+        return session.logs_for_callbacks(
+            logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED
+        )
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due before a step on this data."""
@@ -261,7 +284,10 @@ class Attachment(StateAccess):
 
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: training has ended, but Keras needs logs before it stops."""
-        before = [(variable, keras_variables.read(variable)) for variable in self.session.train_state().everything]
+        before = [
+            (variable, keras_variables.read(variable))
+            for variable in self.session.train_state().everything
+        ]
         logs, _ = self._execute(data)
         parts = [*before, *self.session.first_values()]
         whole_writes.finish(partial(keras_variables.write, *pair) for pair in parts)

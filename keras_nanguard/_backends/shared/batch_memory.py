@@ -40,9 +40,15 @@ def bytes_of(value: Any) -> int:
     count = getattr(shape, "num_elements", None)
     if count is None:
         found = getattr(value, "nbytes", None)
-        return bytes_of((value.data, value.indices)) if found is None else int(found)  # a sparse one of JAX has parts
+        return (
+            bytes_of((value.data, value.indices)) if found is None else int(found)
+        )  # a sparse one of JAX has parts
     number = count()  # of TensorFlow
     if number is None or not hasattr(value, "device"):  # ragged, or sparse
-        names = ("flat_values", "nested_row_splits") if hasattr(value, "flat_values") else ("values", "indices")
+        names = (
+            ("flat_values", "nested_row_splits")
+            if hasattr(value, "flat_values")
+            else ("values", "indices")
+        )
         return sum(bytes_of(getattr(value, name, None)) for name in names)
     return int(number) * (int(value.dtype.size or 0) or 16)

@@ -36,25 +36,40 @@ class Part:
 
 
 def parts(args: Any) -> list[Part]:
-    """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras, anything in a loop."""
+    """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras, anything
+    in a loop.
+    """
     return [Part(role, path, value) for role, path, value in arguments(args) if _has_numbers(value)]
 
 
 def _has_numbers(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and str(getattr(dtype, "name", dtype)) not in ("string", "object", "resource", "variant")
+    return dtype is not None and str(getattr(dtype, "name", dtype)) not in (
+        "string",
+        "object",
+        "resource",
+        "variant",
+    )
 
 
 def row_count(args: Any) -> int:
-    """Return the number of rows of a batch: the length of its arrays, 0 if they do not agree or have none."""
-    lengths = {int(p.value.shape[0]) for p in parts(args) if len(p.value.shape) and p.value.shape[0]}
+    """Return the number of rows of a batch: the length of its arrays, 0 if they do not agree or
+    have none.
+    """
+    lengths = {
+        int(p.value.shape[0]) for p in parts(args) if len(p.value.shape) and p.value.shape[0]
+    }
     return lengths.pop() if len(lengths) == 1 else 0
 
 
 def mapped(args: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return the batch with `change(role, tensor)` in place of each of its float or integer tensors."""
+    """Return the batch with `change(role, tensor)` in place of each of its float or integer
+    tensors.
+    """
     roles = {id(p.value): p.role for p in parts(args)}
-    return keras.tree.map_structure(lambda v: change(roles[id(v)], v) if id(v) in roles else v, args)
+    return keras.tree.map_structure(
+        lambda v: change(roles[id(v)], v) if id(v) in roles else v, args
+    )
 
 
 def without(args: Any, rows: Sequence[int]) -> Any:
@@ -65,7 +80,9 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     def taken(role: str, value: Any) -> Any:
         in_parts = keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits")
         has_rows = in_parts or current.replay().is_tensor(value)
-        return current.replay().without_rows(value, kept) if has_rows and len(value.shape) else value
+        return (
+            current.replay().without_rows(value, kept) if has_rows and len(value.shape) else value
+        )
 
     return mapped(args, taken)
 
@@ -84,7 +101,9 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
 
 
 def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int, ...]:
-    """Return the rows of an array, widened, that hold NaN or Inf; none if its rows are not those of the batch."""
+    """Return the rows of an array, widened, that hold NaN or Inf; none if its rows are not those of
+    the batch.
+    """
     if tuple(int(n) for n in part.value.shape[:1]) != (count,):
         return ()
     if sparse_arrays.has_coordinates(part.value):
@@ -102,8 +121,13 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     """Return the magnitudes of the arrays with this role."""
     read = ((part, part.array) for part in parts(args) if part.role == role)
-    chosen = [(part, spread(part.path, array)) for part, array in read if array.dtype.kind in "fiuV"]
-    return tuple(replace(found, outliers=()) if hasattr(part.value, "nested_row_splits") else found for part, found in chosen)
+    chosen = [
+        (part, spread(part.path, array)) for part, array in read if array.dtype.kind in "fiuV"
+    ]
+    return tuple(
+        replace(found, outliers=()) if hasattr(part.value, "nested_row_splits") else found
+        for part, found in chosen
+    )
 
 
 def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
@@ -139,6 +163,8 @@ def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
     largest = magnitudes.max(axis=1, initial=0.0)
     if not largest.any():
         return ()
-    typical = float(np.median(largest[largest > 0.0]))  # most rows of sparse data may hold nothing at all
+    typical = float(
+        np.median(largest[largest > 0.0])
+    )  # most rows of sparse data may hold nothing at all
     rows = np.flatnonzero(largest > OUTLIER * typical)
     return tuple(int(i) for i in rows[np.argsort(-largest[rows])])

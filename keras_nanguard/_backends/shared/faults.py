@@ -71,7 +71,11 @@ class FaultHook:
                 return loss
             if self.fault.site == "loss":
                 return loss * factor
-            return self._with_gradient(loss, factor) if self.fault.path == "*" else self._with_some(loss, factor)
+            return (
+                self._with_gradient(loss, factor)
+                if self.fault.path == "*"
+                else self._with_some(loss, factor)
+            )
 
         return compute_loss
 
@@ -87,7 +91,9 @@ class FaultHook:
         """Add zeros to the loss whose gradients, for the chosen variables only, are the fault."""
         raise NotImplementedError
 
-    def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
+    def _in_batch(
+        self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]
+    ) -> Any:
         """Return a batch with `bad` applied to each chosen float tensor."""
         parts = data if isinstance(data, tuple) else (data,)
         inputs = self.fault.site == "inputs"
@@ -107,7 +113,9 @@ class FaultHook:
         if not found:
             what = f"float {self.fault.site} that match path={self.fault.path!r}"
             types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
-            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
+            raise GuardError(
+                expected(what, types, "Cast the data to float32, or choose another path.")
+            )
         self.reached = True
         if not isinstance(data, tuple):
             return spoiled[0]
@@ -127,7 +135,9 @@ class FaultHook:
         if not chosen:
             what = f"{self.fault.site} that match path={self.fault.path!r}"
             paths = ", ".join(v.path for v in variables) or "none"
-            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
+            raise GuardError(
+                expected(what, paths, "Choose another path, or a model that has such variables.")
+            )
         self.reached = True
         return chosen
 

@@ -16,7 +16,11 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow
-from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Call", "Instrument", "layer_row"]
@@ -31,7 +35,9 @@ step).
 
 
 class Call:
-    """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came back."""
+    """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came
+    back.
+    """
 
     __slots__ = (
         "finished",
@@ -109,7 +115,11 @@ class Instrument:
             watched[id(loss)] = (loss, "call", LOSS)
         places = [*((layer, "activity_regularizer") for layer in layers)]
         places += [(variable, "regularizer") for variable in self.model.trainable_variables]
-        penalties = [(target, name, REGULARIZER) for target, name in places if callable(getattr(target, name, None))]
+        penalties = [
+            (target, name, REGULARIZER)
+            for target, name in places
+            if callable(getattr(target, name, None))
+        ]
         return [*watched.values(), *penalties]
 
     def _begin(self) -> None:
@@ -149,7 +159,9 @@ class Instrument:
         raise NotImplementedError
 
     def _watching(self, target: Any, real: Callable[..., Any], role: str) -> Callable[..., Any]:
-        watched = f"{REGULARIZER} {type(real).__name__}" if role == REGULARIZER else type(target).__name__
+        watched = (
+            f"{REGULARIZER} {type(real).__name__}" if role == REGULARIZER else type(target).__name__
+        )
 
         @functools.wraps(real, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +172,9 @@ class Instrument:
             number = self._counts[id(target)] = self._counts.get(id(target), 0) + 1
             self._push(current)
             try:
-                args, kwargs = keras.tree.map_structure(lambda t: self._taken_in(current, t), (args, kwargs))
+                args, kwargs = keras.tree.map_structure(
+                    lambda t: self._taken_in(current, t), (args, kwargs)
+                )
                 outputs = real(*args, **kwargs)
                 outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
             finally:
@@ -235,7 +249,10 @@ class Instrument:
         if number <= CALLS or bad:
             finite = all(finiteness.is_finite(keras_variables.dense(t)) for t in call.inputs)
             if not call.loss and len(self.rows) < 5000:
-                self.rows += [layer_row(call.path, call.layer_class, keras_variables.dense(t), finite) for t in call.outputs]
+                self.rows += [
+                    layer_row(call.path, call.layer_class, keras_variables.dense(t), finite)
+                    for t in call.outputs
+                ]
         call.inputs, call.outputs = [], []
 
 
@@ -250,14 +267,18 @@ def _frames(call: Call | None) -> list[tuple[str, str]]:
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 
 
-def layer_row(path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_finite: bool = True) -> LayerRow:
+def layer_row(
+    path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_finite: bool = True
+) -> LayerRow:
     """Return the row of a table for one result of one layer."""
     name = array.dtype.name
     wide = finiteness.widen(array)
     finite = wide[np.isfinite(wide)] if not finiteness.is_finite(wide) else wide.ravel()
     nan = int(np.isnan(wide).sum()) if finite.size < wide.size else 0
     plus = int((wide == np.inf).sum()) if finite.size < wide.size else 0
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (float("nan"), float("nan"))
+    low, high = (
+        (float(finite.min()), float(finite.max())) if finite.size else (float("nan"), float("nan"))
+    )
     with np.errstate(all="ignore"):
         mean = float(finite.mean(dtype=np.float64)) if finite.size else float("nan")
     return LayerRow(
@@ -273,8 +294,8 @@ def layer_row(path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_f
         plus_inf=plus,
         minus_inf=int(wide.size - finite.size) - nan - plus,
         size=int(wide.size),
-        share_of_range=max(abs(low), abs(high)) / LARGEST.get(name, float("inf")) if finite.size else float("nan"),
+        share_of_range=max(abs(low), abs(high)) / LARGEST.get(name, float("inf"))
+        if finite.size
+        else float("nan"),
         inputs_finite=inputs_finite,
     )
-
-

@@ -43,9 +43,19 @@ matrix.
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
-_LIBRARIES = ("site-packages", "/keras/src/", "/tensorflow/python/", "importlib", "contextlib.py", "functools.py")
+_LIBRARIES = (
+    "site-packages",
+    "/keras/src/",
+    "/tensorflow/python/",
+    "importlib",
+    "contextlib.py",
+    "functools.py",
+)
 
-_TRACKERS = tuple(os.path.join("keras_nanguard", "_backends", room, "origins.py") for room in ("shared", "tensorflow", "jax", "torch"))
+_TRACKERS = tuple(
+    os.path.join("keras_nanguard", "_backends", room, "origins.py")
+    for room in ("shared", "tensorflow", "jax", "torch")
+)
 
 
 class OriginTracker:
@@ -212,7 +222,8 @@ class Casts:
         self._paths: dict[int, tuple[str, ...]] = {}
 
     def entered(self, frames: Sequence[tuple[str, str]], origins: Iterable[Origin | None]) -> None:
-        """Record that the innermost of these frames receives values with these origins as inputs.
+        """Record that the innermost of these frames receives values with these origins as
+        inputs.
         """
         path = tuple(frame for frame, _ in frames)
         for origin in origins:
@@ -226,7 +237,13 @@ class Casts:
         path = self._paths.get(origin.order)
         if path is None or origin.source != "operation" or len(path) <= len(origin.frames):
             return origin
-        return Origin(**{**{n: getattr(origin, n) for n in Origin.__slots__}, "frames": path, "culprit": path[-1]})
+        return Origin(
+            **{
+                **{n: getattr(origin, n) for n in Origin.__slots__},
+                "frames": path,
+                "culprit": path[-1],
+            }
+        )
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:

@@ -1,8 +1,8 @@
 """Which optimizer slots need not be read after every step, on every backend.
 
-After every step the guard reads all gradients, all updated weights and all written statistics. Slots are
-as large as the weights or twice as large, so the guard may read large slots every 16 steps, if all of
-this holds:
+After every step the guard reads all gradients, all updated weights and all written statistics.
+Slots are as large as the weights or twice as large, so the guard may read large slots every 16
+steps, if all of this holds:
 
 1. The optimizer is one of `PROVEN`, as Keras or `torch.optim` ships it.
 2. All of its slots are float32 or wider, and together take more than 8 MB.
@@ -27,9 +27,9 @@ float32, whose largest number is 3.4e38.
 - Accumulated gradients: a + g grows by less than 1.5e12 a step.
 - EMA of the weights: between a and w, and w is read after every step.
 
-Not covered: a slot that other code writes between two steps. A bad entry there reaches the weights in
-the next step, and the weights are read. The exception is +Inf in a second moment, which stops its weight
-from moving: the full read finds it at most 16 steps later. A snapshot reads every entry.
+Not covered: a slot that other code writes between two steps. A bad entry there reaches the weights
+in the next step, and the weights are read. The exception is +Inf in a second moment, which stops
+its weight from moving: the full read finds it at most 16 steps later. A snapshot reads every entry.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Ada
 """Optimizers whose slots stay finite while the gradients stay within `rules.BOUND`."""
 
 
-def reading_of(optimizer: Any, slots: Sequence[tuple[int, int]], counted: bool = True) -> rules.SlotReading:
+def reading_of(
+    optimizer: Any, slots: Sequence[tuple[int, int]], counted: bool = True
+) -> rules.SlotReading:
     """Return when the slots of an optimizer are read.
 
     Args:
         optimizer: the outermost optimizer.
-        slots: of each slot that can be bad how many entries it has, and how many bytes one of them takes.
+        slots: of each slot that can be bad how many entries it has, and how many bytes one of them
+            takes.
         counted: whether it is known how many updates the optimizer has made.
     """
     kind = type(keras_optimizers.inner(optimizer))

@@ -85,7 +85,9 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
-        attributes = [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
+        attributes = (
+            [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
+        )
         try:
             with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
                 yield
@@ -128,18 +130,31 @@ class ReplayableStep:
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:
         """Return the train step of a model."""
-        return cls(current.replay().body_of(model), model, optimizers, keeps_undo, current.replay().losses_of(model))
+        return cls(
+            current.replay().body_of(model),
+            model,
+            optimizers,
+            keeps_undo,
+            current.replay().losses_of(model),
+        )
 
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
         train_state = TrainState.of(self.model, self.optimizers)
-        return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
+        return [
+            *train_state.everything,
+            *train_state.metrics,
+            *train_state.unlisted,
+            *self.untracked,
+        ]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """Restore at the end everything that the step may change."""
         return preserved(self.variables(), self.model)
 
-    def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> ReplayResult:
+    def run(
+        self, args: Sequence[Any], *, observe: bool = False, update: bool = False
+    ) -> ReplayResult:
         """Run the step once without side effects; return its result.
 
         Args:
@@ -173,7 +188,9 @@ class _Pass:
                     stack.enter_context(instrument)
                     stack.enter_context(origins)
                 self.seen = stack.enter_context(
-                    current.replay().intercepted(self.step.model, self.step.optimizers, self.step.keeps_undo)
+                    current.replay().intercepted(
+                        self.step.model, self.step.optimizers, self.step.keeps_undo
+                    )
                 )
                 outputs = self.step.body(*args)
                 self.losses = self.seen.losses or self.step.losses(outputs)
@@ -181,7 +198,10 @@ class _Pass:
                 if not found and self.update and not self.step.keeps_undo:
                     found = self._updated(origins)
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
-            return ReplayResult(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows if instrument else ()))
+            return ReplayResult(
+                error=f"{type(error).__name__}: {error}",
+                rows=tuple(instrument.rows if instrument else ()),
+            )
         first, path, origin = found or ("", "", None)
         if origin is not None and origin.culprit == COMPILE_LOSS and instrument is not None:
             origin = _with_part(origin, instrument)
@@ -225,13 +245,17 @@ class _Pass:
             if not finiteness.is_finite(keras_variables.dense(loss)):
                 return "loss", "", origins.of(loss) if origins else None
         for variable in self.train_state.statistics:
-            if id(variable) not in self.step.tolerated and not finiteness.is_finite(keras_variables.view(variable)):
+            if id(variable) not in self.step.tolerated and not finiteness.is_finite(
+                keras_variables.view(variable)
+            ):
                 return "statistics", variable.path, origins.written(variable) if origins else None
         if bad and origins is None:
             return "gradients", bad[0][1].path, None
         if bad and origins is not None:
             known = [(current.replay().slope(origins.of(g)), v) for g, v in bad]
-            earliest = min(known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60)
+            earliest = min(
+                known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60
+            )
             return "gradients", earliest[1].path, earliest[0]
         if squares >= OVERFLOW:
             return "gradients", steepest, None
@@ -246,14 +270,19 @@ class _Pass:
 
     def _written(self, origins: Any) -> tuple[str, str, Origin | None] | None:
         """Return the first bad slot or weight after the updates."""
-        for site, variables in (("slots", self.train_state.slots), ("weights", self.train_state.trainable)):
+        for site, variables in (
+            ("slots", self.train_state.slots),
+            ("weights", self.train_state.trainable),
+        ):
             for variable in variables:
                 if not finiteness.is_finite(keras_variables.view(variable)):
                     return site, variable.path, origins.written(variable) if origins else None
         return None
 
 
-def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
+def origins_of(
+    args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()
+) -> Any:
     """Return a tracker of the bad values of one run, with the names of its batch and variables."""
     named = [(part.path, part.value) for part in batches.parts(args)]
     known = [(current.replay().key(v), v) for v in variables]
@@ -263,15 +292,20 @@ def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Contain
 
 
 def _with_part(origin: Origin, instrument: Any) -> Origin:
-    """Blame the loss that was added when the sum of the losses became bad: the one that ran last.
+    """Blame the loss that was added when the sum of the losses became bad: the one that ran
+    last.
     """
     names = [name for name, _ in instrument.sample_losses]
     if not names:
         return origin
     bad = [name for name, values in instrument.sample_losses if not finiteness.is_finite(values)]
-    return Origin(**{**{n: getattr(origin, n) for n in Origin.__slots__}, "culprit": (bad or names[-1:])[0]})
+    return Origin(
+        **{**{n: getattr(origin, n) for n in Origin.__slots__}, "culprit": (bad or names[-1:])[0]}
+    )
 
 
 def _total(losses: Sequence[Any]) -> float:
     values = [keras_variables.dense(loss).astype(np.float64) for loss in losses]
-    return float(sum(np.sum(value) for value in values)) if values else math.nan  # of a batch without rows none is a scalar
+    return (
+        float(sum(np.sum(value) for value in values)) if values else math.nan
+    )  # of a batch without rows none is a scalar

@@ -33,7 +33,9 @@ __all__ = [
 ]
 
 BOUND = 1e24
-"""Half the sum of squares of the gradients up to which the proof of `_backends/shared/proof.py` holds."""
+"""Half the sum of squares of the gradients up to which the proof of `_backends/shared/proof.py`
+holds.
+"""
 
 FULL_READ_INTERVAL = 16
 """Steps between two full reads of slots if the proof holds for the steps between."""
@@ -74,7 +76,13 @@ class SlotReading(enum.Enum):
     WHEN_DUE = "after a step for which `full_read_is_due`"
 
 
-NUMBERS = Operations(math.isfinite, operator.not_, lambda condition, one, other: one if condition else other, min, max)
+NUMBERS = Operations(
+    math.isfinite,
+    operator.not_,
+    lambda condition, one, other: one if condition else other,
+    min,
+    max,
+)
 """The operations for Python numbers."""
 
 
@@ -109,7 +117,9 @@ def may_commit(ops: Operations, sums: Sequence[Any], scale: Any = None) -> Any:
     return finite if scale is None else finite & scale_is_valid(ops, scale)
 
 
-def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counter: Any, initial: Any) -> tuple[Any, Any]:
+def learned_scale(
+    ops: Operations, loss: Any, gradients: Any, scale: Any, counter: Any, initial: Any
+) -> tuple[Any, Any]:
     """Return the loss scale after a refused step: `(scale, counter)`.
 
     Like Keras' `LossScaleOptimizer`, it halves the scale if only the gradients were bad
@@ -128,7 +138,9 @@ def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counte
     valid = scale_is_valid(ops, scale)
     lower = ops.minimum(ops.maximum(scale * 0.5, MIN_LOSS_SCALE), scale)
     kept = ops.where(blamed, lower, scale)
-    return ops.where(valid, kept, initial), ops.where(blamed | ops.logical_not(valid), counter * 0, counter)
+    return ops.where(valid, kept, initial), ops.where(
+        blamed | ops.logical_not(valid), counter * 0, counter
+    )
 
 
 def slot_reading(nbytes: int, proven: bool) -> SlotReading:

@@ -55,4 +55,6 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _is(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (int, MethodType)) and one == other)
+    return one is other or (
+        type(one) is type(other) and isinstance(one, (int, MethodType)) and one == other
+    )

@@ -55,7 +55,12 @@ class _Traced:
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
             return ReplayResult(error=f"{type(error).__name__}: {error}")
         for call, (inputs, outputs, upstream, downstream) in zip(self.calls, tensors):
-            call.inputs, call.outputs, call.gradients_out, call.gradients_in = inputs, outputs, upstream, downstream
+            call.inputs, call.outputs, call.gradients_out, call.gradients_in = (
+                inputs,
+                outputs,
+                upstream,
+                downstream,
+            )
         rows = tuple(
             layer_row(c.path, c.layer_class, keras_variables.dense(t), _finite(c.inputs))
             for c in self.calls
@@ -65,7 +70,9 @@ class _Traced:
         self.count = batches.row_count(args)
         self.batch = [part for part in batches.parts(args) if not _finite([part.value])]
         first, path, origin = self._judge(losses, gradients, statistics)
-        return ReplayResult(first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows)
+        return ReplayResult(
+            first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows
+        )
 
     def _body(self, args: list[Any]) -> Any:
         with (
@@ -77,15 +84,22 @@ class _Traced:
         graph = tf.compat.v1.get_default_graph()
         self.calls = instrument.calls
         self.paths = [v.path for record in seen.records for g, v in record.pairs if g is not None]
-        gradients = [_values(g) for record in seen.records for g, _ in record.pairs if g is not None]
+        gradients = [
+            _values(g) for record in seen.records for g, _ in record.pairs if g is not None
+        ]
         statistics = [v.value.read_value() for v in self.train_state.statistics]
         tensors = [
-            tuple(_here(group, graph) for group in (c.inputs, c.outputs, c.gradients_out, c.gradients_in))
+            tuple(
+                _here(group, graph)
+                for group in (c.inputs, c.outputs, c.gradients_out, c.gradients_in)
+            )
             for c in self.calls
         ]
         return losses, gradients, statistics, tensors
 
-    def _judge(self, losses: Any, gradients: Any, statistics: Any) -> tuple[str, str, Origin | None]:
+    def _judge(
+        self, losses: Any, gradients: Any, statistics: Any
+    ) -> tuple[str, str, Origin | None]:
         if not _finite(losses):
             return "loss", "", self._forward("")
         for variable, value in zip(self.train_state.statistics, statistics):
@@ -94,7 +108,10 @@ class _Traced:
         bad = [path for path, g in zip(self.paths, gradients) if not _finite([g])]
         if bad:
             return "gradients", bad[0], self._backward(bad)
-        squares = [float(np.square(finiteness.widen(keras_variables.dense(g)).astype(np.float64)).sum()) for g in gradients]
+        squares = [
+            float(np.square(finiteness.widen(keras_variables.dense(g)).astype(np.float64)).sum())
+            for g in gradients
+        ]
         if sum(squares) >= OVERFLOW:
             return "gradients", self.paths[int(np.argmax(squares))], None
         return "", "", None
@@ -121,12 +138,18 @@ class _Traced:
             if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
                 return _origin(call, "backward", call.gradients_in, call.inputs, self.count)
         for call in reversed(self.calls):
-            if not call.loss and _finite(call.gradients_out) and any(p.startswith(f"{call.path}/") for p in bad):
+            if (
+                not call.loss
+                and _finite(call.gradients_out)
+                and any(p.startswith(f"{call.path}/") for p in bad)
+            ):
                 return _origin(call, "backward", call.gradients_out, call.inputs, self.count)
         return None
 
 
-def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any], count: int) -> Origin:
+def _origin(
+    call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any], count: int
+) -> Origin:
     arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
     counted = [finiteness.counts(a) for a in arrays]
     path = "" if call.path == COMPILE_LOSS else call.path

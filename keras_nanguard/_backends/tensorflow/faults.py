@@ -14,7 +14,11 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
-from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    optimizers as keras_optimizers,
+    overrides,
+)
 
 __all__ = ["Hook", "in_batches", "repeated", "with_faults"]
 
@@ -35,15 +39,20 @@ def in_batches(model: Any, batches: list[Any]) -> Iterator[list[Any]]:
 
 
 def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a train step of this model with its installed faults, unless they are in it already.
+    """Return a train step of this model with its installed faults, unless they are in it
+    already.
     """
-    for hook in reversed([h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]):
+    for hook in reversed(
+        [h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]
+    ):
         step = hook.around(step)
     return step
 
 
 def repeated(model: Any) -> Callable[[], None]:
-    """Return what sets the step counters of installed faults back by one step, from those of now."""
+    """Return what sets the step counters of installed faults back by one step, from those of
+    now.
+    """
     counters = [(hook.counter, hook.counter.numpy()) for hook in _installed if hook.model is model]
 
     def again() -> None:
@@ -75,7 +84,9 @@ class Hook(FaultHook):
     def install(self) -> None:
         """Install the fault, on the instance only."""
         if not keras_fitting.on_making(self.model, self._making, self._overrides):
-            self._override("make_train_function", self._making_train(self.model.make_train_function))
+            self._override(
+                "make_train_function", self._making_train(self.model.make_train_function)
+            )
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
@@ -134,14 +145,19 @@ class Hook(FaultHook):
 
     def _now(self) -> Any:
         """Return whether the fault is due in the running step."""
-        return tf.reduce_any(tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64)))
+        return tf.reduce_any(
+            tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64))
+        )
 
     # The batch
 
     def spoiled(self, data: Any) -> Any:
         """Return the batch of the next step with the fault."""
         self.counter.assign_add(1)
-        data = keras.tree.map_structure(lambda value: tf.convert_to_tensor(value) if hasattr(value, "__array__") else value, data)
+        data = keras.tree.map_structure(
+            lambda value: tf.convert_to_tensor(value) if hasattr(value, "__array__") else value,
+            data,
+        )
         return self._spoiled(data, self._now())
 
     def _spoiled(self, data: Any, now: Any) -> Any:
@@ -176,7 +192,9 @@ class Hook(FaultHook):
     # Loss and gradients
 
     def _factor(self, loss: Any) -> Any:
-        return tf.where(self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype))
+        return tf.where(
+            self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype)
+        )
 
     def _with_gradient(self, loss: Any, factor: Any) -> Any:
         return _with_gradient(loss, factor)
@@ -210,7 +228,10 @@ def _some(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> Any:
     in_entries = tf.ones_like(of_row, tf.bool) if entries is None else of_row < entries
     if not value.shape.rank:
         return in_rows & in_entries
-    return tf.reshape(in_rows, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0)) & in_entries[tf.newaxis]
+    return (
+        tf.reshape(in_rows, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0))
+        & in_entries[tf.newaxis]
+    )
 
 
 def _any_of(row: Any, rows: tuple[int, ...]) -> Any:
@@ -230,7 +251,8 @@ def _with_gradient(loss: Any, factor: Any) -> Any:
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _zero(value: Any, factor: Any, mask: Any) -> Any:
-    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1, else 0.
+    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1,
+    else 0.
     """
 
     def gradient(upstream: Any) -> Any:

@@ -29,7 +29,9 @@ class Direct:
     """
 
     def __init__(self, step: Callable[[Any], Any]):
-        self._function = tf.function(tf.autograph.experimental.do_not_convert(step), reduce_retracing=True)
+        self._function = tf.function(
+            tf.autograph.experimental.do_not_convert(step), reduce_retracing=True
+        )
         self._iterator: Callable[[], Any] = lambda: None
         self._trace: Any = None
 

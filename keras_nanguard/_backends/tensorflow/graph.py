@@ -14,7 +14,9 @@ import tensorflow as tf
 
 __all__ = ["Access", "Untracked", "accesses", "capture", "draws", "mark", "untracked"]
 
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+_READS = frozenset(
+    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+)
 
 
 class Access:
@@ -53,13 +55,17 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
     outside = _Outside()
     for position, op in enumerate(graph.get_operations()[start:], start):
         resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
-        if not resources or op.type.startswith("Collective"):  # what orders collectives is no state of the model
+        if not resources or op.type.startswith(
+            "Collective"
+        ):  # what orders collectives is no state of the model
             continue
         reads = set(resources) if op.type in _READS else _read_only(op)
         for i in resources:
             handle = outside.of(op.inputs[i])
             if handle is not None:
-                yield Access(handle, i not in reads, after_mark is not None and position >= after_mark)
+                yield Access(
+                    handle, i not in reads, after_mark is not None and position >= after_mark
+                )
 
 
 def draws(graph: Any) -> bool:
@@ -70,7 +76,11 @@ def draws(graph: Any) -> bool:
     keep their states in variables.
     """
     whole = graph.as_graph_def()
-    return any("seed2" in node.attr for nodes in (whole.node, *(f.node_def for f in whole.library.function)) for node in nodes)
+    return any(
+        "seed2" in node.attr
+        for nodes in (whole.node, *(f.node_def for f in whole.library.function))
+        for node in nodes
+    )
 
 
 def _read_only(op: Any) -> set[int]:
@@ -92,7 +102,9 @@ class _Outside:
             graph = tensor.graph
             known = self._captures.get(id(graph))
             if known is None or (id(tensor) not in known and len(known) != len(_captures(graph))):
-                known = self._captures[id(graph)] = {id(internal): external for external, internal in _captures(graph)}
+                known = self._captures[id(graph)] = {
+                    id(internal): external for external, internal in _captures(graph)
+                }
             tensor = known.get(id(tensor))
         return tensor
 

@@ -1,4 +1,5 @@
-"""Process functions of TensorFlow: its processes, its random generator, a pass without gradients.
+"""Process functions of TensorFlow: its processes, its random generator, a pass without
+gradients.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     """Restore this state. A state of another backend is ignored."""
 
 
-
 def advance_generator() -> None:
     """Do nothing: TensorFlow has no generator that belongs to no variable."""
 
@@ -63,4 +63,3 @@ def advance_generator() -> None:
 def without_gradients() -> AbstractContextManager[Any]:
     """Return a context without recording for a backward pass."""
     return contextlib.nullcontext()
-

@@ -23,10 +23,17 @@ from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Intercept", "Seen", "Update", "build"]
 
+
 class Update:
     """One call of `Optimizer.apply`."""
 
-    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
+    def __init__(
+        self,
+        optimizer: Any,
+        real: Callable[..., Any],
+        grads: list[Any],
+        variables: Sequence[Any] | None,
+    ):
         self.optimizer, self.real, self.grads = optimizer, real, grads
         self.given = variables
         known = variables if variables is not None else keras_optimizers.trained_by(optimizer)
@@ -82,7 +89,13 @@ class Intercept:
         seen: Callable[[], Seen] | None = None,
         asked: Callable[[Update], None] = lambda record: None,
     ):
-        self.model, self.optimizers, self.immediate, self.note_created, self.asked = model, list(optimizers), immediate, note_created, asked
+        self.model, self.optimizers, self.immediate, self.note_created, self.asked = (
+            model,
+            list(optimizers),
+            immediate,
+            note_created,
+            asked,
+        )
         self.notes, self.alone = Seen(), seen is None
         self.seen = seen or (lambda: self.notes)
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -109,7 +122,8 @@ class Intercept:
         if self.alone:
             self._creation.__exit__(*details)
         self._overrides.give_back()
-        vars(self).clear()  # it knows itself by `seen`, and would keep the gradients until the garbage collector comes
+        # `seen` refers to it, and would keep the gradients until the garbage collector runs.
+        vars(self).clear()
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
@@ -117,14 +131,18 @@ class Intercept:
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
                 build(optimizer, variables, tf.executing_eagerly())
-            if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:  # a function or conditional of its own
+            if (
+                self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph
+            ):  # a function or conditional of its own
                 return real(grads, variables) if variables is not None else real(grads)
             seen = self.seen()
             record = Update(optimizer, real, grads, variables)
             seen.records.append(record)
             seen.gradients += [g for g in grads if g is not None]
             self.asked(record)
-            if seen.boundary is None:  # what was read of the state when it was asked for is not read after it
+            if (
+                seen.boundary is None
+            ):  # what was read of the state when it was asked for is not read after it
                 seen.boundary = graph.mark(self.graph)
             if self.immediate:
                 record.run()
@@ -157,7 +175,9 @@ class Intercept:
             if loss is not None and here:
                 seen = self.seen()
                 seen.losses.append(tf.convert_to_tensor(loss))
-                seen.outputs += filter(_is_float, named_outputs(self.model, tf.nest.flatten(predicted(args, kwargs))))
+                seen.outputs += filter(
+                    _is_float, named_outputs(self.model, tf.nest.flatten(predicted(args, kwargs)))
+                )
             return loss
 
         return compute_loss

@@ -119,7 +119,6 @@ class _Share(StepTrace):
         given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
         return ~reductions.all_finite(given)
 
-
     def rows(self) -> Any:
         """Return the number of its rows, a scalar int64; -1 if unknown."""
         leaves = tf.nest.flatten(self.args)

@@ -42,7 +42,9 @@ class PlainOutputs:
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the scalars among the outputs."""
-        return _scalars([t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None])
+        return _scalars(
+            [t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None]
+        )
 
     def watched(self) -> AbstractContextManager[None]:
         """Do nothing while the body runs."""
@@ -116,7 +118,9 @@ class LogOutputs:
     def pack(self, flat: list[Any], outputs: Any) -> Any:
         """Return the logs after the conditional."""
         rest = iter(flat)
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True
+        )
 
     def _last(self, place: int, leaf: Any) -> Any:
         """Return one log of the last committed step, or of this step if none has committed; the
@@ -133,10 +137,17 @@ class LogOutputs:
         graph on first use.
         """
         known = self.last.get(place)
-        if known is None or known[0].dtype != value.dtype or not known[0].shape.is_compatible_with(value.shape):
+        if (
+            known is None
+            or known[0].dtype != value.dtype
+            or not known[0].shape.is_compatible_with(value.shape)
+        ):
             with tf.init_scope():
                 zeros = tf.zeros([d or 0 for d in value.shape], value.dtype)
-                known = tf.Variable(zeros, shape=value.shape, trainable=False), tf.Variable(False, trainable=False)
+                known = (
+                    tf.Variable(zeros, shape=value.shape, trainable=False),
+                    tf.Variable(False, trainable=False),
+                )
                 self.last[place] = known
         return known
 

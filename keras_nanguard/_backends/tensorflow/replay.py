@@ -20,7 +20,19 @@ from keras_nanguard._keras.overrides import ThreadOverrides
 __all__ = [
     "Instrument",
     "Origins",
-    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
+    *(
+        "body_of",
+        "intercepted",
+        "is_tensor",
+        "key",
+        "like",
+        "losses_of",
+        "preserved",
+        "slope",
+        "tensor",
+        "twin",
+        "without_rows",
+    ),
 ]
 
 
@@ -53,7 +65,9 @@ class Instrument(instrument.Instrument):
         return identity(value)
 
 
-def _gradient(real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any) -> Any:
+def _gradient(
+    real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any
+) -> Any:
     return running[-1].differentiate(real, *args, **kwargs)
 
 

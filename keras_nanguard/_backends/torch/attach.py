@@ -33,7 +33,8 @@ class ModelAttachment(attach.Attachment):
         self._overrides = Overrides()
 
     def attach(self) -> None:
-        """Replace the train function, and make evaluation report a bad number instead of raising.
+        """Replace the train function, and make evaluation report a bad number instead of
+        raising.
         """
         real = self.model.test_step
         super().attach()
@@ -108,8 +109,17 @@ class ModelAttachment(attach.Attachment):
         before = transaction.steps
         logs = self.inner(data)
         if transaction.steps == before:
-            remedy = "Train without NanGuard, or with a version of Keras that docs/compatibility.md lists."
-            raise GuardError(expected("Keras to run the guarded step", f"Keras {keras.__version__}, which ran another one", remedy))
+            remedy = (
+                "Train without NanGuard, or with a version of Keras that docs/compatibility.md"
+                " lists."
+            )
+            raise GuardError(
+                expected(
+                    "Keras to run the guarded step",
+                    f"Keras {keras.__version__}, which ran another one",
+                    remedy,
+                )
+            )
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
         return logs, transaction.verdict

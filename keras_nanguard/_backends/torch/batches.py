@@ -29,9 +29,15 @@ class Given:
         self._args = self._structure(args)
 
     def _structure(self, value: Any) -> Any:
-        if type(value) is tuple:  # as nearly all arguments are; `keras.tree` takes ten times as long for it
+        if (
+            type(value) is tuple
+        ):  # as nearly all arguments are; `keras.tree` takes ten times as long for it
             return tuple([self._structure(part) for part in value])
-        return self._held(value) if isinstance(value, torch.Tensor) else keras.tree.map_structure(self._held, value)
+        return (
+            self._held(value)
+            if isinstance(value, torch.Tensor)
+            else keras.tree.map_structure(self._held, value)
+        )
 
     def _held(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -49,7 +55,11 @@ class Given:
     @property
     def args(self) -> Any:
         """The arguments, or `None` if one of them was written since."""
-        return self._args if all(value._version == version for value, version in self._versions) else None
+        return (
+            self._args
+            if all(value._version == version for value, version in self._versions)
+            else None
+        )
 
 
 def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -59,4 +69,8 @@ def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _as_tensor(value: Any) -> Any:
-    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind != "O" else value
+    return (
+        keras.ops.convert_to_tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype.kind != "O"
+        else value
+    )

@@ -48,5 +48,9 @@ class Compiled:
 
 
 def _update(optimizer: Any) -> Callable[..., Any]:
-    update: Callable[..., Any] = optimizer.apply if keras_optimizers.is_loss_scaled(optimizer) else torch.compile(optimizer.apply)
+    update: Callable[..., Any] = (
+        optimizer.apply
+        if keras_optimizers.is_loss_scaled(optimizer)
+        else torch.compile(optimizer.apply)
+    )
     return update

@@ -18,7 +18,11 @@ from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["FRESH", "Parts", "StepRun"]
@@ -49,24 +53,36 @@ class Parts:
         updated = (*train_state.trainable, *train_state.slots)
         self.holders = [getattr(v, "of", v.value) for v in updated]  # what has a gradient
         self.judged_elsewhere = self.metrics | {id(t) for t in self.weights_and_slots}
-        self.judged_elsewhere |= {id(v.value) for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)}
+        self.judged_elsewhere |= {
+            id(v.value)
+            for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)
+        }
         self.results = {id(tensor) for tensor in train_state.results}
         self.unlisted = [keras_variables.native(v) for v in train_state.unlisted]
         listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
-        self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]
+        self.unlisted = [
+            t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed
+        ]
         for variable in train_state.other:  # buffers of a torch module: torch itself writes them
-            if not isinstance(variable, keras.Variable) and not isinstance(variable.value, torch.nn.Parameter):
+            if not isinstance(variable, keras.Variable) and not isinstance(
+                variable.value, torch.nn.Parameter
+            ):
                 self.unlisted.append(variable.value)
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
         self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
         self.expected = Expected()
-        self.statistics_rows, self.update_rows = reductions.StandingRows(), reductions.StandingRows()
+        self.statistics_rows, self.update_rows = (
+            reductions.StandingRows(),
+            reductions.StandingRows(),
+        )
         self.kind = reductions.kind(self.weights_and_slots)
         self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
         self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
         self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
         attributes = keras_layers.attributes_of(train_state.layers)
-        self._tensors = [(held, name) for held, name, value in attributes if isinstance(value, torch.Tensor)]
+        self._tensors = [
+            (held, name) for held, name, value in attributes if isinstance(value, torch.Tensor)
+        ]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
         """Return the attributes of layers that are tensors, or all attributes (each may become
@@ -78,7 +94,9 @@ class Parts:
 
 
 def _equal(tensor: Any, other: Any, nan: bool) -> bool:
-    """Whether two tensors of one shape and dtype have the same values; with `nan`, NaN equals NaN."""
+    """Whether two tensors of one shape and dtype have the same values; with `nan`, NaN equals
+    NaN.
+    """
     if not nan:
         return bool(torch.equal(tensor, other))
     return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
@@ -105,7 +123,9 @@ class StepRun:
         owner, parts = self.owner, self.parts
         fresh = owner.steps < FRESH
         kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
-        adds = not owner.stock and (fresh or owner.adds_to_gradients or owner.model is None)  # what a step finds stays alive until its end
+        adds = not owner.stock and (
+            fresh or owner.adds_to_gradients or owner.model is None
+        )  # what a step finds stays alive until its end
         held = [(t, t.grad) for t in parts.holders if t.grad is not None] if adds else []
         self.grads = [(t, grad, local(grad)._version) for t, grad in held]
         if fresh and not owner.stock and owner.refuse:
@@ -113,17 +133,38 @@ class StepRun:
         if (fresh or owner.adds_to_gradients) and owner.refuse:
             kept += [local(grad) for _, grad, _ in self.grads]
         if owner.jit and not fresh:
-            self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.train_state.optimizers)
-            self.undo_log = UndoLog((), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False)
+            self.compiled = owner.compiled = owner.compiled or Compiled(
+                owner.body, owner.model, self.train_state.optimizers
+            )
+            self.undo_log = UndoLog(
+                (), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False
+            )
         else:
-            writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
-            self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes, expected=None if fresh else parts.expected)
+            writes = (
+                None
+                if owner.stock
+                else lambda tensor: self.seen.before_write(tensor, parts.metrics)
+            )
+            self.undo_log = UndoLog(
+                kept,
+                self._note_created,
+                parts.unlisted,
+                writes=writes,
+                expected=None if fresh else parts.expected,
+            )
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
         self.attributes = parts.attributes(every=fresh)
         outputs = None
         body = self.compiled.body if self.compiled else owner.body
-        stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.train_state.optimizers)
-        with self.undo_log, Intercept(stand_ins, self._asked, parts.paths, parts.tensors) as self.seen:
+        stand_ins = (
+            self.compiled.stand_ins
+            if self.compiled
+            else StandIns(owner.model, self.train_state.optimizers)
+        )
+        with (
+            self.undo_log,
+            Intercept(stand_ins, self._asked, parts.paths, parts.tensors) as self.seen,
+        ):
             try:
                 outputs = body(*args)
             except Exception as error:
@@ -186,7 +227,11 @@ class StepRun:
         if self.created_count:
             self._read_anew()
         kind = self.parts.kind
-        apart = self.parts.judged_elsewhere | owner.tolerated if owner.tolerated else self.parts.judged_elsewhere
+        apart = (
+            self.parts.judged_elsewhere | owner.tolerated
+            if owner.tolerated
+            else self.parts.judged_elsewhere
+        )
         written = self.undo_log.written
         self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
         losses = seen.losses or owner.outputs.losses(outputs)
@@ -196,7 +241,9 @@ class StepRun:
         scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
         early = bool(seen.undo) or not owner.refuse
         update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
-        numbers, scales, now, previous = reductions.looked_at(sums, scales, update_sums, owner.unread)
+        numbers, scales, now, previous = reductions.looked_at(
+            sums, scales, update_sums, owner.unread
+        )
         owner.unread = ()
         if not math.isfinite(numbers[2]) and self._tolerate_constants():
             numbers[2] = float(reductions.total(self.statistics, kind))
@@ -208,10 +255,14 @@ class StepRun:
         self.scale = min(scales, default=1.0)
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
         may_commit = self.error is None and valid
-        may_commit = may_commit and rules.may_commit(rules.NUMBERS, [self.loss, self.gradients, self.statistic])
+        may_commit = may_commit and rules.may_commit(
+            rules.NUMBERS, [self.loss, self.gradients, self.statistic]
+        )
         if early:
             may_commit = self._read_update_sums(now) and may_commit
-        if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
+        if not math.isfinite(sum(previous)) and not all(
+            bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots
+        ):
             self.update_sums, self.left_by_previous, may_commit = previous, True, False
         self.own = self.loss, self.gradients, self.statistic, *self.update_sums
         overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
@@ -269,7 +320,9 @@ class StepRun:
 
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
-        return reductions.update_sums(self._updated(gradients), self.parts.kind, self.parts.update_rows)
+        return reductions.update_sums(
+            self._updated(gradients), self.parts.kind, self.parts.update_rows
+        )
 
     def _read_anew(self) -> None:
         """Read the train state, of which the step has created a part."""
@@ -326,7 +379,9 @@ class StepRun:
             (numbers,) = reductions.looked_at(self._update_sums(self.gradients))
         if not math.isfinite(sum(numbers)):
             read = self._updated(self.gradients)
-            numbers = [reductions.confirmed(number, tensors) for number, tensors in zip(numbers, read)]
+            numbers = [
+                reductions.confirmed(number, tensors) for number, tensors in zip(numbers, read)
+            ]
         self.update_sums = list(numbers)
         return math.isfinite(sum(numbers))
 
@@ -344,7 +399,9 @@ class StepRun:
 
     def _verdict(self, refused: bool) -> Verdict:
         weights, slots = self.update_sums
-        return Verdict(refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale)
+        return Verdict(
+            refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale
+        )
 
     def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
         """Store tensors that were written in place outside of Keras, which are kept before each
@@ -353,9 +410,16 @@ class StepRun:
         known = self.undo_log.owner if self.compiled is None else self.undo_log.old
         changed = [t for t, version in before if t._version != version and id(t) not in known]
         if changed:
-            updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
+            updated = {
+                id(t)
+                for record in self.seen.records
+                if record not in self.seen.waiting
+                for t in record.state()
+            }
             changed = [t for t in changed if id(t) not in updated]
-        if self.owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
+        if (
+            self.owner.jit and self.compiled is None
+        ):  # a compiled step does not show what it assigns to
             kept = {id(t) for t in (self.parts.all if self.owner.stock else self.parts.small_state)}
             changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
         self.owner.untracked.update({id(t): t for t in changed})
@@ -374,6 +438,8 @@ class StepRun:
                 continue
             scale, counter = optimizer.dynamic_scale, optimizer.step_counter
             before = float(scale.value), int(counter.value)
-            after = rules.learned_scale(rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale)
+            after = rules.learned_scale(
+                rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale
+            )
             scale.assign(after[0])
             counter.assign(after[1])

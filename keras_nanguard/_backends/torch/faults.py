@@ -69,14 +69,22 @@ class Hook(FaultHook):
     def _spoiled(self, data: Any) -> Any:
         def bad(value: Any) -> Any:
             tensor = keras.ops.convert_to_tensor(value)
-            return self._bad(tensor, _some(tensor, self.fault.rows, self.fault.entries)) if self._now else value
+            return (
+                self._bad(tensor, _some(tensor, self.fault.rows, self.fault.entries))
+                if self._now
+                else value
+            )
 
         return self._in_batch(data, _is_float, bad)
 
     def _bad(self, value: Any, mask: Any) -> Any:
         wanted = self.fault.value(_name(value))
         if wanted is None:
-            bad = torch.where(value == 0, torch.full_like(value, self.fault.magnitude), value * self.fault.magnitude)
+            bad = torch.where(
+                value == 0,
+                torch.full_like(value, self.fault.magnitude),
+                value * self.fault.magnitude,
+            )
         else:
             bad = torch.full_like(value, wanted)
         return torch.where(mask, bad, value)

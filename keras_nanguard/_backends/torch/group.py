@@ -123,8 +123,13 @@ def _waiting_for(what: str) -> Iterator[None]:
         seconds = time.monotonic() - started
         reason = str(error).strip().partition("\n")[0]
         received = f"none of {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
-        remedy = "Check the output of that process: it has ended, or runs a different number of steps. Then restart all of them."
-        raise GuardError(expected(f"an answer of all {place()[1]} processes", received, remedy)) from error
+        remedy = (
+            "Check the output of that process: it has ended, or runs a different number of steps."
+            " Then restart all of them."
+        )
+        raise GuardError(
+            expected(f"an answer of all {place()[1]} processes", received, remedy)
+        ) from error
 
 
 def _missing() -> str:
@@ -139,8 +144,15 @@ def _missing() -> str:
         while missing and time.monotonic() < end:
             missing = [other for other in missing if not store.check([f"waits/{other}"])]
             time.sleep(0.05)
-        ended = {other: store.get(f"ended/{other}").decode() for other in range(count) if store.check([f"ended/{other}"])}
+        ended = {
+            other: store.get(f"ended/{other}").decode()
+            for other in range(count)
+            if store.check([f"ended/{other}"])
+        }
     except RuntimeError:
         return "rank 0, which holds the store of the process group," if rank else "another rank"
-    names = [f"rank {other}" + (f" ({ended[other]})" if other in ended else "") for other in missing or sorted(ended)]
+    names = [
+        f"rank {other}" + (f" ({ended[other]})" if other in ended else "")
+        for other in missing or sorted(ended)
+    ]
     return ", ".join(names) or "a rank whose connection was lost"

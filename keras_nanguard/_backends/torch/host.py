@@ -56,4 +56,3 @@ def without_gradients() -> AbstractContextManager[Any]:
     """Return a context without recording for a backward pass."""
     made: AbstractContextManager[Any] = torch.no_grad()
     return made
-

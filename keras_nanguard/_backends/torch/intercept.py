@@ -23,6 +23,7 @@ from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Intercept", "StandIns"]
 
+
 class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Calls `touched` before the first operation on one of the watched tensors, or on a view of
     one.
@@ -58,7 +59,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 def _storage(tensor: Any) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts have a storage, itself has none
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # a sparse tensor: its parts have a storage, itself has none
         return id(tensor)
 
 
@@ -94,7 +98,9 @@ class StandIns:
             if of_torch is not None:
                 self.places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
             else:
-                self.places.append((optimizer, "apply", self._applier(optimizer, update(optimizer))))
+                self.places.append(
+                    (optimizer, "apply", self._applier(optimizer, update(optimizer)))
+                )
         if hasattr(model, "compute_loss"):
             self.places.append((model, "compute_loss", self._noting(model.compute_loss)))
 
@@ -146,7 +152,13 @@ class Intercept:
         undo: undoes the updates that had to run before the verdict, in order.
     """
 
-    def __init__(self, stand_ins: StandIns, asked: Callable[[Update], str], paths: dict[int, str], tensors: Mapping[int, Any]):
+    def __init__(
+        self,
+        stand_ins: StandIns,
+        asked: Callable[[Update], str],
+        paths: dict[int, str],
+        tensors: Mapping[int, Any],
+    ):
         self.stand_ins, self.asked, self.paths, self.tensors = stand_ins, asked, paths, tensors
         self.records: list[Update] = []
         self.losses: list[Any] = []
@@ -169,17 +181,31 @@ class Intercept:
         self.stand_ins.running.clear()
         self._overrides.give_back()
 
-    def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
+    def take(
+        self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any
+    ) -> None:
         """Record the update `real(grads, variables)`."""
-        self._take(KerasUpdate(optimizer, real, list(grads), None if variables is None else list(variables), self.tensors))
+        self._take(
+            KerasUpdate(
+                optimizer,
+                real,
+                list(grads),
+                None if variables is None else list(variables),
+                self.tensors,
+            )
+        )
 
-    def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
+    def take_step(
+        self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Record the update `real(closure, **kwargs)` of a torch optimizer."""
         if closure is None and not kwargs:
             self._take(TorchUpdate(optimizer, real, self.paths))
             optimizer.of._opt_called = True  # what a scheduler of torch's looks for
             return None
-        record = TorchUpdate(optimizer, real, self.paths)  # evaluates the loss itself, several times
+        record = TorchUpdate(
+            optimizer, real, self.paths
+        )  # evaluates the loss itself, several times
         self.undo.append(record.undo())
         result = real(closure, **kwargs) if closure is not None else real(**kwargs)
         made = TorchUpdate(optimizer, real, self.paths)
@@ -225,7 +251,10 @@ class Intercept:
         """Record the result of `compute_loss(*args, **kwargs)`."""
         if loss is not None:
             self.losses.append(keras.ops.convert_to_tensor(loss))
-            self.outputs += filter(_is_float, named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))))
+            self.outputs += filter(
+                _is_float,
+                named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))),
+            )
 
 
 def _is_float(named: tuple[str, Any]) -> bool:

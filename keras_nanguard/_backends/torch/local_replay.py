@@ -20,7 +20,14 @@ from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = ["communicates", "is_sharded", "locally"]
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
+NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "symm_mem",
+    "_dtensor",
+)
 """Namespaces in which torch registers operations that communicate."""
 
 
@@ -30,7 +37,10 @@ class _Local(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         if func.namespace in NAMESPACES:
-            raise RuntimeError(f"the step communicates with other processes ({func.overloadpacket}), so one alone cannot replay it")
+            raise RuntimeError(
+                f"the step communicates with other processes ({func.overloadpacket}), so one alone"
+                " cannot replay it"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -78,4 +88,7 @@ def _is_parallel(kind: type) -> bool:
     """Return whether a class is `DistributedDataParallel`, `FullyShardedDataParallel` or one made
     by `fully_shard`.
     """
-    return any(base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule") for base in kind.__mro__)
+    return any(
+        base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+        for base in kind.__mro__
+    )

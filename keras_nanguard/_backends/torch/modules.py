@@ -99,7 +99,9 @@ class TorchModule:
 
 
 class Rate:
-    """The learning rate of an optimizer: the largest of its groups. The others keep their ratio to it."""
+    """The learning rate of an optimizer: the largest of its groups. The others keep their ratio to
+    it.
+    """
 
     def __init__(self, optimizer: Any):
         self.of = optimizer
@@ -134,7 +136,9 @@ class Rate:
 
 
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every `TorchOptimizer` that there is: a replay has to leave the states of those that train its model as they were."""
+"""Every `TorchOptimizer` that there is: a replay has to leave the states of those that train its
+model as they were.
+"""
 
 
 class TorchOptimizer:
@@ -174,9 +178,18 @@ class TorchOptimizer:
         return any(id(local(p)) in tensors for p in params)
 
     def held(self) -> Callable[[], None]:
-        """Return what puts the state back as it is now, numbers that are no tensors and missing entries included."""
-        before = {p: {k: _copied(v) for k, v in slots.items()} for p, slots in self.of.state.items()}
-        tensors = [(t, t.detach().clone()) for slots in before.values() for t in slots.values() if isinstance(t, torch.Tensor)]
+        """Return what puts the state back as it is now, numbers that are no tensors and missing
+        entries included.
+        """
+        before = {
+            p: {k: _copied(v) for k, v in slots.items()} for p, slots in self.of.state.items()
+        }
+        tensors = [
+            (t, t.detach().clone())
+            for slots in before.values()
+            for t in slots.values()
+            if isinstance(t, torch.Tensor)
+        ]
 
         def restore() -> None:
             for p in list(self.of.state):
@@ -231,7 +244,9 @@ def _copied(value: Any) -> Any:
 
 
 def first_value(name: str, tensor: Any) -> np.ndarray[Any, Any]:
-    """Return what a slot of this name starts with: 0, but for the two that torch's optimizers start with 1."""
+    """Return what a slot of this name starts with: 0, but for the two that torch's optimizers start
+    with 1.
+    """
     start = 1.0 if name in ("mu_product", "mu") else 0.0
     return np.full(tuple(tensor.shape), start, np.float32)
 
@@ -241,5 +256,7 @@ def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]
     if isinstance(model, torch.nn.Module) and not isinstance(model, keras.layers.Layer):
         model = TorchModule(model)
     paths = {id(v.value): v.path for v in model.variables}
-    made = [TorchOptimizer(o, paths) if isinstance(o, torch.optim.Optimizer) else o for o in optimizers]
+    made = [
+        TorchOptimizer(o, paths) if isinstance(o, torch.optim.Optimizer) else o for o in optimizers
+    ]
     return model, tuple(made)

@@ -1,8 +1,9 @@
 """Exceptions by which torch reports a bad number: a step that raises one is a bad step.
 
-Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not tell them from an
-exception of the user's. `is_numeric` also checks the origin: the code that raised it is torch's own Python, or no Python
-at all (the C++ of torch). An exception that a `raise` statement outside of torch has raised is never taken for one.
+Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not tell
+them from an exception of the user's. `is_numeric` also checks the origin: the code that raised it
+is torch's own Python, or no Python at all (the C++ of torch). An exception that a `raise` statement
+outside of torch has raised is never taken for one.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_numeric(error: BaseException) -> bool:
-    """Return whether torch has raised this exception because of a value that an operation does not accept."""
+    """Return whether torch has raised this exception because of a value that an operation does not
+    accept.
+    """
     if not isinstance(error, (RuntimeError, ValueError)):
         return False
-    return any(message in str(error) for message in MESSAGES) and _is_raised_by_torch(error.__traceback__)
+    return any(message in str(error) for message in MESSAGES) and _is_raised_by_torch(
+        error.__traceback__
+    )
 
 
 def _is_raised_by_torch(traceback: TracebackType | None) -> bool:
-    """Return whether an exception with this traceback was raised in the package of torch, or by compiled code."""
+    """Return whether an exception with this traceback was raised in the package of torch, or by
+    compiled code.
+    """
     if traceback is None:
         return False
     while traceback.tb_next is not None:

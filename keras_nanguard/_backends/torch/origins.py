@@ -1,8 +1,10 @@
-"""Where NaN and Inf occur first, on PyTorch: watches every operation of a run, and follows each bad value.
+"""Where NaN and Inf occur first, on PyTorch: watches every operation of a run, and follows each bad
+value.
 
-The same as `origins` does on TensorFlow. A `TorchDispatchMode` sees each operation that runs, those of the
-backward pass included. Values are known by the storage that they stand in, as autograd makes new tensors of the same
-storage at will; a storage that is written in place takes over the origin of what is written.
+The same as `origins` does on TensorFlow. A `TorchDispatchMode` sees each operation that runs, those
+of the backward pass included. Values are known by the storage that they stand in, as autograd makes
+new tensors of the same storage at will; a storage that is written in place takes over the origin of
+what is written.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ NAMES = {
     "binary_cross_entropy": "Log",
     "binary_cross_entropy_backward": "RealDiv",
 }
-"""Words of torch for operations that `causes` knows by TensorFlow's; any other is called as torch calls it."""
+"""Words of torch for operations that `causes` knows by TensorFlow's; any other is called as torch
+calls it.
+"""
 
 _MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
@@ -86,20 +90,26 @@ def storage(tensor: Any) -> int:
 
 
 class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
-    """Context in which every operation on this thread is watched. Variables are known by the memory that they stand in."""
+    """Context in which every operation on this thread is watched. Variables are known by the memory
+    that they stand in.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         TorchDispatchMode.__init__(self)
         OriginTracker.__init__(self, *args, **kwargs)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind a tensor, `None` where it is finite or nothing is known of it."""
+        """Return the origin behind a tensor, `None` where it is finite or nothing is known of
+        it.
+        """
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
         return super().of(tensor)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the origin behind the bad value that was last written into this variable, if any was."""
+        """Return the origin behind the bad value that was last written into this variable, if any
+        was.
+        """
         return self.of(getattr(variable, "value", variable))
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
@@ -116,10 +126,14 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         written = _written(func, args, kwargs)
-        before = [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
+        before = (
+            [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
+        )
         known = NAMES.get(name, name)
         if known in _MAY_BE_STEEP:
-            self._note_steep(known, [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]])
+            self._note_steep(
+                known, [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]]
+            )
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
@@ -128,16 +142,31 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
             groups = list(_groups(outputs, args, kwargs))
             looks = before if len(before) == len(groups) else [None] * len(groups)
             for (own, inputs), look in zip(groups, looks):
-                self._see(name.removeprefix("_foreach_").rstrip("_"), own, inputs, look, views, (args, kwargs))
+                self._see(
+                    name.removeprefix("_foreach_").rstrip("_"),
+                    own,
+                    inputs,
+                    look,
+                    views,
+                    (args, kwargs),
+                )
         return result
 
     def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:
-        """Return the origins behind the inputs of an operation, and the description of each input."""
+        """Return the origins behind the inputs of an operation, and the description of each
+        input.
+        """
         operands = tuple(operand(_numbers(t), _dtype(t)) for t in inputs)
         return [self._parent(t) for t in inputs], operands
 
     def _see(
-        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], look: Any, views: set[int], given: Any
+        self,
+        name: str,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        look: Any,
+        views: set[int],
+        given: Any,
     ) -> None:
         for output in outputs:
             number = storage(output)
@@ -145,9 +174,13 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
                 if number not in views:
                     self._lineage.pop(number, None)
             elif number not in views or number not in self._lineage:
-                self._lineage[number] = self._inherited(name, inputs, look or self._looked_at(inputs), output, given)
+                self._lineage[number] = self._inherited(
+                    name, inputs, look or self._looked_at(inputs), output, given
+                )
 
-    def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Origin:
+    def _inherited(
+        self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any
+    ) -> Origin:
         """Return the earliest origin behind an operation's inputs, or its own."""
         parents, operands = look
         constant = CONSTANT in parents and not bool(torch.isnan(bad).any())
@@ -181,10 +214,22 @@ def _tensors(values: Any) -> Iterator[Any]:
         yield from _tensors(tuple(values.values()))
 
 
-def _groups(outputs: Sequence[Any], args: Any, kwargs: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield outputs and inputs that belong together: element by element where the operation takes lists of tensors."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
-    if not lists or len({len(a) for a in lists}) != 1 or (outputs and len(outputs) != len(lists[0])):
+def _groups(
+    outputs: Sequence[Any], args: Any, kwargs: Any
+) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yield outputs and inputs that belong together: element by element where the operation takes
+    lists of tensors.
+    """
+    lists = [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, (list, tuple)) and a and _all_tensors(a)
+    ]
+    if (
+        not lists
+        or len({len(a) for a in lists}) != 1
+        or (outputs and len(outputs) != len(lists[0]))
+    ):
         yield list(outputs), list(_tensors((args, kwargs)))
         return
     alone = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
@@ -222,7 +267,9 @@ def _is_float(tensor: Any) -> bool:
 
 
 def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
-    return keras_variables.dense(tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor)
+    return keras_variables.dense(
+        tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
+    )
 
 
 def _is_finite(tensor: Any) -> bool:

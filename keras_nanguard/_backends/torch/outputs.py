@@ -13,7 +13,11 @@ __all__ = ["LogOutputs", "PlainOutputs"]
 
 
 def _scalars(leaves: Any) -> list[Any]:
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and leaf.is_floating_point()]
+    found = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
+    ]
     return [*found, *(torch.tensor(leaf) for leaf in leaves if isinstance(leaf, float))]
 
 

@@ -64,7 +64,9 @@ def _dense(tensor: Any) -> Any:
     if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
         return tensor.reshape(-1)
     if tensor.layout != torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+        tensor = (
+            tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+        )
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype.itemsize < 4:
@@ -79,7 +81,11 @@ def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
     groups: list[list[Any]] = []
     last: dict[Any, tuple[list[Any], float]] = {}
     for row in rows:
-        size, kind, most = row.numel(), (row.dtype, row.device), SERIAL if row.device.type == "cpu" else math.inf
+        size, kind, most = (
+            row.numel(),
+            (row.dtype, row.device),
+            SERIAL if row.device.type == "cpu" else math.inf,
+        )
         if size >= min(LARGE, most):
             groups.append([row])
             continue
@@ -102,10 +108,22 @@ def _rows(tensors: Iterable[Any]) -> list[Any]:
     plain: list[Any] = []
     others: list[Any] = []
     for tensor in tensors:
-        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < LARGE
+        small = (
+            tensor.dtype is torch.float32
+            and tensor.layout is torch.strided
+            and tensor.numel() < LARGE
+        )
         (plain if small and not tensor.requires_grad else others).append(tensor)
     devices = {tensor.device for tensor in plain}
-    rows = _laid(_grouped([_dense(t) for t in (others if len(devices) < 2 else [*others, *plain]) if can_be_bad(t) and t.numel()]))
+    rows = _laid(
+        _grouped(
+            [
+                _dense(t)
+                for t in (others if len(devices) < 2 else [*others, *plain])
+                if can_be_bad(t) and t.numel()
+            ]
+        )
+    )
     return [*rows, *map(_flatten_dense_tensors, _grouped(plain))] if len(devices) == 1 else rows
 
 
@@ -218,7 +236,15 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
         nan = inf = 0
         if row is not None:
             nan, inf = int(torch.isnan(row).sum()), int(torch.isinf(row).sum())
-        found.append((nan, inf, int(tensor.numel()) if row is None or row.dtype == tensor.dtype else int(row.numel())))
+        found.append(
+            (
+                nan,
+                inf,
+                int(tensor.numel())
+                if row is None or row.dtype == tensor.dtype
+                else int(row.numel()),
+            )
+        )
     return found
 
 

@@ -23,7 +23,19 @@ from keras_nanguard._keras.overrides import ThreadOverrides
 __all__ = [
     "Instrument",
     "Origins",
-    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
+    *(
+        "body_of",
+        "intercepted",
+        "is_tensor",
+        "key",
+        "like",
+        "losses_of",
+        "preserved",
+        "slope",
+        "tensor",
+        "twin",
+        "without_rows",
+    ),
 ]
 
 
@@ -57,7 +69,9 @@ class Instrument(instrument.Instrument):
         return _Probe.apply(value, passed)
 
 
-def _gradient(real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any) -> Any:
+def _gradient(
+    real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any
+) -> Any:
     return running[-1].differentiate(real, *args, **kwargs)
 
 
@@ -100,7 +114,9 @@ def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Itera
     for overrides in _WITHOUT_ERROR:
         overrides.enter(entered)
     try:
-        with Intercept(StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}) as seen:
+        with Intercept(
+            StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}
+        ) as seen:
             yield seen
     finally:
         for overrides in _WITHOUT_ERROR:
@@ -108,23 +124,39 @@ def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Itera
 
 
 def _binary_cross_entropy(
-    real: Callable[..., Any], _: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any
+    real: Callable[..., Any],
+    _: Any,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
         return real(input, target, weight, *args, **kwargs)
-    losses = -(target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100))
+    losses = -(
+        target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100)
+    )
     losses = losses if weight is None else losses * weight
     reduction = kwargs.get("reduction", "mean")
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
 def _total_norm(
-    real: Callable[..., Any], _: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *more: Any, **kwargs: Any
+    real: Callable[..., Any],
+    _: Any,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *more: Any,
+    **kwargs: Any,
 ) -> Any:
     return real(tensors, norm_type, False, *more, **kwargs)
 
 
-_WITHOUT_ERROR = [ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})]
+_WITHOUT_ERROR = [
+    ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})
+]
 if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
     _WITHOUT_ERROR.append(ThreadOverrides(clip_grad, {"_get_total_norm": _total_norm}))
 
@@ -140,7 +172,9 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
     natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
     undo_log = UndoLog(natives, lambda variable: None)
     ours = {id(tensor) for tensor in natives}
-    states = [optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)]  # and none of another thread's
+    states = [
+        optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)
+    ]  # and none of another thread's
     grads = [(t, t.grad) for t in natives]
     for tensor in natives:
         tensor.grad = None
@@ -162,7 +196,9 @@ def key(variable: Any) -> int | None:
 
 def is_tensor(value: Any) -> bool:
     """Whether an object is a dense tensor, or an array that the step converts to one."""
-    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout == torch.strided)
+    return isinstance(value, np.ndarray) or (
+        isinstance(value, torch.Tensor) and value.layout == torch.strided
+    )
 
 
 def slope(origin: Any) -> Any:
@@ -183,7 +219,11 @@ def like(array: Any, value: Any) -> Any:
 
 def without_rows(value: Any, kept: Any) -> Any:
     """Return the given rows of a tensor."""
-    return value[kept] if isinstance(value, np.ndarray) else value[torch.as_tensor(kept, device=value.device)]
+    return (
+        value[kept]
+        if isinstance(value, np.ndarray)
+        else value[torch.as_tensor(kept, device=value.device)]
+    )
 
 
 def twin(variable: Any) -> Any:

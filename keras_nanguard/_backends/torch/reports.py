@@ -26,9 +26,15 @@ class ReportQueue:
         self.places: tuple[tuple[str, str], ...] = ()
         self._reports: list[Report] = []
 
-    def put(self, verdict: Verdict, counts: Any, args: Sequence[Any], *, left_by_previous: bool = False) -> None:
+    def put(
+        self, verdict: Verdict, counts: Any, args: Sequence[Any], *, left_by_previous: bool = False
+    ) -> None:
         """Store one report: the verdict of a step, its counts of bad entries, and its arguments."""
-        self._reports.append(Report(verdict, self.places, counts, as_tensors(args), left_by_previous=left_by_previous))
+        self._reports.append(
+            Report(
+                verdict, self.places, counts, as_tensors(args), left_by_previous=left_by_previous
+            )
+        )
 
     def take(self) -> list[Report]:
         """Return and remove the reports."""

@@ -86,7 +86,12 @@ class Transaction:
     ):
         self.body = self.replayed = body
         self.read_train_state, self.model = train_state, model
-        self.stock, self.note_created, self.refuse, self.agreement = stock, note_created, refuse, agreement
+        self.stock, self.note_created, self.refuse, self.agreement = (
+            stock,
+            note_created,
+            refuse,
+            agreement,
+        )
         self.jit, self.compiled = jit, compiled
         self.report_queue = ReportQueue()
         self.outputs = step_outputs.LogOutputs() if logs else step_outputs.PlainOutputs()
@@ -113,7 +118,11 @@ class Transaction:
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.untracked, self.tolerated, self.keeps_undo = other.untracked, other.tolerated, other.keeps_undo
+        self.untracked, self.tolerated, self.keeps_undo = (
+            other.untracked,
+            other.tolerated,
+            other.keeps_undo,
+        )
         self.adds_to_gradients = other.adds_to_gradients
         self.steps = min(other.steps, 1)
 

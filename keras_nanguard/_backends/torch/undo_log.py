@@ -55,7 +55,10 @@ class Expected:
         if self._tensors:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._tensors)
-        return {id(tensor): (tensor, copied, tensor._version) for tensor, copied in zip(self._tensors, self._copies)}
+        return {
+            id(tensor): (tensor, copied, tensor._version)
+            for tensor, copied in zip(self._tensors, self._copies)
+        }
 
 
 class UndoLog:
@@ -100,7 +103,11 @@ class UndoLog:
     def written(self) -> list[Any]:
         """The tensors that were, or may have been, written since they were kept."""
         held, uncounted = self.old.items(), self.uncounted
-        return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
+        return [
+            tensor
+            for key, (tensor, _, version) in held
+            if tensor._version != version or key in uncounted
+        ]
 
     def __enter__(self) -> UndoLog:
         if self.watch:
@@ -149,19 +156,25 @@ def _without_repeats(tensor: Any, of: Any = None) -> Any:
     return tensor
 
 
-def _direct_assign(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> Any:
+def _direct_assign(
+    real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any
+) -> Any:
     for undo_log in journals:
         undo_log.note(variable)
     return real(variable, value)
 
 
-def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> None:
+def _initialize(
+    real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any
+) -> None:
     real(variable, value)
     for undo_log in journals:
         undo_log.note_created(variable)
 
 
-WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
+WRITES = ThreadOverrides(
+    keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize}
+)
 """The override through which the undo logs record writes."""
 
 
@@ -173,5 +186,10 @@ def generators() -> list[tuple[Callable[[Any], None], Any]]:
     held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized():
         device = torch.cuda.current_device()
-        held.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+        held.append(
+            (
+                lambda state: torch.cuda.set_rng_state(state, device),
+                torch.cuda.get_rng_state(device),
+            )
+        )
     return held

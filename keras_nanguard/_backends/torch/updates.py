@@ -114,13 +114,21 @@ class KerasUpdate(Update):
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
         self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
-        self.tensors = [known[id(v)] if id(v) in known else keras_variables.native(v) for _, v in self.pairs]
+        self.tensors = [
+            known[id(v)] if id(v) in known else keras_variables.native(v) for _, v in self.pairs
+        ]
 
     def state(self) -> list[Any]:
         optimizer = self.optimizer
         own = [v.value for v in optimizer.variables] if optimizer.built else []
-        averaged = keras_optimizers.trained_by(optimizer) if optimizer.built else [v for _, v in self.pairs]
-        return list({id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values())
+        averaged = (
+            keras_optimizers.trained_by(optimizer)
+            if optimizer.built
+            else [v for _, v in self.pairs]
+        )
+        return list(
+            {id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values()
+        )
 
     def build(self) -> bool:
         optimizer = self.optimizer
@@ -143,7 +151,9 @@ class TorchUpdate(Update):
         self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
         params = [p for group in self.torch.param_groups for p in group["params"]]
         self.grads = [(p, p.grad) for p in params]
-        self.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
+        self.groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
+        ]
         self.slots = self._names()
         written = [(g, p) for p, g in self.grads if g is not None]
         parts = [(local(g), local(p)) for g, p in written]
@@ -175,11 +185,15 @@ class TorchUpdate(Update):
         """Step with the gradients and rates of the original call."""
         self.slots = self._names()
         now = [(p, p.grad) for p, _ in self.grads]
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
+        groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
+        ]
         self._place(self.grads, self.groups)
         try:
             if self.optimizer.global_clipnorm:
-                torch.nn.utils.clip_grad_norm_([p for p, g in self.grads if g is not None], self.optimizer.global_clipnorm)
+                torch.nn.utils.clip_grad_norm_(
+                    [p for p, g in self.grads if g is not None], self.optimizer.global_clipnorm
+                )
             self.real()
         finally:
             self._place(now, groups)

@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from support.tensorflow_steps import Away, Bursting, X, Y, alone, batches, execution, network, run, same, spoiled, state
+from support.tensorflow_steps import (
+    Away,
+    Bursting,
+    X,
+    Y,
+    alone,
+    batches,
+    execution,
+    network,
+    run,
+    same,
+    spoiled,
+    state,
+)
 
 from keras_nanguard._backends.tensorflow.execution import Retrace
 
