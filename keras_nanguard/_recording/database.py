@@ -28,7 +28,7 @@ from keras_nanguard._recording.records import (
 __all__ = [
     *("APPLICATION", "BINS", "EXACT", "MOVED", "NAME", "SCHEMA", "VERSION", "Row", "Statement"),
     *("as_json", "as_text", "copied", "finite", "in_memory", "insert", "make", "path_of"),
-    "transaction",
+    *("transaction", "upsert_sample"),
 ]
 
 NAME = "recording.sqlite"
@@ -121,6 +121,14 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def insert(table: str) -> str:
     """Return the statement that inserts or replaces one row of a table."""
     return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * _WIDTHS[table])})"
+
+
+def upsert_sample() -> str:
+    """Return the statement that inserts a bad sample, or updates it in its place."""
+    columns = ("place", "times", "steps", "why")
+    changes = ", ".join(f"{name} = excluded.{name}" for name in columns)
+    new = insert("samples").replace("INSERT OR REPLACE", "INSERT")
+    return f"{new} ON CONFLICT (fingerprint, label) DO UPDATE SET {changes}"
 
 
 def copied(connection: sqlite3.Connection, max_text: int) -> dict[str, list[Row]]:

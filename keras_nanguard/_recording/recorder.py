@@ -20,7 +20,7 @@ import numpy as np
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._recording import database, reading
-from keras_nanguard._recording.database import as_json, as_text, insert
+from keras_nanguard._recording.database import as_json, as_text, insert, upsert_sample
 from keras_nanguard._recording.memory import MAX_EVENT_TEXT, Memory
 from keras_nanguard._recording.recording import Recording, from_database
 from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample
@@ -235,7 +235,7 @@ class Recorder:
             place = None if sample.index is None else int(sample.index)
             row = (sample.fingerprint, as_text(sample.label), place, int(sample.times))
             steps, why = as_json(list(sample.steps)), as_text(sample.why)
-            self._memory.run(insert("samples"), [(*row, steps, why)])
+            self._memory.run(upsert_sample(), [(*row, steps, why)])
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write what is left, and close the file."""
