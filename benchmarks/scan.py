@@ -1,6 +1,6 @@
 """How fast `scan` reads a file, as a ratio to h5py and NumPy, which read the same arrays and look only for NaN and Inf.
 
-    python benchmarks/scan.py [--rounds 7]     # ResNet101V2, weights and Adam's slots; the claim is at least 0.8
+    python benchmarks/scan.py [--rounds 7]     # ResNet101V2, weights and Adam's slots
 
 Rounds are paired: both read the file in turn, from the system's cache; the median of the ratios is reported.
 """

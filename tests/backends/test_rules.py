@@ -145,5 +145,5 @@ def test_the_numbers_are_those_of_the_proof():
     size, interval = rules.SMALL_SLOTS // 2**20, rules.FULL_READ_INTERVAL
     assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof_text
     assert f"together take more than {size} MB" in proof_text and f"read large slots every {interval} steps" in proof_text
-    assert f"Slots of more than {size} MB are read every {interval} steps" in limits
+    assert f"Slots of more than {size} MiB are read every {interval} steps" in limits
     assert math.sqrt(2 * rules.BOUND) ** 2 < float(np.finfo(np.float32).max)

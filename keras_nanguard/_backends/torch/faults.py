@@ -17,9 +17,18 @@ from keras_nanguard._backends.shared.faults import FaultHook
 __all__ = ["Hook", "repeated"]
 
 
+_installed: list[Hook] = []
+
+
 def repeated(model: Any) -> Callable[[], None]:
-    """Return a function that does nothing: a replay does not run the counting hook."""
-    return lambda: None
+    """Return what sets the step counters of installed faults to one step before now."""
+    counted = [(hook, hook.seen) for hook in _installed if hook.model is model]
+
+    def again() -> None:
+        for hook, seen in counted:
+            hook.seen = seen - 1
+
+    return again
 
 
 class Hook(FaultHook):
@@ -34,6 +43,12 @@ class Hook(FaultHook):
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
+        _installed.append(self)
+
+    def remove(self) -> None:
+        if self in _installed:
+            _installed.remove(self)
+        super().remove()
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(force: bool = False) -> Any:
