@@ -165,7 +165,7 @@ def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
     one, other = runs
     assert list(map(_all, one.guard.incidents)) == list(map(_all, other.guard.incidents)) != []
     again = len([i for i in other.guard.incidents for o in i.outcomes if "run again" in o.detail])
-    assert again or starts[1] - starts[0] == other.guard.session.step
+    assert again or starts[1] - starts[0] >= other.guard.session.step  # with the replays of a test of the noise
     return one, other, starts[0] - one.guard.session.step
 
 
