@@ -1,8 +1,9 @@
 """Checks for finite faults that appear over several steps. They run between two steps, on the host.
 
 A check reads a few small variables. Most findings are only reported. An action follows for a loss
-scale out of range, for a value beyond a limit of the policy, and for settled moving statistics of a
-BatchNormalization that jump beyond 1e30. `Divergence` handles runs that are lost as a whole.
+scale out of range, for a value beyond a limit of the policy, for settled moving statistics of a
+BatchNormalization that jump beyond 1e30, and for second moments beyond 1e30 that the gradients
+cannot have produced. `Divergence` handles runs that are lost as a whole.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import HUGE, beyond_limits
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    layers as keras_layers,
+    variables as keras_variables,
+)
+from keras_nanguard._keras.slot_gradients import second_moments
 from keras_nanguard._policy.policy import Policy
 
 __all__ = ["Monitors"]
@@ -36,7 +43,8 @@ LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
 
 With the usual momentum of 0.99 the batches between two checks replace 40 % of a moving average.
-These batches would have to be a thousand times larger than all earlier ones.
+These batches would have to be a thousand times larger than all earlier ones. For second moments it
+is the margin over what all gradients so far can have produced.
 """
 
 SETTLED = 10
@@ -57,16 +65,20 @@ class Monitors:
     Attributes:
         due: step of the next check.
         statistics: the sum over the moving statistics in the last step (see `Verdict`).
+        updated: the same over weights and slots.
         ceiling: sum of statistics above which the next check runs at once.
+        highest: the same for weights and slots.
     """
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.due: float = LOOKS[0]
         self.statistics, self.ceiling = 0.0, HUGE
+        self.updated, self.highest = 0.0, HUGE
         self._reported: set[str] = set()
         self._statistics: dict[int, float] = {}
-        self._rollbacks = self._since = 0
+        self._rollbacks = self._since = self._seen = 0
+        self._gradient = 0.0
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, run: Run) -> list[Finding]:
@@ -76,6 +88,8 @@ class Monitors:
             max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP)
             * LEAP
         )
+        is_huge, self.highest = abs(self.updated) > HUGE, max(abs(self.updated) * LEAP, HUGE)
+        self._note_gradients(run)
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
@@ -91,6 +105,8 @@ class Monitors:
             "leap": self._leap,
             "scale": self._scale,
         }
+        if is_huge:
+            watches["moments"] = self._moments
         for name, watch in watches.items():
             findings = list(watch(run))
             if findings and name not in self._reported:
@@ -98,12 +114,12 @@ class Monitors:
                 found += findings
         return found
 
-    def measured(self, statistics: float) -> bool:
-        """Store the sum of statistics of a step; return whether to check at once. Runs in every
-        step.
+    def measured(self, statistics: float, updated: float) -> bool:
+        """Store the sums over statistics, and over weights and slots, of a step; return whether to
+        check at once. Runs in every step.
         """
-        self.statistics = statistics
-        return abs(statistics) > self.ceiling
+        self.statistics, self.updated = statistics, updated
+        return abs(statistics) > self.ceiling or abs(updated) > self.highest
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
@@ -156,6 +172,33 @@ class Monitors:
                     yield Finding("statistics", "out_of_range", statistic.path, 0, 0, size, now)
                 elif statistic is layer.moving_variance:
                     yield Finding("statistics", "spike", statistic.path, value=now)
+
+    def _note_gradients(self, run: Run) -> None:
+        """Store the largest norm of a gradient so far; steps that are undone later count, too."""
+        norms = [norm for _, _, norm in run.history.since(min(self._seen, run.step - 1))]
+        self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
+        self._seen = run.step
+
+    def _moments(self, run: Run) -> Iterator[Finding]:
+        """Find second moments beyond 1e30 that other code has written.
+
+        A second moment is an average of squared gradients, or their sum. So it never exceeds its
+        initial value plus the largest squared norm of a gradient for each step. Large gradients
+        explain large moments: a healthy run never gets here.
+        """
+        first = run.ring.start
+        own = keras_fitting.trains_by_compiled_loss(run.model) and processes.count() == 1
+        if not own or first is None or not run.ring.at_hand(first) or not self._gradient > 0.0:
+            return
+        explained = run.step * self._gradient**2
+        for moment in second_moments(run.train_state().optimizers):
+            start = first.value(moment)
+            now = finiteness.largest(keras_variables.view(moment))
+            if start is None or not HUGE < now < math.inf:
+                continue
+            if now > LEAP * (finiteness.largest(start) + explained):
+                size = int(np.prod(moment.shape))
+                yield Finding("slots", "out_of_range", moment.path, 0, 0, size, now)
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """Find a loss scale out of its range."""

@@ -275,7 +275,7 @@ class Session(RunsAgain):
         self.recorder.push(step, loss, gradients, scale)
         self.recent.push(step, self.transaction.given)
         counts.step = step = step + 1
-        if self.monitors.measured(statistics):
+        if self.monitors.measured(statistics, weights + slots):
             self._due = self.monitors.due = step
         if step >= self._due and last:
             self._keep()
@@ -286,7 +286,8 @@ class Session(RunsAgain):
         for variable, value in self.state.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
-        if not verdict.refused and self.monitors.measured(verdict.statistics):
+        updated = verdict.weights + verdict.slots
+        if not verdict.refused and self.monitors.measured(verdict.statistics, updated):
             self._due = self.monitors.due = self.counts.step
         if self.transaction.counted:
             self._after_many(verdict)

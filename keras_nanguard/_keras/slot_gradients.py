@@ -9,15 +9,15 @@ so its norm follows between two steps, on every backend, from what is there anyw
 without the loss scale.
 
 Names private to Keras that are used here, because there is no public way: the lists of slots of
-each optimizer (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``),
-one for each variable that it trains. ``tests/keras_internals/test_internals.py`` fails when a
-release of Keras removes one of them.
+each optimizer (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``,
+``_u``), one for each variable that it trains. ``tests/keras_internals/test_internals.py`` fails
+when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["SLOTS", "GradientSlot", "gradient_slots"]
+__all__ = ["SECOND_MOMENTS", "SLOTS", "GradientSlot", "gradient_slots", "second_moments"]
 
 LEAST = 20.0
 """Multiple of what rounding may come to from which on a difference says something."""
@@ -142,6 +142,39 @@ follow from.
 """
 
 
+SECOND_MOMENTS: dict[type, str] = {
+    keras.optimizers.Adam: "_velocities",
+    keras.optimizers.AdamW: "_velocities",
+    keras.optimizers.Nadam: "_velocities",
+    keras.optimizers.Lamb: "_velocities",
+    keras.optimizers.RMSprop: "_velocities",
+    keras.optimizers.Adamax: "_u",
+    keras.optimizers.Adagrad: "_accumulators",
+    keras.optimizers.Adadelta: "_accumulated_grads",
+}
+"""The slots of each optimizer of Keras that average or sum squared gradients. Adamax keeps their
+largest magnitude instead.
+"""
+
+
+def second_moments(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the slots that only squared gradients change; none of a class of the user's own."""
+    found: list[Any] = []
+    for outer in optimizers:
+        optimizer = keras_optimizers.inner(outer)
+        kind = _kind(optimizer, SECOND_MOMENTS)
+        if kind is not None and optimizer.built:
+            found += getattr(optimizer, SECOND_MOMENTS[kind])
+    return found
+
+
+def _kind(optimizer: Any, known: Container[type]) -> type | None:
+    """Return the known class of an optimizer; a class of the user's own may update as it likes."""
+    kinds = type(optimizer).__mro__
+    kind = next((c for c in kinds if c in known or not c.__module__.startswith("keras.")), None)
+    return kind if kind in known else None
+
+
 def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
     """Return where the gradient of each weight is kept, by `id` of the weight. The variables hold
     the state before a step.
@@ -149,20 +182,13 @@ def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
     found: dict[int, GradientSlot] = {}
     for outer in optimizers:
         optimizer = keras_optimizers.inner(outer)
-        kind = next(
-            (
-                c
-                for c in type(optimizer).__mro__
-                if c in SLOTS or not c.__module__.startswith("keras.")
-            ),
-            None,
-        )
+        kind = _kind(optimizer, SLOTS)
         if (
-            kind not in SLOTS
+            kind is None
             or not optimizer.built
             or getattr(optimizer, "gradient_accumulation_steps", None)
         ):
-            continue  # a class of the user's own may update as it likes
+            continue
         for number, weight in enumerate(keras_optimizers.trained_by(optimizer)):
             slot = SLOTS[kind](optimizer, number, weight)
             if slot is not None:

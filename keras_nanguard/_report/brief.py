@@ -144,7 +144,7 @@ def _finding(finding: Finding) -> str:
 
 
 def _bad(incident: Incident) -> str:
-    """Return the bad numbers in the first finding that counts them: `NaN`, `Inf` or both."""
+    """Return the bad numbers in the first finding that has any: `NaN`, `Inf`, both, or `1e+36`."""
     return next(filter(None, map(_numbers, incident.findings)), "NaN or Inf")
 
 
@@ -153,6 +153,8 @@ def _numbers(finding: Finding) -> str:
     kinds = [name for count, name in ((finding.nan, "NaN"), (finding.inf, "Inf")) if count]
     if not kinds and finding.kind == "nonfinite" and finding.value is not None:
         kinds = ["NaN" if finding.value != finding.value else "Inf"]
+    if finding.kind == "out_of_range" and finding.value is not None:
+        kinds = [f"{finding.value:.3g}"]
     return " and ".join(kinds)
 
 

@@ -20,7 +20,12 @@ from keras_nanguard._keras import (
     structure,
     variables as keras_variables,
 )
-from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots
+from keras_nanguard._keras.slot_gradients import (
+    SECOND_MOMENTS,
+    SLOTS,
+    gradient_slots,
+    second_moments,
+)
 
 LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
 
@@ -366,6 +371,20 @@ def test_slots_that_tell_gradients():
         optimizer.build(model.trainable_variables)
         found = gradient_slots([optimizer])
         assert [found[id(v)].variable.shape for v in model.trainable_variables] == [v.shape for v in model.trainable_variables], kind
+
+
+def test_second_moments():
+    """Each optimizer that `second_moments` knows keeps, for each weight, the array that it names; it is at least as large as 0."""
+    for kind in SECOND_MOMENTS:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = kind(0.1)
+        optimizer.build(model.trainable_variables)
+        for gradient in (3.0, -2.0):
+            optimizer.apply([keras.ops.full(v.shape, gradient) for v in model.trainable_variables])
+        found = second_moments([optimizer])
+        assert [v.shape for v in found] == [v.shape for v in model.trainable_variables], kind
+        values = [keras.ops.convert_to_numpy(v) for v in found]
+        assert all((v > 0.0).all() and (v <= 13.2).all() for v in values), kind  # 0.1 + 9 + 4
 
 
 def test_keras_forgets_what_it_does_not_save(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""A finite number is never too large by itself: only beyond a limit of the policy, or in settled statistics that leap."""
+"""A finite number is never too large by itself: only beyond a limit of the policy, in settled statistics that leap, or in second
+moments that the gradients cannot have produced.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Write(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if (self.epoch, batch) == (1, self.batch):
-            variable = next(v for v in self.model.variables if v.path.endswith(self.path))
+            known = [*self.model.variables, *self.model.optimizer.variables]
+            variable = next(v for v in known if v.path.endswith(self.path))
             value = np.array(keras.ops.convert_to_numpy(variable))
             value.flat[0] = self.value
             variable.assign(value)
@@ -78,6 +81,68 @@ def test_settled_statistics_that_leap(statistic):
     assert "rollback" in actions(run.guard)
     found = next(v for path, v in run.state if path.endswith(statistic))
     assert np.abs(found).max() < 100.0
+
+
+def second_moments(path, make):
+    return pytest.param(path, make, id=make.__name__)
+
+
+@pytest.mark.parametrize(
+    ("path", "make"),
+    [
+        second_moments("kernel_velocity", optimizers.Adam),
+        second_moments("kernel_velocity", optimizers.RMSprop),
+        second_moments("kernel_accumulator", optimizers.Adagrad),
+        second_moments("kernel_norm", optimizers.Adamax),
+    ],
+)
+def test_second_moments_that_no_gradient_explains(path, make, capsys):
+    """3e38 in a second moment stops its weight for good. It is restored, and the run ends as without that batch."""
+    data = zoo.regression()
+    expected = zoo.run(build(lambda: make(1e-3)), data)
+    run = zoo.run(
+        build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[Write(path, 3e38)]
+    )
+    (incident,) = run.guard.incidents
+    assert {(f.site, f.kind) for f in incident.findings} == {("slots", "out_of_range")}
+    assert incident.diagnosis.cause == "state_nonfinite" and "e+38 in " in capsys.readouterr().out
+    assert "rollback" in actions(run.guard) and "lower_lr" not in actions(run.guard)
+    largest = max(np.abs(v).max() for path, v in run.state)
+    assert largest < 1e3 and run.history["loss"][-1] < 1.2 * expected.history["loss"][-1]
+
+
+def test_second_moments_of_an_earlier_fit():
+    """Moments that were beyond 1e30 before the first step are nobody's business, small as the gradients are."""
+    model, data = build()(), zoo.regression()
+    model.fit(data.x, 1e18 * data.y, batch_size=zoo.BATCH, verbose=0)
+    assert max(np.abs(keras.ops.convert_to_numpy(v)).max() for v in model.optimizer.variables) > 1e30
+    guard = NanGuard(verbose=0)
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=3, verbose=0, callbacks=[guard])
+    assert guard.incidents == []
+
+
+def test_second_moments_of_growing_gradients():
+    """Targets that grow from 1 to 1e18 within an epoch: each moment is what its gradients make of it."""
+    data = zoo.regression()
+    data.y *= np.geomspace(1, 1e18, len(data.y))[:, None].astype("float32")
+    plain = zoo.run(build(), data)
+    run = zoo.run(build(), data, guard=NanGuard(verbose=0))
+    assert run.guard.incidents == [] and zoo.differences(run, plain, 1e-5) == []
+
+
+class Marked(optimizers.Adam):
+    """Keeps a number of its own in a slot."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        moment = self._velocities[self._get_variable_index(variable)]
+        self.assign(moment, keras.ops.full(moment.shape, 1e36))
+
+
+def test_slots_of_an_optimizer_of_the_users_own():
+    """What a class of the user's own keeps in its slots is not known."""
+    run = zoo.run(build(lambda: Marked(1e-3)), zoo.regression(), guard=NanGuard(verbose=0))
+    assert run.guard.incidents == []
 
 
 @pytest.mark.parametrize("limits", [(), ({"site": "weights", "max_abs": 1e4},)], ids=["none", "1e4"])
