@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from keras_nanguard._core.stored_records import STORED
 
 __all__ = [
     "BACKWARD",
@@ -196,6 +196,8 @@ class Growth:
             of it.
     """
 
+    __pydantic_config__ = STORED
+
     steps: int = 0
     loss: float = 1.0
     norm: float = 1.0
@@ -205,27 +207,6 @@ class Growth:
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     jump: tuple[float, int] = (1.0, 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; numbers are strings, because JSON has no infinity."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: [str(v) for v in value] if isinstance(value, tuple) else str(value)
-            for name, value in values.items()
-        }
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Growth:
-        """Rebuild it from `to_dict()`.
-
-        Raises:
-            KeyError, TypeError, ValueError: if it does not have that form.
-        """
-        factor, step = given["jump"]
-        lists = {name: tuple(float(v) for v in given[name]) for name in ("losses", "norms")}
-        single = ("loss", "norm", "weights", "largest_weight", "largest_weight_before")
-        numbers = {name: float(given[name]) for name in single}
-        return cls(steps=int(given["steps"]), jump=(float(factor), int(step)), **lists, **numbers)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

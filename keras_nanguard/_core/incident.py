@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
-from keras_nanguard._core import field_types, plain_json
+from keras_nanguard._core import plain_json
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
 from keras_nanguard._core.notebook import block
 from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.stored_records import STORED, Whole, stored
 
 __all__ = [
     "CAUSES",
@@ -68,12 +69,14 @@ class Finding:
         value: the offending number (a loss, a norm, a scale), or `None`.
     """
 
+    __pydantic_config__ = STORED
+
     site: Site
     kind: Kind = "nonfinite"
     path: str = ""
-    nan: int | None = None
-    inf: int | None = None
-    size: int | None = None
+    nan: Whole | None = None
+    inf: Whole | None = None
+    size: Whole | None = None
     value: float | None = None
 
     def __post_init__(self) -> None:
@@ -112,9 +115,11 @@ class Diagnosis:
             divergence.
     """
 
+    __pydantic_config__ = STORED
+
     cause: Cause = "unknown"
     culprit: str = ""
-    samples: tuple[int, ...] = ()
+    samples: tuple[Whole, ...] = ()
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     confidence: float = 0.0
@@ -183,6 +188,8 @@ class Decision:
         terminal: whether it ends training.
     """
 
+    __pydantic_config__ = STORED
+
     rule: str = ""
     actions: tuple[Mapping[str, Any], ...] = ()
     reason: str = ""
@@ -207,6 +214,8 @@ class Outcome:
         status: `"done"` or `"skipped"`.
         detail: what was done, or why it was not.
     """
+
+    __pydantic_config__ = STORED
 
     action: str
     status: str
@@ -246,9 +255,11 @@ class Incident:
             unknown.
     """
 
-    step: int
-    epoch: int
-    batch: int
+    __pydantic_config__ = STORED
+
+    step: Whole
+    epoch: Whole
+    batch: Whole
     findings: tuple[Finding, ...]
     refused: bool = True
     values: Mapping[str, float] = field(default_factory=dict)
@@ -256,8 +267,8 @@ class Incident:
     decision: Decision | None = None
     outcomes: tuple[Outcome, ...] = ()
     bundle: str | None = None
-    replicas: tuple[int, ...] = ()
-    committed: int | None = None
+    replicas: tuple[Whole, ...] = ()
+    committed: Whole | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -381,8 +392,7 @@ class Incident:
         """Return plain JSON values; non-finite numbers become the strings `"nan"`, `"inf"`,
         `"-inf"`.
         """
-        plain: dict[str, Any] = _plain(asdict(self))
-        return {"format": FORMAT, **plain}
+        return {"format": FORMAT, **plain_json.plain(asdict(self))}
 
     def to_json(self) -> str:
         """Return `to_dict()` as strict JSON text."""
@@ -405,58 +415,13 @@ class Incident:
                     "Read it with the version that wrote it.",
                 )
             )
-        known = {f.name for f in fields(cls)}
-        given = {key: value for key, value in data.items() if key != "format"}
-        if not set(given) <= known or not {"step", "epoch", "batch", "findings"} <= set(given):
-            received = plain_text(sorted(map(str, given)))
-            raise FileFormatError(
-                expected(
-                    f"the fields {sorted(known)}", received, "Do not edit incident files by hand."
-                )
-            )
         try:
-            plain_json.check_depth(given)
-            found = cls(**{**given, **_records(given)})
-            field_types.check(found)
-            return found
-        except (TypeError, ValueError, AttributeError) as error:
+            plain_json.check_depth(data)
+            return stored(cls, {key: value for key, value in data.items() if key != "format"})
+        except ValueError as error:
             raise FileFormatError(
                 f"The incident has a malformed field: {plain_text(error)}"
             ) from error
-
-
-def _records(given: Mapping[str, Any]) -> dict[str, Any]:
-    diagnosis, decision = given.get("diagnosis"), given.get("decision")
-    return {
-        "findings": tuple(
-            Finding(**{**f, "value": _number(f.get("value"))}) for f in given["findings"]
-        ),
-        "values": {key: _number(value) for key, value in given.get("values", {}).items()},
-        "diagnosis": (
-            Diagnosis(**{k: _tupled(v) for k, v in diagnosis.items()}) if diagnosis else None
-        ),
-        "decision": Decision(**{k: _tupled(v) for k, v in decision.items()}) if decision else None,
-        "outcomes": tuple(Outcome(**o) for o in given.get("outcomes", ())),
-        "replicas": tuple(given.get("replicas", ())),
-    }
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:

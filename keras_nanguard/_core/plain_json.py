@@ -1,5 +1,5 @@
-"""JSON of files that are not trusted: of limited depth, so that nothing that goes through it
-recursively runs out of stack.
+"""Values as plain JSON, and JSON of files that are not trusted: of limited depth, so that nothing
+that goes through it recursively runs out of stack.
 
 Imports no backend.
 """
@@ -7,14 +7,29 @@ Imports no backend.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "check_depth", "loads"]
+__all__ = ["MAX_DEPTH", "check_depth", "loads", "plain"]
 
 MAX_DEPTH = 64
 """Maximum depth of lists and objects. What this library writes has about ten levels; a batch of a
 bundle may have 64.
 """
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: mappings with text as keys, lists for tuples, and the
+    strings `"nan"`, `"inf"` and `"-inf"` for non-finite numbers.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def loads(text: str | bytes) -> Any:

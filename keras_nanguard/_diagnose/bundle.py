@@ -29,7 +29,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_text import markdown_text, plain_text
+from keras_nanguard._core.stored_records import stored
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
@@ -172,7 +173,7 @@ def _fill(
         "dtypes": [a.dtype.name for a in arrays],
         "state": [_described(v) for v in variables] if fits else [],
         "before": before,
-        "growth": evidence.growth.to_dict(),
+        "growth": plain_json.plain(asdict(evidence.growth)),
         "mode": mode,
         "saving": bool(run.transaction.keeps_undo),
         "steps_per_execution": int(getattr(run.model, "steps_per_execution", 1) or 1),
@@ -378,7 +379,7 @@ def read(path: str | Path | None) -> Bundle:
         entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
         state, start = (_variables(folder / name, entries) for name in ("state.npz", "start.npz"))
         before = _before(folder, about.get("before"))
-        growth = Growth.from_dict(about["growth"])
+        growth = stored(Growth, about["growth"])
         model = _limited(folder / "model.json") if (folder / "model.json").exists() else ""
         return Bundle(
             folder,

@@ -7,7 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.plain_json import plain
 from keras_nanguard._diagnose import bundle as _bundle, raised
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.counterfactuals import Rerun, counterfactual_results
@@ -66,23 +67,13 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        shown = Incident(
-            self.incident.step,
-            self.incident.epoch,
-            self.incident.batch,
-            (),
-            diagnosis=self.diagnosis,
-        )
         return {
             "format": FORMAT,
             "incident": self.incident.to_dict(),
             "mode": self.mode,
             "result": self.result,
-            "diagnosis": shown.to_dict()["diagnosis"],
-            "layers": [
-                {name: _plain(getattr(row, name)) for name in LayerRow.__slots__}
-                for row in self.layers
-            ],
+            "diagnosis": plain(asdict(self.diagnosis)),
+            "layers": [plain(asdict(row)) for row in self.layers],
             "counterfactuals": [list(pair) for pair in self.counterfactuals],
         }
 
@@ -99,12 +90,6 @@ class Replay:
         ]
         lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 @np.errstate(all="ignore")  # the data is not finite

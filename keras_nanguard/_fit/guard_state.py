@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._core import field_types
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.stored_records import STORED, Whole, stored
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.state import PolicyState
@@ -46,14 +46,16 @@ class GuardState:
         recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
+    __pydantic_config__ = STORED
+
     policy_state: Mapping[str, Any]
     rates: tuple[Mapping[str, Any] | None, ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
-    rollbacks: int = 0
-    recovery: tuple[int, int] | None = None
-    lowered: tuple[int, int] | None = None
+    rollbacks: Whole = 0
+    recovery: tuple[Whole, Whole] | None = None
+    lowered: tuple[Whole, Whole] | None = None
     scale_bounds: tuple[float, float] | None = None
-    recalibration: tuple[int, int] | None = None
+    recalibration: tuple[Whole, Whole] | None = None
 
     @classmethod
     def of(cls, recovery: Recovery) -> GuardState:
@@ -120,40 +122,31 @@ class GuardState:
             FileFormatError: if it is of another format, or a field is missing, unknown or of a
                 wrong type.
         """
-        names = {entry.name for entry in fields(cls)}
-        if (
-            not isinstance(data, Mapping)
-            or data.get("format") != FORMAT
-            or set(data) - {"format"} != names
-        ):
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(
                 expected(
                     f"a guard state of format {FORMAT}", received, "Start without resume=True."
                 )
             )
-        PolicyState.from_dict(data["policy_state"])
         try:
-            values: dict[str, Any] = {name: data[name] for name in names}
-            lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-            found = cls(**{**values, **lists})
+            found = stored(cls, {key: value for key, value in data.items() if key != "format"})
+            PolicyState.from_dict(found.policy_state)
             found.check()
             return found
-        except (TypeError, ValueError) as error:
+        except FileFormatError:
+            raise
+        except ValueError as error:
             raise FileFormatError(
                 f"The guard state has a malformed field: {plain_text(error)}"
             ) from error
 
     def check(self) -> None:
-        """Check the fields after reading a file.
+        """Check the values of the fields after reading a file.
 
         Raises:
-            TypeError, ValueError: if one has a value that `of` cannot return.
+            ValueError: if one has a value that `of` cannot return.
         """
-        field_types.check(self)
-        for pair in (self.recovery, self.lowered, self.scale_bounds, self.recalibration):
-            if pair is not None and len(pair) != 2:
-                raise ValueError("expected pairs of numbers")
         for settings in self.settings:
             if unknown := set(settings) - set(SETTINGS):
                 raise ValueError(f"{sorted(unknown)[0]} is not a setting that actions change")
