@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from keras_nanguard._core.errors import FileFormatError, expected
@@ -122,7 +122,8 @@ class GuardState:
             FileFormatError: if it is of another format, or a field is missing, unknown or of a
                 wrong type.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        names = {"format", *(entry.name for entry in fields(cls))}
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) != names:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(
                 expected(
