@@ -125,7 +125,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
 
 
 ODD = {
-    "step": "7",
+    "step": "seven",
     "findings": ["x"],
     "diagnosis": "d",
     "values": {"loss": []},
