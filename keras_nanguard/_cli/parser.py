@@ -195,8 +195,7 @@ def _lint(commands: Commands) -> None:
 
 def _diagnose(commands: Commands) -> None:
     summary = (
-        "find the first layer of a model with bad outputs on a batch, in inference and in training"
-        " mode, and why"
+        "run one batch in inference and training mode, and report the first bad layer and the cause"
     )
     command = _command(commands, "diagnose", command_functions.diagnose, summary)
     _model(command)
@@ -229,10 +228,10 @@ def _replay(commands: Commands) -> None:
     )
     modes = command.add_mutually_exclusive_group()
     for mode in ("eager", "graph", "xla"):
-        text = f"run the step in {mode} mode"
+        text = f"run the step in {mode} mode" if mode != "xla" else "compile the step with XLA"
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=text)
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
-    command.add_argument("--device", metavar="NAME", help="device to run on: CPU:0, GPU:0")
+    command.add_argument("--device", metavar="NAME", help="device to run on, such as CPU:0")
     plain = "only run the step, without counterfactuals"
     command.add_argument("--plain", action="store_true", help=plain)
     _json(command)
@@ -262,14 +261,14 @@ def _watch(commands: Commands) -> None:
     interval = "seconds between two updates (default: 1)"
     kind = _number(float, 0.05, 3600)
     command.add_argument("--interval", type=kind, default=1.0, metavar="SECONDS", help=interval)
-    once = "show it once and exit, as if the output is not a terminal"
+    once = "print one frame and exit; the default if the output is not a terminal"
     command.add_argument("--once", action="store_true", help=once)
 
 
 def _demo(commands: Commands) -> None:
     summary = (
         "train a small network on data with five corrupted images, with and without the guard,"
-        " and without the five"
+        " and on clean data"
     )
     _command(commands, "demo", command_functions.demo, summary)
 

@@ -43,8 +43,8 @@ def data_nonfinite(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Inputs that are not scaled",
-    why="Initializers assume inputs of about 1: outputs and gradients scale with the inputs, "
-    "gradients again in every layer, and overflow in float16.",
+    why="Initializers assume inputs of about 1. Outputs and gradients grow with the inputs, and "
+    "overflow in float16.",
     fix="Add an adapted Normalization, or a Rescaling, as the first layer.",
     program=_MODEL,
     invalid="x = x * 1e6",

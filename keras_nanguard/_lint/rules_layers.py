@@ -48,7 +48,7 @@ def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
     "error",
     "BatchNormalization with momentum 0 or 1",
     why="With momentum 1 the moving statistics never change, and inference ignores the data; with "
-    "momentum 0 they are those of the last batch alone.",
+    "momentum 0 they are the statistics of the last batch.",
     fix="Use a momentum between 0.9 and 0.999.",
     program="layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(momentum={})]\n"
     "model = keras.Sequential([keras.Input((8,)), *layers])",
@@ -161,7 +161,7 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
 @rule(
     "error",
     "NaN or Inf in weights, statistics or slots",
-    why="The first step computes NaN from it, and so does every prediction. Training never makes "
+    why="Every step and every prediction computes NaN from such a value, and training never makes "
     "it finite again.",
     fix="Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad "
     "value.",

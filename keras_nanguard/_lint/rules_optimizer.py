@@ -58,9 +58,9 @@ def _rates(subject: Subject) -> list[float]:
 @rule(
     "error",
     "Learning rate negative, zero or too large",
-    why="A negative rate increases the loss, with a rate of 0 the weights never change, and an "
-    "optimizer that normalizes its updates changes every weight by about the rate, so that a rate "
-    "of 1 overwrites the initial weights in one step.",
+    why="A negative rate increases the loss. With a rate of 0 the weights never change. Adam and "
+    "similar optimizers change every weight by about the rate, so a rate of 1 overwrites the "
+    "initial weights in one step.",
     fix="Start with 1e-3 for Adam and similar optimizers, with 1e-2 for SGD.",
     program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
     "model.compile(keras.optimizers.Adam({}), 'mse')",
@@ -82,8 +82,8 @@ def learning_rate(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Optimizer epsilon below the resolution of the variables",
-    why="Adam divides by sqrt(v) + epsilon. In float16 squared gradients below 6e-8 are 0 and an "
-    "epsilon below 6e-5 is denormal or 0: the quotient overflows.",
+    why="Adam divides by sqrt(v) + epsilon. In float16 squared gradients below 6e-8 are 0, and an "
+    "epsilon below 6e-5 is denormal or 0. The quotient then overflows.",
     fix="Keep variables in float32 (mixed_float16, not float16), or raise epsilon to 1e-4.",
     invalid="keras.config.set_dtype_policy('float16')\n"
     + _MODEL % ("keras.optimizers.Adam(loss_scale_factor=1024)", ""),
@@ -101,8 +101,8 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "float16 without loss scaling",
-    why="Gradients below 6e-8 are 0 in float16: without a loss scale, most gradients of most "
-    "models.",
+    why="Gradients below 6e-8 are 0 in float16. Without a loss scale, most models have mostly "
+    "such gradients.",
     fix="Compile with auto_scale_loss=True (the default), or wrap the optimizer in "
     "LossScaleOptimizer.",
     program=_FLOAT16 + _MODEL % ("'adam'", ", auto_scale_loss={}"),
@@ -125,8 +125,8 @@ def _computes_in_float16(layer: object) -> bool:
 @rule(
     "error",
     "Loss scaled twice",
-    why="Both scales multiply the loss, but only one divides the gradients: they are wrong by the "
-    "other, or overflow.",
+    why="Both scales multiply the loss, but only one divides the gradients. They are too large by "
+    "the factor of the other, and may overflow.",
     fix="Wrap once, and set no loss_scale_factor on the inner optimizer of a LossScaleOptimizer.",
     program="scaled = keras.optimizers.LossScaleOptimizer\n" + _FLOAT16 + _MODEL % ("{}", ""),
     invalid="scaled(scaled(keras.optimizers.Adam()))",

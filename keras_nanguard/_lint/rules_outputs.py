@@ -92,7 +92,7 @@ def low_precision_output(subject: Subject) -> Iterator[Site]:
     "Softmax or sigmoid before a loss that expects logits",
     why="The loss applies softmax or sigmoid again: gradients shrink, the loss cannot reach 0, "
     "training stalls.",
-    fix="Remove the activation of the last layer, or from_logits=True.",
+    fix="Remove the activation of the last layer, or remove from_logits=True.",
     program=_MODEL % ("{}", _FROM_LOGITS),
     invalid="activation='softmax'",
     valid="",

@@ -138,7 +138,7 @@ class Clip(Change):
         default=0.5,
         gt=0,
         le=1,
-        description="multiplies a norm of the optimizer that is already as small",
+        description="multiplies the optimizer's norm if that is already at most `global_clipnorm`",
     )
     min_clipnorm: float = Field(
         default=1e-3, gt=0, description="lower bound on the norm to clip at"
@@ -182,8 +182,8 @@ class Repair(Change):
 
 
 class ResetBatchnorm(Change):
-    """Reset the moving statistics of BatchNorm layers: to mean 0 and variance 1, or as last
-    good.
+    """Reset the moving statistics of BatchNorm layers to mean 0 and variance 1, or to the last
+    good values.
     """
 
     name: ClassVar[str] = "reset_batchnorm"

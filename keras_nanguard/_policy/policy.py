@@ -75,12 +75,12 @@ class Policy(Record):
     """
 
     version: Literal[2] = Field(default=VERSION, description="version of the form of policy files")
-    preset: Preset = Field(default=DEFAULT_PRESET, description="the policy that the rest changes")
+    preset: Preset = Field(default=DEFAULT_PRESET, description="the policy to start from")
     refuse: bool = Field(default=True, description="whether bad steps are refused")
     escalation: _Stages = Field(
         default=(*_ROUND, *_ROUND, *_ROUND, (Stop(),)),
         min_length=1,
-        description="what is done at the first, second, ... bad step in a row",
+        description="actions for the first, second, ... bad step in a row",
     )
     max_consecutive_refused: int = Field(
         default=12, ge=1, le=10**6, description="bad steps in a row at which training ends"
@@ -89,7 +89,7 @@ class Policy(Record):
         default=0.5,
         gt=0,
         le=1,
-        description="share of the last 200 steps refused at which training ends",
+        description="share of refused steps among the last 200 at which training ends",
     )
     action_budget: int = Field(
         default=6, ge=1, le=10**6, description="how often each change may be made within 5000 steps"

@@ -13,10 +13,10 @@ __all__ = ["Rule"]
 
 
 class Rule(Record):
-    """What is done about incidents of some cause or place.
+    """Actions for incidents with a given cause, site, kind or layer.
 
-    A rule that only reports (`warn`, `quarantine`, `call`) adds to what is decided anyway; any
-    other decides alone.
+    A rule that only reports (`warn`, `quarantine`, `call`) adds its actions to the decision. Any
+    other rule replaces the decision.
     """
 
     name: Name = Field(description="a rule replaces the rule of the preset that has the same name")

@@ -38,7 +38,7 @@ class Snapshot(Record):
     verify_after: Steps = Field(
         default=10,
         description="good steps after which a snapshot counts as verified, at most `every`; "
-        "at once with `keep = 1`",
+        "immediately with `keep = 1`",
     )
 
     @property
@@ -73,20 +73,21 @@ class Divergence(Record):
     """What happens to a run with finite numbers that is proven to have diverged."""
 
     action: ItemsOrOff = Field(
-        default=(Rollback(), LowerLr()), description="what to do, or `off` to not look for it"
+        default=(Rollback(), LowerLr()), description="what to do, or `off` to disable the check"
     )
 
 
 class LossScale(Record):
     """How the loss scale of mixed_float16 is checked, and what happens outside of its range."""
 
-    floor: float = Field(default=1.0, gt=0, description="a scale below this has collapsed")
-    ceiling: float = Field(default=2.0**32, gt=0, description="a scale above this has run away")
+    floor: float = Field(default=1.0, gt=0, description="a lower scale is a `collapse`")
+    ceiling: float = Field(default=2.0**32, gt=0, description="a higher scale is `out_of_range`")
     streak: int = Field(
         default=8, ge=0, le=1000, description="overflows in a row that are left to dynamic scaling"
     )
     action: ItemsOrOff = Field(
-        default=(FixLossScale(reset_to=1024.0),), description="what to do, or `off` to not check it"
+        default=(FixLossScale(reset_to=1024.0),),
+        description="what to do, or `off` to disable the check",
     )
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ class Statistics(Record):
     """How the moving statistics of BatchNorm are checked."""
 
     stuck_after: Steps = Field(
-        default=500, description="steps without any change after which they are `stuck`, 0 is never"
+        default=500, description="unchanged steps after which they are `stuck`, 0 is never"
     )
 
 
