@@ -60,6 +60,29 @@ def test_off_after_an_exception(where, error, first):
     assert held.tb is not None and left_behind(model) == set()
 
 
+@pytest.mark.parametrize("error", [ValueError("of the user's own"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+def test_off_after_an_exception_while_the_step_is_built(error):
+    """An error that ends the fit before its first step is the one that the user receives; the next fit begins afresh."""
+
+    class Failing(keras.optimizers.SGD):
+        fails = True
+
+        def build(self, variables):
+            if self.fails:
+                raise error
+            super().build(variables)
+
+    model, data = zoo.plain(), zoo.regression(batches=3)
+    model.compile(Failing(0.01), "mse")
+    for callbacks in ([NanGuard(verbose=0)], []):
+        with pytest.raises(type(error)):
+            fit(model, data, *callbacks)
+        assert left_behind(model) == set()
+    Failing.fails = False
+    fit(model, data, NanGuard(verbose=0))
+    assert int(model.optimizer.iterations) == 3
+
+
 def test_off_after_an_exception_in_the_data():
     """A generator that fails ends the fit, and takes the guard off."""
 

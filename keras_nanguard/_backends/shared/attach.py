@@ -157,6 +157,7 @@ class Attachment(StateAccess):
             if self.model.train_function is None or force:
                 self._build()
         except BaseException:
+            self._changed = True  # an incomplete step is not kept for the next fit
             self.detach()
             raise
         return self.model.train_function
