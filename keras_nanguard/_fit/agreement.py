@@ -12,7 +12,7 @@ budgets. `Alone` is the same for one process, without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -25,6 +25,7 @@ from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, O
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._keras import spread_arrays
 
 __all__ = ["Agreement", "Together", "agreement"]
 
@@ -52,8 +53,8 @@ class Agreement:
     def all_see(self, verdict: Verdict) -> bool:
         """Return whether a verdict is the same in all processes.
 
-        It is not if NaN is in the copy that one process has of an array that all hold. The next
-        loss, which is computed by all of them, shows it to the others.
+        It is not if NaN is in the copy that one process has of a weight or slot that all hold. The
+        next loss, which is computed by all of them, shows it to the others.
         """
         return True
 
@@ -75,8 +76,10 @@ class Agreement:
         """Return the findings of all processes in a step; `report` has the batch of this one."""
         return list(findings)
 
-    def diagnosis(self, incident: Incident) -> Incident:
-        """Return the incident with the diagnosis of the best informed process."""
+    def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
+        """Return the incident with the diagnosis of the best informed process; `report` has the
+        batch of this one.
+        """
         return incident
 
     def is_of(self, incident: Incident) -> bool:
@@ -127,7 +130,8 @@ class Together(Agreement):
         return bool(self._kept)
 
     def all_see(self, verdict: Verdict) -> bool:
-        shown = verdict.refused or verdict.finite or not isfinite(verdict.loss + verdict.gradients)
+        common = verdict.loss + verdict.gradients + verdict.statistics
+        shown = verdict.refused or verdict.finite or not isfinite(common)
         return shown or not current.host().SPREADS_ARRAYS
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
@@ -145,9 +149,7 @@ class Together(Agreement):
         return found
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        labelled = (
-            findings if current.host().SPREADS_ARRAYS else _with_rows(findings, report, self.rank)
-        )
+        labelled = _with_rows(findings, report, self.rank)
         self._own = {f.site for f in findings}
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
         found = self._exchange(
@@ -155,7 +157,7 @@ class Together(Agreement):
         )
         return united([[Finding(**f) for f in part] for part in found])
 
-    def diagnosis(self, incident: Incident) -> Incident:
+    def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
         own = incident.diagnosis
         sites = [site for site in OF_ITS_OWN if site in self._own]
         known = self._exchange(
@@ -169,8 +171,11 @@ class Together(Agreement):
             name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
         }
         chosen = Diagnosis(**fields)
-        if not current.host().SPREADS_ARRAYS and chosen.samples:
-            place = f"rank {rank}: {_place(chosen)}{_rows(chosen.samples)}"
+        if chosen.samples:
+            rows: Mapping[int, Sequence[int]] = {rank: chosen.samples}
+            if current.host().SPREADS_ARRAYS and report is not None:
+                rows = _by_process(report, chosen.samples, rank)
+            place = _located(_place(chosen), rows)
             chosen = replace(chosen, evidence=(f"{place}.", *chosen.evidence))
         return incident.with_(diagnosis=chosen)
 
@@ -228,11 +233,14 @@ def agreement(model: Any, loop: bool) -> Agreement:
 def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all processes in the order of their ranks, the first one for each
     place.
+
+    A sum that all of them have is omitted if one of them has found the bad array.
     """
     known: dict[tuple[str, str, str], Finding] = {}
     for finding in (finding for part in found for finding in part):
         known.setdefault((finding.site, finding.kind, finding.path), finding)
-    return list(known.values())
+    named = {finding.site for finding in known.values() if finding.path}
+    return [f for f in known.values() if f.path or f.site not in named]
 
 
 def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
@@ -261,15 +269,26 @@ def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) ->
         else ()
     )
     rows = {argument_path(part.name): part.rows for part in of_batch}
-    named = {
-        f.path: f"rank {rank}: {f.path}{_rows(rows.get(f.path, ()))}"
-        for f in findings
-        if f.site in ("inputs", "targets")
-    }
+    named = {}
+    for f in findings:
+        if f.site in ("inputs", "targets") and report is not None:
+            places = _by_process(report, rows.get(f.path, ()), rank)
+            named[f.path] = _located(f.path, places or {rank: ()})
     return [
         replace(f, path=named[f.path]) if f.path in named and f.site in ("inputs", "targets") else f
         for f in findings
     ]
+
+
+def _by_process(report: Report, rows: Sequence[int], rank: int) -> Mapping[int, Sequence[int]]:
+    """Return rows of the batch of a report by rank, as indices into the part of that process."""
+    arrays = (part.value for part in batches.parts(report.batch) if len(part.value.shape))
+    return spread_arrays.rows_by_process(next(arrays, None), rows, rank)
+
+
+def _located(name: str, rows: Mapping[int, Sequence[int]]) -> str:
+    """Return the rows of an array by rank in words: `rank 0: x, row 1; rank 1: x, row 8`."""
+    return "; ".join(f"rank {rank}: {name}{_rows(own)}" for rank, own in rows.items())
 
 
 def _rows(rows: Sequence[int]) -> str:

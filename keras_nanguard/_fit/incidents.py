@@ -265,7 +265,7 @@ class Incidents:
         )
         incident = incident.with_(committed=counts.committed)
         diagnosis = diagnosis or self._explain(run, incident, report)
-        incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis))
+        incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis), report)
         own = report if agreement.is_of(incident) else None
         run.bad_rows.note(incident, own)
         if _has_onset(incident):

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["as_array", "waiting_for", "whole"]
+__all__ = ["as_array", "rows_by_process", "waiting_for", "whole"]
 
 
 def whole(value: Any) -> Any:
@@ -32,6 +32,27 @@ def whole(value: Any) -> Any:
 def as_array(value: Any) -> np.ndarray[Any, Any]:
     """Return a tensor or array of any backend as a NumPy array, without a copy where possible."""
     return np.asarray(value.numpy() if hasattr(value, "numpy") else whole(value))
+
+
+def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, list[int]]:
+    """Return rows of a batch by the rank of the process that has them, as indices into its own
+    part.
+
+    Args:
+        value: an array of the batch, which may be sharded over processes.
+        rows: indices into the first dimension of the whole array.
+        here: the rank of this process, to which an array belongs that is not sharded.
+    """
+    if getattr(value, "is_fully_addressable", True):
+        return {here: list(rows)}
+    owners = np.full(value.shape[0], np.iinfo(int).max)
+    for device, index in value.sharding.devices_indices_map(value.shape).items():
+        owners[index[0]] = np.minimum(owners[index[0]], device.process_index)
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        own = np.flatnonzero(owners == owners[row])
+        found.setdefault(int(owners[row]), []).append(int(np.searchsorted(own, row)))
+    return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager

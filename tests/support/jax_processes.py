@@ -54,11 +54,13 @@ class Die(keras.callbacks.Callback):
 
 
 class Spoils(keras.callbacks.Callback):
-    """Writes NaN into a weight or its first moment, in the copy of the first process alone."""
+    """Writes NaN into a weight, its first moment or a moving mean, in the copy of the first process
+    alone.
+    """
 
-    def __init__(self, moment=False):
+    def __init__(self, moment=False, statistic=False):
         super().__init__()
-        self.moment = moment
+        self.moment, self.statistic = moment, statistic
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 9:
@@ -70,6 +72,8 @@ class Spoils(keras.callbacks.Callback):
         if self.moment:
             optimizer = self.model.optimizer
             variable = optimizer._momentums[optimizer._get_variable_index(variable)]
+        if self.statistic:
+            variable = self.model.layers[1].moving_mean
         value = variable.value
         parts = [np.array(shard.data) for shard in value.addressable_shards]
         if RANK == 0:
@@ -167,6 +171,7 @@ def reported(what):
     guard = NanGuard(preset, directory=folder, verbose=1, resume=what == "resumed")
     others = {"killed": Die, "waited": Waits, "weights": Spoils, "ahead": SpoilsEpoch}
     others["slots"] = others["observed"] = lambda: Spoils(moment=True)
+    others["statistics"] = lambda: Spoils(statistic=True)
     callbacks = [] if what == "plain" else [guard, *([others[what]()] if what in others else [])]
     fault = contextlib.nullcontext()
     if what in ("rollback", "memory"):
@@ -186,6 +191,7 @@ def reported(what):
         ],
         "snapshots": [s.step for s in guard.session.ring.snapshots] if guard.session else [],
         "findings": [[str(f) for f in i.findings] for i in guard.incidents],
+        "evidence": [list(i.diagnosis.evidence) for i in guard.incidents],
         "folder": guard.session.directory if guard.session is not None else "",
     }
 

@@ -72,6 +72,8 @@ class StepTrace:
         self.loss = reductions.add(seen or self.owner.outputs.losses(outputs), self.dtype)
         self.gradients = reductions.squares(gradients, self.dtype)
         self.statistics = reductions.total([new[i] for i in self.written], self.dtype)
+        if self.written:
+            self.statistics = reductions.of_all(self.statistics, self.owner.mesh)
         pairs = self.train_state.scales
         self.scales = [self.old[self.place[id(s)]] for s, _ in pairs if id(s) in self.place]
         self.scale = jnp.ones((), self.dtype)
@@ -160,7 +162,7 @@ class StepTrace:
         seen = self.loss, self.gradients, self.statistics, weights, slots, self.scale
         verdict = Verdict(refused, *seen, halted=self.halt)
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
-        shown = seen if jax.process_count() == 1 else seen[:2]  # to all processes
+        shown = seen if jax.process_count() == 1 else seen[:3]  # to all processes
         bad = refused | ~reductions.all_finite(shown) | (self.scale <= 0)
         state = jax.tree_util.tree_unflatten(self.tree, new)
         return state, outputs, vector, bad, self.scales
@@ -278,7 +280,7 @@ class ImmediateUpdates(StepTrace):
 
     def complete(self) -> tuple[Any, ...]:
         new = self._run()
-        sums = self._update_sums(new)
+        sums = [reductions.of_all(number, self.owner.mesh) for number in self._update_sums(new)]
         self.may_commit &= reductions.all_finite(sums)
         if not self.owner.refuse:
             return self._result(self.outputs, new, jnp.zeros((), bool), sums)

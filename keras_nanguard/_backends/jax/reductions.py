@@ -24,6 +24,15 @@ from keras_nanguard._backends.shared.rules import (
     full_read_is_due,
 )
 
+try:
+    from jax import shard_map
+
+    _UNCHECKED = {"check_vma": False}
+except ImportError:  # before JAX 0.6
+    from jax.experimental.shard_map import shard_map
+
+    _UNCHECKED = {"check_rep": False}
+
 __all__ = [
     "OPERATIONS",
     "add",
@@ -32,6 +41,8 @@ __all__ = [
     "cond",
     "counts",
     "kind",
+    "mesh_of",
+    "of_all",
     "select",
     "squares",
     "total",
@@ -134,6 +145,38 @@ def total(arrays: Iterable[Any], dtype: Any) -> Any:
     """
     part = _sum([array * PART for array in _grouped(arrays)], dtype)
     return bounded_sum(OPERATIONS, part)
+
+
+def mesh_of(state: Any) -> Any:
+    """Return the mesh over which several processes share a state; `None` for one process."""
+    if jax.process_count() == 1:
+        return None
+    places = (getattr(leaf, "sharding", None) for leaf in jax.tree_util.tree_leaves(state))
+    meshes = (getattr(place, "mesh", None) for place in places)
+    return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def of_all(number: Any, mesh: Any) -> Any:
+    """Return the mean of a number over all devices, each of which has computed it from its own copy
+    of an array.
+
+    So NaN in the copy of one process is NaN in the mean of all of them. It takes one message.
+
+    Args:
+        number: a scalar.
+        mesh: the result of `mesh_of`; `None` returns the number unchanged.
+    """
+    if mesh is None:
+        return number
+    whole = jax.sharding.PartitionSpec()
+    mean = shard_map(
+        lambda own: jax.lax.psum(own / mesh.size, mesh.axis_names),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        **_UNCHECKED,
+    )
+    return mean(number)
 
 
 def counts(arrays: Sequence[Any]) -> Any:

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates, StepTrace
 from keras_nanguard._backends.jax.intercept import Retrace, calls_host
 from keras_nanguard._backends.jax.reports import ReportQueue
@@ -86,6 +87,7 @@ class Transaction:
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
+        mesh: the devices of all processes that train together; `None` for one process.
         unpublished: the result of the program, until the caller has the new state. A signal handler
             that raises finds it here.
     """
@@ -121,6 +123,7 @@ class Transaction:
         self.report_queue = ReportQueue()
         self.unpublished: list[Any] = []
         self.given: Any = None
+        self.mesh: Any = None
         self._last: Any = None
         self._places: dict[Any, Any] = {}
         self._compile(ImmediateUpdates if not (jit and refuse) else DeferredUpdates)
@@ -220,7 +223,7 @@ class Transaction:
     def adopt(self, state: Any) -> None:
         """Use this state for a replay, if there was no step yet."""
         if self._last is None:
-            self._last = state
+            self._last, self.mesh = state, reductions.mesh_of(state)
 
     def published(self) -> None:
         """Record that the caller has the new state."""

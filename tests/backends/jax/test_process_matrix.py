@@ -28,6 +28,7 @@ ENDED = (
     "weights",
     "memory",
     "slots",
+    "statistics",
     "ahead",
     "observed",
 )
@@ -84,6 +85,13 @@ def test_refused_by_both(way, runs):
         [3, "input_nonfinite", [1]],
         [7, "input_nonfinite", [14]],
     ], "rows of the whole batch"
+    rows = 16 // WAYS[way][0]
+    for place, found, evidence in zip(
+        ("rank 0: x, row 1", f"rank {len(others)}: x, row {14 - rows * len(others)}"),
+        first["findings"],
+        first["evidence"],
+    ):
+        assert any(place in text for text in found) and evidence[0] == f"{place}."
     assert first["folder"] == str(directory / "bad")
     assert len(list((directory / "bad" / "incidents").iterdir())) == 2
     assert not any(Path(other["folder"]).exists() for other in others), (
@@ -115,7 +123,7 @@ def test_rolled_back_by_both(way, runs):
     assert first["rate"] == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory", "slots", "ahead"])
+@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory", "slots", "statistics", "ahead"])
 def test_the_same_end(runs, fault):
     """All end alike, whatever happens to one process."""
     ranks, _ = runs[0][fault]
@@ -126,11 +134,12 @@ def test_the_same_end(runs, fault):
         "weights": [10],
         "memory": [5, 6, 7],
         "slots": [10],
+        "statistics": [10],
         "ahead": [24],
     }.get(fault, [3, 7])
     if fault in ("batch", "all"):
         same(ranks[0], runs[0]["without"][0][0])
-    if fault in ("weights", "slots", "ahead"):
+    if fault in ("weights", "slots", "statistics", "ahead"):
         assert incidents[0][1] == "state_nonfinite" and "rollback" in incidents[0][3]
     if fault == "weights":
         assert ranks[0]["findings"][0][0].startswith("state of sequential/dense/kernel")
