@@ -89,7 +89,7 @@ def in_fit(bench: fault_runs.Bench, callbacks: Callable[[], list[Any]]) -> Itera
         hooks = {}
         for fault in faults():
             at = fault_runs.SLOT * (fault.number + 1) + fault.step
-            given = {"site": fault.site, "kind": fault.kind, "step": at, "rows": fault.row, "must_happen": False}
+            given = {"site": fault.site, "kind": fault.kind, "step": at, "rows": fault.row, "require_fired": False}
             hooks[fault.number] = stack.enter_context(inject(bench.model, **given))
 
         def run(fault: Fault | None) -> Ended:

@@ -314,7 +314,7 @@ def _hook(bench: Bench, fault: Fault, faults: list[Fault], stack: contextlib.Exi
     """Open the injection of a fault and of all others that share it."""
     steps = [SLOT * (f.run + 1) + f.step for f in faults if f.hook == fault.hook]
     given = {"site": fault.site, "kind": fault.kind, "rows": fault.row, "entries": fault.entries, "path": fault.path}
-    return stack.enter_context(inject(bench.model, step=steps, must_happen=False, **given))
+    return stack.enter_context(inject(bench.model, step=steps, require_fired=False, **given))
 
 
 def begin(hooks: dict[int, Injection], step: int) -> None:

@@ -145,8 +145,8 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         """Attach to the model. Keras calls this before anything else.
 
         Raises:
-            GuardError: if the class itself is among the callbacks, or the model is one of
-                `tf_keras`.
+            GuardError: if the class is passed instead of an instance, or the model is a `tf_keras`
+                model.
         """
         arguments.require_instance(self, NanGuard, model)
         if model is None:

@@ -53,8 +53,8 @@ class Fault:
         site: one of `SITES`.
         kind: one of `KINDS`.
         steps: the train steps at which it is injected, in order, from 0.
-        path: glob on the Keras path of the variable or on a run of its parts, or on the path in the
-            batch (`0`, `0/name`).
+        path: glob that matches the Keras path of the variable, consecutive parts of it, or the path
+            in the batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
         entries: number of entries of each tensor (of each row, in a batch), from the first; `None`
             for all.
@@ -98,14 +98,14 @@ def inject(
     rows: int | Iterable[int] | None = 0,
     entries: int | None = 1,
     magnitude: float = 1e6,
-    must_happen: bool = True,
+    require_fired: bool = True,
 ) -> Injection:
-    """Return a context in which training this model fails at one site.
+    """Return a context that injects a fault into the training of a model.
 
-    Faults of the batch are injected before the step reads it; of the state, between the previous
-    step and this one, as if other code had written it; of the loss, in the result of
-    `compute_loss`, and so in all gradients; of the gradients, in the backward pass, while the loss
-    stays unchanged. Contexts can be nested.
+    A fault in the batch is injected before the step reads the batch; a fault in the state between
+    the previous step and this one, as if other code had written it; a fault in the loss in the
+    result of `compute_loss`, so it reaches all gradients; a fault in the gradients in the backward
+    pass, and the loss does not change. Contexts can be nested.
 
     Args:
         model: a compiled `keras.Model`, guarded or not.
@@ -116,15 +116,15 @@ def inject(
         step: the train step, or several, counted from 0 at the start of the context, over all fits
             in it.
         count: number of steps in a row, starting at each `step`.
-        path: glob on the Keras path of the variables or on a run of its parts, as in a policy
-            (`"dense"`, `"dense/kernel"`), or on the path in the batch: inputs are `0` or `0/name`,
-            targets `0`, sample weights `1`.
+        path: glob that matches the Keras path of the variables or consecutive parts of it, as in a
+            policy (`"dense"`, `"dense/kernel"`), or the path in the batch: inputs are `0` or
+            `0/name`, targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
         entries: number of entries of each tensor, or of each row of a batch, from the first; `None`
             for all.
         magnitude: factor of a spike.
-        must_happen: raise at the end of the context if the fault was never injected: such a test
-            would prove nothing. `False` if training may stop earlier.
+        require_fired: whether to raise at the end of the context if the fault was never injected.
+            Use `False` if training may stop before the step of the fault.
 
     Returns:
         An `Injection`, a context manager.
@@ -168,7 +168,7 @@ def inject(
     fault = Fault(
         site, kind, steps, path, None if rows is None else _whole("rows", rows), entries, magnitude
     )
-    return Injection(model, fault, must_happen)
+    return Injection(model, fault, require_fired)
 
 
 class Injection:
@@ -178,12 +178,12 @@ class Injection:
         fault: the fault.
     """
 
-    def __init__(self, model: Any, fault: Fault, must_happen: bool = True):
-        self.model, self.fault, self.must_happen = model, fault, must_happen
+    def __init__(self, model: Any, fault: Fault, require_fired: bool = True):
+        self.model, self.fault, self.require_fired = model, fault, require_fired
         self._hook: Any = None
 
     @property
-    def seen(self) -> int:
+    def steps_run(self) -> int:
         """Number of train steps that have run in the context."""
         return 0 if self._hook is None else int(self._hook.seen)
 
@@ -192,7 +192,7 @@ class Injection:
         """The steps at which the fault was injected."""
         if self._hook is None or not self._hook.reached:
             return ()
-        return tuple(step for step in self.fault.steps if step < self.seen)
+        return tuple(step for step in self.fault.steps if step < self.steps_run)
 
     def __enter__(self) -> Injection:
         if self._hook is not None:
@@ -211,11 +211,11 @@ class Injection:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        if kind is None and self.must_happen and not self.fired:
-            ran = f"{self.seen} train steps ran"
+        if kind is None and self.require_fired and not self.fired:
+            ran = f"{self.steps_run} train steps ran"
             why = (
                 ran
-                if self._hook.reached or not self.seen
+                if self._hook.reached or not self.steps_run
                 else f"{ran}, and none of them called model.compute_loss"
             )
             fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} to be injected"
@@ -227,7 +227,7 @@ class Injection:
 def corrupt(
     variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6
 ) -> None:
-    """Overwrite the first entries of a variable from the host, as a callback between two steps can.
+    """Overwrite the first entries of a variable between two steps, as a faulty callback would.
 
     Args:
         variable: a `keras.Variable` of any float dtype.
@@ -241,7 +241,7 @@ def corrupt(
     Example:
 
     ```python
-    class Vandal(keras.callbacks.Callback):
+    class Faulty(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 3:
                 corrupt(self.model.layers[0].kernel, "inf")

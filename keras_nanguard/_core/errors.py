@@ -99,7 +99,7 @@ class PolicyError(NanGuardError, ValueError):
     """A policy is not valid.
 
     Attributes:
-        problems: every problem found, each with its path. Empty if there is no document.
+        problems: every problem found, each with its path. Empty if no policy could be read.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()):

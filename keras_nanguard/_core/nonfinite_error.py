@@ -11,7 +11,7 @@ __all__ = ["NonFiniteError"]
 class NonFiniteError(NanGuardError, FloatingPointError):
     """Raised by the action `raise_error`.
 
-    The message is that of the incident: what, where, why, and what to do.
+    The message describes the incident: what, where, why, and what to do.
 
     Attributes:
         incident: the complete `Incident`.

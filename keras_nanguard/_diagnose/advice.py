@@ -107,7 +107,7 @@ def _loss(e: Evidence, v: Conclusion) -> Iterator[str]:
 
 
 HINTS = {
-    "Log": "take log(x + epsilon) or log_softmax, not log of something that can be 0 or negative.",
+    "Log": "take log(x + epsilon) or log_softmax, not the log of values that can be 0 or negative.",
     "Log1p": "keep its argument above -1.",
     "Exp": "use softplus, softmax or logsumexp, which do not overflow, or clip its argument.",
     "RealDiv": "divide by maximum(x, epsilon), or use keras.ops.divide_no_nan.",
@@ -329,8 +329,8 @@ def _scale(e: Evidence, v: Conclusion) -> Iterator[str]:
         )
         return
     yield (
-        "Find what overflows at every scale (see the evidence), then use a LossScaleOptimizer with"
-        " the default initial_scale of 2**15."
+        "Find the operation that overflows at every scale (see the evidence), then use a"
+        " LossScaleOptimizer with the default initial_scale of 2**15."
     )
 
 
@@ -364,8 +364,8 @@ ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     "state_nonfinite": lambda e, v: iter(
         (
             (
-                f"Find what writes to {_name(v, 'the state')} besides the optimizer: a callback, or"
-                " your own code."
+                f"Find the code that writes to {_name(v, 'the state')} besides the optimizer, such"
+                " as a callback."
                 if v.because == "written"
                 else (
                     f"{_name(v, 'The state')} was bad before the step: load a good file, or use"

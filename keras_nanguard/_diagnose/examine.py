@@ -121,7 +121,7 @@ class Examination:
 
 @np.errstate(all="ignore")  # the data is not finite
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
-    """Find the first layer whose output on a batch is not finite, and why.
+    """Find the first layer with a bad output on a batch, and the cause.
 
     The model runs in inference and in training mode.
 

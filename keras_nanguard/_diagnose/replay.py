@@ -115,7 +115,7 @@ def replay(
         device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
         counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a
             time, and report which changes cure the failure. If the bundle contains no earlier steps
-            (it contains them where training had diverged), a few steps on its batch alone are run.
+            (it has them if training had diverged), a few steps on the same batch are run.
             Costs six times as many steps, eagerly.
         custom_objects: custom classes and functions of the model by name, as for
             `keras.saving.load_model`; not needed for those that are registered with Keras.

@@ -29,7 +29,7 @@ within two multiplications (1000 * 1000 > 65504).
 PROBLEMS: Mapping[str, tuple[str, str]] = {
     "nan": ("error", "{count} NaN"),
     "inf": ("error", "{count} Inf"),
-    "negative_variance": ("error", "negative values of a square, down to {value:.6g}"),
+    "negative_variance": ("error", "negative variances or second moments, down to {value:.6g}"),
     "loss_scale": ("error", "a loss scale of {value:.6g}, at which nothing can be learned"),
     "out_of_range": ("warning", "{count} beyond {limit:.6g} in magnitude, up to {value:.6g}"),
     "beyond_limit": (

@@ -53,8 +53,8 @@ def repair(
         only: shell patterns; only variables whose path or location matches one are repaired.
         limit: magnitude above which any value is bad.
         statistics_limit: magnitude above which a moving statistic is bad.
-        in_place: replace the file, and keep the old one as `<path>.bak`. Of a symbolic link the
-            target is replaced.
+        in_place: replace the file, and keep the old one as `<path>.bak`. If it is a symbolic link,
+            the target is replaced.
         dry_run: report what would be done, and write nothing.
         overwrite: allow `output` to exist.
         seed: seed for the random initial values of a file.

@@ -258,7 +258,7 @@ class RepairReport(Verdict):
 
     Attributes:
         source: path of the file, or name of the model.
-        output: path of the new file, or `None` for a model and if nothing was written.
+        output: path of the new file, or `None` if no file was written.
         backup: path of the backup of the old file, if it was replaced.
         dry_run: whether nothing was changed.
         changes: one entry for each bad variable.
@@ -339,8 +339,8 @@ class Recalibrated:
     Attributes:
         path: names of its outer layers and its own, joined by `/`.
         mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
-        variance_ratio: largest ratio between the new and an old variance or its inverse, or `None`
-            likewise.
+        variance_ratio: largest factor by which a moving variance grew or shrank, or `None` if an
+            old one was not finite.
         samples: number of values per channel.
     """
 

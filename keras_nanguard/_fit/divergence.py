@@ -454,7 +454,7 @@ def _lost(
         ),
         (
             f"From the state after {best.snapshot.step} steps, {best.factor:g} times the learning"
-            f" rate leads to {best.mean:.3g}."
+            f" rate leads to a loss of {best.mean:.3g}."
         ),
     ]
     if path:

@@ -191,17 +191,17 @@ def _diagnosis(
     share = momentum**steps
     if share > 0.005:
         lag = (
-            f"After {steps} steps at momentum={momentum:g} they still carry {share:.1%} of the"
-            " values that they began with."
+            f"After {steps} steps at momentum={momentum:g} the initial values still have a weight"
+            f" of {share:.1%}."
         )
         remedy = (
-            f"Train for more steps: at this momentum it takes {needed} until 1% is left of those"
-            " values."
+            f"Train for more steps: at this momentum it takes {needed} until the initial values"
+            " have a weight of 1%."
         )
     else:
         lag = (
-            f"At momentum={momentum:g} they are a mean over some {needed} steps, in which the"
-            " weights have moved on."
+            f"At momentum={momentum:g} they average about {needed} steps, during which the weights"
+            " have changed."
         )
         remedy = "Lower the learning rate towards the end, so that the statistics catch up."
     faster = (
@@ -214,19 +214,19 @@ def _diagnosis(
         found.worst,
         evidence=(
             (
-                f"The loss of the validation is {loss:.3g}, that of the last train steps"
+                f"The validation loss is {loss:.3g}, and the loss of the last train steps"
                 f" {trained:.3g}."
             ),
             (
-                f"On one batch of the validation it is {found.now:.3g} with the moving statistics, "
-                f"and {found.anew:.3g} with statistics estimated from the last train batches."
+                f"On one validation batch it is {found.now:.3g} with the moving statistics, and"
+                f" {found.anew:.3g} with statistics estimated from the last train batches."
             ),
             lag,
         ),
         advice=(
             remedy,
             *faster,
-            "Or estimate them anew when training is done: keras_nanguard.recalibrate(model, x).",
+            "Or re-estimate them after training: keras_nanguard.recalibrate(model, x).",
         ),
         confidence=0.9,
     )

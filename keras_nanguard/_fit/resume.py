@@ -65,8 +65,8 @@ class Resumed:
         train_state = recovery.state.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
             text = (
-                f"NanGuard begins with the present weights: {self.path} was written before they"
-                " were created."
+                f"NanGuard starts from the present weights: {self.path} was written before the"
+                " model was built."
             )
             warnings.warn(text, stacklevel=2)
         else:

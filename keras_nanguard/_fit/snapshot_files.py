@@ -82,7 +82,7 @@ class SnapshotRecord:
             and all(isinstance(table, dict) for table in tables)
             and isinstance(self.verified, bool)
         ):
-            raise TypeError("a count, a table or a mark is something else")
+            raise TypeError("a count, a table or a flag has another type")
         if not (isinstance(self.rest, tuple) and all(_is_entry(entry) for entry in self.rest)):
             raise TypeError("rest is not a list of number, path and dtype")
         if not (
@@ -166,9 +166,7 @@ def read(path: Path) -> SnapshotRecord:
         ) from error
     for name, fingerprint in record.files.items():
         if name not in (WEIGHTS, REST):
-            raise FileFormatError(
-                f"{path / RECORD} lists a file that no snapshot has: {plain_text(name)}"
-            )
+            raise FileFormatError(f"{path / RECORD} lists an unknown file: {plain_text(name)}")
         _check(path / name, fingerprint)
     return record
 

@@ -82,5 +82,5 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
             " steps. Then restart all of them."
         )
         raise GuardError(
-            expected(f"an answer of all {processes} processes", f"none {seconds}", remedy)
+            expected(f"an answer from all {processes} processes", f"none {seconds}", remedy)
         ) from error

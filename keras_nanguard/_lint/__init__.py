@@ -72,7 +72,7 @@ class LintReport(Verdict):
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:
     """Check a model for numeric hazards before it is trained.
 
-    The model is neither called nor changed. Whatever is not visible (the graph of a subclassed
+    The model is neither called nor changed. Code that is not visible (the graph of a subclassed
     model, a custom loss function) is not checked.
 
     Args:

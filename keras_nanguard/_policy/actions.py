@@ -48,13 +48,13 @@ that it does not undo them.
 
 
 class Action(Record):
-    """One thing to do, as data.
+    """An action, as data.
 
     Attributes:
         name: its name in policy files and in decisions.
         terminal: whether it ends training.
-        changes: whether it changes the model, the optimizer or the course of training; the engine
-            limits how often (`action_budget`).
+        changes: whether it changes the model, the optimizer or the course of training.
+            `action_budget` limits how often.
         phase: when it runs, relative to the other actions of the same decision.
     """
 
@@ -68,7 +68,7 @@ class Action(Record):
         return {"action": self.name, **self.model_dump()}
 
     def to_file(self) -> str | dict[str, Any]:
-        """Return the action as a policy file writes it: its name, or a table of what was given."""
+        """Return the form in a policy file: the name, or a table of the given parameters."""
         given = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         return {self.name: given} if given else self.name
 

@@ -31,7 +31,7 @@ class Rule(Record):
 
     @property
     def only_reports(self) -> bool:
-        """Whether it changes nothing, ends nothing and does not ask to skip."""
+        """Whether no action changes the run, ends it or is `skip`."""
         return not any(
             action.changes or action.terminal or action.name == "skip" for action in self.do
         )

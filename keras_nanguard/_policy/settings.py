@@ -99,8 +99,8 @@ class LossScale(Record):
     def is_expected_overflow(self, streak: int, scale: float) -> bool:
         """Return whether overflow number `streak` in a row is left to dynamic scaling.
 
-        Above `HIGH_SCALE` overflows are not counted: there every ordinary gradient overflows, and
-        dynamic scaling takes one halving for each power of 2 to come down.
+        Overflows at a scale above `HIGH_SCALE` are not counted. Ordinary gradients overflow there,
+        and dynamic scaling halves the scale once per step.
         """
         return (streak <= self.streak or scale > HIGH_SCALE) and self.can_fall(scale)
 
@@ -126,7 +126,7 @@ class Limit(Record):
 
 
 def matches_path(path: str, glob: str) -> bool:
-    """Return whether a glob matches a Keras path, or a run of the parts of it between slashes.
+    """Return whether a glob matches a Keras path or consecutive parts of it.
 
     `post_bn*` matches `post_bn_1`, `model/post_bn_1` and `model/post_bn_1/moving_mean`.
     """

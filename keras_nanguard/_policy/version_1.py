@@ -19,18 +19,18 @@ NOW = {
     "unless": "list the causes under `cause`",
     "magnitude": "leave it out",
     "limit": "leave it out: `action_budget` limits each change",
-    "otherwise": "`escalation`, or a rule of its own with a larger `after`",
+    "otherwise": "`escalation`, or a separate rule with a larger `after`",
     "cooldown": "`after`",
     "reset_after": "leave it out",
     "enabled": "leave the rule out",
-    "preset": "one of the presets of today",
+    "preset": "one of the current presets",
     "after": "a number of incidents in a row: `after = 3`",
 }
 """What each word of the old form is written as now."""
 
 FORM = """\
 version = 2
-escalation = ["skip", "skip", ["rollback", "lower_lr"], "stop"]   # bad steps in a row climb it
+escalation = ["skip", "skip", ["rollback", "lower_lr"], "stop"]   # first, second, ... bad step
 
 [snapshot]
 every = 100

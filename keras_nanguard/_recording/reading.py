@@ -234,7 +234,7 @@ def _number(value: Any) -> float:
     return np.nan if value is None else float(value)
 
 
-_BEYOND = "it holds a number beyond all steps"
+_BEYOND = "a step number is out of range"
 
 
 def _whole(value: Any) -> int:
@@ -273,14 +273,14 @@ def _meta(found: dict[str, Any]) -> dict[str, Any]:
 def _bins(found: dict[str, Any]) -> dict[str, Any]:
     for name in ("count", "refused", "overflows", "undone"):  # they are added up
         if (found[name] < 0).any() or (found[name] > MAX_WHOLE >> 20).any():
-            raise ValueError(f"the table bins has an impossible {name}")
+            raise ValueError(f"the table bins has an invalid {name}")
     return found
 
 
 def _event(step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
     details = plain_json.loads(data)
     if not isinstance(details, dict):
-        raise ValueError("the data of an event is no object")
+        raise ValueError("the data of an event is not an object")
     return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
 
 

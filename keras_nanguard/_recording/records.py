@@ -102,7 +102,7 @@ class BadSample:
         fingerprint: SHA-256 of its values, in hexadecimal.
         times: number of bad steps in which a row with these values was found.
         steps: the first of those steps, from 0.
-        why: the fault, as a clause.
+        why: the reason, in a few words.
     """
 
     label: str

@@ -57,7 +57,7 @@ def cards(
         labels = [sample.label for sample in samples if step in sample.steps]
         found.append({**one, "labels": labels[:20], "before": _before(layers or {}, step)})
     if others:
-        found[-1]["title"] = f"{len(others)} more kinds of trouble; this is the first of them"
+        found[-1]["title"] = f"{len(others)} more kinds of incidents; this is the first of them"
     return found, [number[id(incident)] for incident in incidents]
 
 

@@ -82,7 +82,7 @@ def common(runs: Sequence[RunSeen]) -> list[str]:
     rates = [[rate for run in group if (rate := _rate(run)) is not None] for group in (bad, good)]
     if all(rates):
         theirs, others = rates
-        apart = "Their highest learning rate was at {} {:.3g}, that of the others at {} {:.3g}."
+        apart = "The highest learning rate was at {} {:.3g} in these runs, at {} {:.3g} in others."
         if min(theirs) > max(others):
             found.append(apart.format("least", min(theirs), "most", max(others)))
         elif max(theirs) < min(others):
@@ -90,7 +90,7 @@ def common(runs: Sequence[RunSeen]) -> list[str]:
     rows = Counter(s.label for run in bad for s in run.recording.samples)
     shared = [label for label, n in rows.most_common(5) if n > 1]
     if shared:
-        found.append(f"Rows of the data to blame in several of them: {', '.join(shared)}.")
+        found.append(f"Bad rows in several runs: {', '.join(shared)}.")
     return found
 
 

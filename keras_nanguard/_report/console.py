@@ -111,7 +111,7 @@ def epoch_line(
         return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
     if committed_before:
         return f"{head}; the logs are those of the last good step."
-    return f"{head}; the loss in the logs is what the last of them computed."
+    return f"{head}; the logs have the loss of the last skipped step."
 
 
 def times(count: int, word: str) -> str:

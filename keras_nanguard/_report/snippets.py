@@ -38,12 +38,12 @@ _SNIPPETS = {
         "normalization.adapt(x_train)  # make it the first layer of the model"
     ),
     "float16_overflow": (
-        "# the layer to blame in float32, all others in half precision\n"
+        "# the named layer in float32, all others in half precision\n"
         "layer = keras.layers.Dense(units, dtype='float32')"
     ),
     "float16_underflow": (
         f"{_OPTIMIZER}config['loss_scale_factor'] = None  "
-        "# a fixed scale beside the dynamic one would count twice\n"
+        "# a fixed scale would multiply the dynamic one\n"
         "scaled = keras.optimizers.LossScaleOptimizer(type(old).from_config(config))\n"
         "model.compile(scaled, model.loss)  # add your metrics"
     ),
@@ -67,7 +67,7 @@ _SNIPPETS = {
     ),
     "batchnorm_statistics": "keras_nanguard.recalibrate(model, x_train)",
     "training_flag": (
-        "# hand the argument of call on; check that nothing sets trainable = False\n"
+        "# pass the argument of call on; check that no code sets trainable = False\n"
         "y = layer(x, training=training)"
     ),
     "state_nonfinite": (

@@ -64,7 +64,7 @@ def test_hits_the_exact_step(site, kind):
     with inject(faulty, site=site, kind=kind, step=STEP) as fault:
         course = train(faulty)
     assert first_difference(course, train(clean)) == STEP
-    assert fault.fired == (STEP,) and fault.seen == STEPS
+    assert fault.fired == (STEP,) and fault.steps_run == STEPS
     assert faulty.train_function is None
     assert set(vars(faulty)) == set(vars(clean))
 
@@ -173,7 +173,7 @@ def test_a_fault_is_no_part_of_a_replay(site):
 def test_used_twice():
     """A context serves once."""
     model = build(run_eagerly=True)
-    fault = inject(model, site="loss", must_happen=False)
+    fault = inject(model, site="loss", require_fired=False)
     with fault:
         pass
     with pytest.raises(GuardError, match="Expected an injection that was not used before"), fault:

@@ -80,7 +80,7 @@ def decided(policy, faults):
     guard = NanGuard(policy, verbose=0)
     with contextlib.ExitStack() as stack:
         for fault in faults:
-            stack.enter_context(inject(model, must_happen=False, **fault))
+            stack.enter_context(inject(model, require_fired=False, **fault))
         model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
     lines = [(i.step, i.diagnosis.cause, *(f"{o.action}: {o.status}" for o in i.outcomes)) for i in guard.incidents]
     return lines, float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))

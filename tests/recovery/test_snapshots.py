@@ -361,7 +361,7 @@ class TestResume:
         interrupted(build, data(), on_disk(tmp_path), 2)
         run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
         assert run.guard.session.step == 12
-        warned = [str(w.message) for w in recwarn if "was written before they were created" in str(w.message)]
+        warned = [str(w.message) for w in recwarn if "was written before the model was built" in str(w.message)]
         assert len(warned) == (zoo.BACKEND == "tensorflow")
 
     def test_misuse(self, tmp_path):

@@ -293,7 +293,7 @@ def test_a_first_epoch_without_a_step_logs_a_loss_that_is_finite(capsys):
     with inject(model, site="gradients", kind="nan", step=0, count=3):
         history = model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[NanGuard(diagnose=False)])
     assert history.history["loss"][0] < 1e3
-    line = "all 3 steps skipped; the loss in the logs is what the last of them computed."
+    line = "all 3 steps skipped; the logs have the loss of the last skipped step."
     assert line in capsys.readouterr().out
 
 

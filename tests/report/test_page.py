@@ -380,7 +380,7 @@ class TestSeveralRuns:
         """Causes with how many of the runs they hit, what sets the bad ones apart, rows that were to blame in several."""
         reported = compare.common(self.seen())
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
-        assert "Their highest learning rate was at least 0.001, that of the others at most 1e-05." in reported
+        assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported
         assert any("x[217]" in line for line in reported)
         assert compare.common([compare.RunSeen("a", Recording(), ())]) == ["0 of 1 runs had incidents."]
 

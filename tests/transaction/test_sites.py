@@ -74,7 +74,7 @@ def _guarded(mode: str, precision: str) -> NanGuard:
     guard = NanGuard(POLICY, verbose=0, diagnose=False)
     with contextlib.ExitStack() as stack:
         for case in plan:
-            stack.enter_context(inject(model, site=case.site, kind=case.kind, step=case.step, must_happen=False))
+            stack.enter_context(inject(model, site=case.site, kind=case.kind, step=case.step, require_fired=False))
         model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     guard.bad = zoo.bad_entries(model)
     return guard

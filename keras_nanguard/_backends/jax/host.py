@@ -83,7 +83,7 @@ def gathered(payload: bytes, what: str) -> list[bytes]:
                 " steps. Then restart all of them."
             )
             raise GuardError(
-                expected(f"an answer of all {count} processes", seconds, remedy)
+                expected(f"an answer from all {count} processes", seconds, remedy)
             ) from error
     if number > 1:  # every process has read the message before the last one
         client.key_value_delete(f"keras_nanguard/{number - 2}/{rank}")

@@ -128,7 +128,7 @@ def _waiting_for(what: str) -> Iterator[None]:
             " Then restart all of them."
         )
         raise GuardError(
-            expected(f"an answer of all {place()[1]} processes", received, remedy)
+            expected(f"an answer from all {place()[1]} processes", received, remedy)
         ) from error
 
 
