@@ -187,7 +187,7 @@ class FlightMixin:
         return block(
             title,
             lines if not rows else (),
-            ("times", "trouble", "first at", "done, or why"),
+            ("times", "incident", "first at", "action or reason"),
             rows,
             not self.incidents,
         )

@@ -159,7 +159,7 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
     low = np.concatenate([bins[f"{name}_min"], steps[name]])
     high = np.concatenate([bins[f"{name}_max"], steps[name]])
-    undone = np.concatenate([np.zeros(len(bins["first"]), bool), steps["undone"]])
+    undone = np.concatenate([np.zeros(len(bins["first"]), bool), _undone(steps)])
     finite = np.isfinite(low) & np.isfinite(high)
     step, low, high, undone = (column[finite] for column in (step, low, high, undone))
     if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):
@@ -194,6 +194,15 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
         "high": curve(np.fmax, high, ~undone),
         **({"undone": curve(np.fmax, high, undone)} if undone.any() else {}),
     }
+
+
+def _undone(steps: Mapping[str, Any]) -> Any:
+    """Return which steps were undone. A refused step counts if the step before it was undone: its
+    values belong to the abandoned run.
+    """
+    refused = steps["status"] == REFUSED
+    before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
+    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
 
 
 def _short(values: Any) -> list[float | None]:
@@ -239,7 +248,7 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{len(recording):,}" if len(recording) else ""),
-        ("refused steps", f"{refused:,}"),
+        ("skipped steps", f"{refused:,}"),
         ("incidents", f"{len(incidents):,}"),
         ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
         ("bad rows", str(len(recording.samples))),
@@ -255,7 +264,7 @@ def _healthy(recording: Recording) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
     if _overflows(recording):
         overflows = "ordinary float16 overflows, which loss scaling handles"
-        return f"No incidents. All refused steps are {overflows}."
+        return f"No incidents. All skipped steps are {overflows}."
     return "No incidents: every step was finite and committed." if len(recording) else ""
 
 

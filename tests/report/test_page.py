@@ -155,6 +155,16 @@ def test_what_was_undone_has_a_line_of_its_own():
     assert "undone" not in html._chart(Recording(steps=columns), "loss")
 
 
+def test_a_refused_step_of_an_abandoned_run():
+    """Its values are drawn with the undone steps, because no step was run again under its number."""
+    columns = {name: values.copy() for name, values in synthetic(8, 0).steps.items()}
+    columns["step"][:] = [0, 1, 2, 3, 0, 2, 3, 4]
+    columns["loss"][:] = [9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]
+    columns["status"][1], columns["undone"][[0, 2, 3]] = 1, True
+    chart = html._chart(Recording(steps=columns), "loss")
+    assert chart["high"] == [1.0, None, 1.0, 1.0, 1.0] and chart["undone"] == [9.0] * 4 + [None]
+
+
 def test_what_was_undone_in_a_long_run():
     """Both courses of a run that is longer than the points of a curve lie on the same steps, without holes where there are none."""
     recording = synthetic(8000, 0)

@@ -18,7 +18,7 @@ function open(n) {
   document.querySelectorAll(".chosen").forEach(other => other.classList.remove("chosen"));
   card.open = true; card.classList.add("chosen");
   const line = card.querySelector(".chosen-step");
-  line.hidden = false; line.textContent = "Chosen on the timeline: step " + incidents[0][n] + ".";
+  line.hidden = false; line.textContent = "Selected on the timeline: step " + incidents[0][n] + ".";
   card.scrollIntoView({block: "start"}); card.querySelector("summary").focus({preventScroll: true});
 }
 function nearest(step, most) {
@@ -120,7 +120,7 @@ function legend() {
   const list = document.getElementById("legend");
   if (!list) return;
   list.textContent = "";
-  for (const [name, text, count] of [["bad", "refused or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", marks.overflow_count],
+  for (const [name, text, count] of [["bad", "skipped or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", marks.overflow_count],
     ["roll", "rolled back", (marks.rollbacks || []).length], ["good", "learning rate changed", (marks.rates || []).length]]) {
     if (!count) continue;
     const item = document.createElement("li"), square = document.createElement("i");
