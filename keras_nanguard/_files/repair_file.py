@@ -82,7 +82,8 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
     """Return the absolute path of the new file.
 
     Raises:
-        GuardError: if it exists, has no folder, is the old file, or `in_place` was given, too.
+        GuardError: if it exists, is a folder or a device, has no folder, is the old file (also
+            through a link), or `in_place` was given, too.
     """
     if in_place and output is not None:
         received = f"both, output={output!r}"
@@ -90,10 +91,14 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
     if in_place:
         return os.path.abspath(path)
     final = os.path.abspath(repaired_path(path) if output is None else output)
-    if final == os.path.abspath(path):
+    if os.path.realpath(final) == os.path.realpath(path):
         remedy = "Pass in_place=True to replace the file."
         raise GuardError(expected("another output", f"output={output!r}", remedy))
-    if os.path.exists(final) and not overwrite:
+    exists = os.path.exists(final)
+    if exists and not os.path.isfile(final):
+        remedy = "Name another one."
+        raise GuardError(expected("an output that is a file", f"output={final!r}", remedy))
+    if exists and not overwrite:
         remedy = "Pass overwrite=True."
         raise GuardError(expected("an output that does not exist", f"output={final!r}", remedy))
     if not os.path.isdir(folder := os.path.dirname(final)):

@@ -242,6 +242,22 @@ def test_only_what_matches_is_repaired(make):
     assert [entry.path for entry in report.after.bad] == ["backbone/first_bn/moving_mean"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and pipes")
+@pytest.mark.parametrize("kind", ["a link to the input", "a folder", "a pipe"])
+def test_an_output_that_is_no_other_file_is_refused(make, tmp_path, kind):
+    """Neither the input, named by a link, nor anything but a file is replaced, overwritten or
+    not."""
+    path, output = make.keras({make.KERNEL: np.nan}), tmp_path / "output.keras"
+    if kind == "a link to the input":
+        output.symlink_to(path)
+    else:
+        output.mkdir() if kind == "a folder" else os.mkfifo(output)
+    before = digest(path), os.lstat(output).st_ino
+    with pytest.raises(GuardError, match="output"):
+        repair(path, weights="zeros", output=output, overwrite=True)
+    assert (digest(path), os.lstat(output).st_ino) == before
+
+
 def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
     """A bfloat16 dataset keeps its kind and its marker."""
     import ml_dtypes
