@@ -47,7 +47,7 @@ with tempfile.TemporaryDirectory() as folder:
     stock_report, guarded_report = scan(stock_file), scan(guarded_file)
 
 for name, report in (("stock Keras", stock_report), ("NanGuard()", guarded_report)):
-    print(f"variables that are not finite in what {name} has saved: {len(report.bad)}")
-print(f"loss of what was saved: {stock.evaluate(x, y, verbose=0):.2f} and {guarded.evaluate(x, y, verbose=0):.2f}")
+    print(f"bad variables in the file saved with {name}: {len(report.bad)}")
+print(f"losses of the saved models: {stock.evaluate(x, y, verbose=0):.2f} and {guarded.evaluate(x, y, verbose=0):.2f}")
 if stock_report.ok or not guarded_report.ok:
     raise SystemExit("The guard was worth nothing here.")

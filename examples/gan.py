@@ -68,8 +68,8 @@ stock, guarded, clean = train(broken), train(broken, [guard]), train(np.delete(p
 same = all(np.array_equal(a, b) for a, b in zip(guarded.get_weights(), clean.get_weights()))
 
 print("mean of the data:       ", points.mean((0, 1)).round(1))
-print("drawn after stock Keras:", ops.convert_to_numpy(stock.draw(1000)).mean(0).round(1))
-print("drawn after NanGuard(): ", ops.convert_to_numpy(guarded.draw(1000)).mean(0).round(1))
+print("mean after stock Keras: ", ops.convert_to_numpy(stock.draw(1000)).mean(0).round(1))
+print("mean after NanGuard():  ", ops.convert_to_numpy(guarded.draw(1000)).mean(0).round(1))
 print("the same weights as without the bad batch, bit for bit:", same)
 if not same or np.isfinite(stock.get_weights()[0]).all():
     raise SystemExit("The guard was worth nothing here.")

@@ -53,6 +53,6 @@ guard = NanGuard(statistics={"stuck_after": 0})  # frozen statistics are in orde
 stock, guarded = transfer(), transfer([guard])
 untouched = all(np.array_equal(a, b) for a, b in zip(before, base.get_weights()))
 print(f"accuracy on the new classes: stock Keras {stock:.2f}, NanGuard {guarded:.2f}")
-print(f"the pretrained part is what it was, bit for bit: {untouched}")
+print(f"the pretrained weights are unchanged, bit for bit: {untouched}")
 if not untouched or guarded < stock + 0.5:
     raise SystemExit("The guard was worth nothing here.")

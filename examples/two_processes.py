@@ -62,7 +62,7 @@ guard = NanGuard()  # the first process prints
 stock, guarded = train(broken), train(broken, [guard])
 incident = guard.incidents[0]
 if RANK == 0:
-    print("row of the batch that is to blame:", *incident.diagnosis.samples)
+    print("bad row of the batch:", *incident.diagnosis.samples)
     print("weights after stock Keras:", "finite" if np.isfinite(stock[0]).all() else "NaN")
 print(f"process {RANK}: steps refused {[i.step for i in guard.incidents]}, sum of its weights {sum(w.sum() for w in guarded):.4f}")
 if not all(np.isfinite(w).all() for w in guarded) or incident.diagnosis.samples != (ROW,):
