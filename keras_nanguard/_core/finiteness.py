@@ -94,11 +94,11 @@ def largest(array: Any) -> float:
 
 
 def _pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield all entries of an array of a float dtype, widened, so many at a time that what is
-    computed of them takes little memory.
+    """Yield all entries of an array of a float dtype, widened, in pieces that are small enough to
+    compute with in little memory.
 
-    None of another dtype, and no piece is empty. Entries come in the order in which they are
-    stored, so that none is copied.
+    Arrays of other dtypes yield nothing, and no piece is empty. Entries come in the order in which
+    they are stored, so none is copied.
     """
     array = np.asarray(array)
     if widen(array[:0] if array.ndim else array).dtype.kind in "fc" and array.size:

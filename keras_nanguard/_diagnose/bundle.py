@@ -74,12 +74,12 @@ class Bundle:
     Attributes:
         path: its folder.
         incident: the incident.
-        about: what stands in `bundle.json`.
+        about: the content of `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
-        start: the same in the snapshot that `before` goes on from.
+        start: the same in the snapshot from which `before` starts.
         before: the arguments of the steps before it, oldest first.
-        growth: how loss, gradient norm and weights had gone before it.
+        growth: the course of loss, gradient norm and weights before it.
         model: the model's configuration as JSON text, `""` if it has none.
     """
 
@@ -346,7 +346,7 @@ def read(path: str | Path | None) -> Bundle:
     """Read a bundle.
 
     Raises:
-        BundleError: if it is no bundle, gone, of a newer format, damaged or hostile.
+        BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
     """
     folder = Path(path or "")
     if path is None or not folder.exists():

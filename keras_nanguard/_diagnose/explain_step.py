@@ -113,7 +113,7 @@ class Explainer:
         try:
             given = run.transaction.given
             return raised.explained(run.model, error, getattr(given, "args", None))
-        except Exception:  # noqa: BLE001  the user's exception goes on as it is
+        except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
     def _explained(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:

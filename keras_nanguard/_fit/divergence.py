@@ -1,31 +1,30 @@
-"""A run that is lost although every number of it is finite: looked for rarely, acted on only with
-proof.
+"""Detects a run that is lost although every number is finite. It acts only on proof.
 
-A finite loss that looks odd proves nothing: losses rise by design, in rare classes, heavy tails,
-growing targets, schedules and curricula. So levels of the loss only decide *when* to look. What
-counts is measured on the same batches, at the end of a window of one epoch (or 1000 steps if an
-epoch is longer):
+An unusual finite loss proves nothing: losses rise by design with rare classes, heavy tails, growing
+targets, schedules and curricula. So levels of the loss only decide *when* to run trials. The proof
+comes from measurements on the same batches, at the end of a window of one epoch (or 1000 steps if
+an epoch is longer):
 
     objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
                 it
     untrained   the present weights are not clearly better than those before the first step, or no
                 better on their batches than with the inputs of another batch (by a hundredth), or
                 most kernels no longer change
-    no progress training goes on for the remembered batches, as the run would, and is not clearly
-                better; with damage (a kernel has grown tenfold, or most are dead) it is progress
-                only once better than untrained
-    helps       from the first state (or the best one kept), at a tenth, a hundredth or a thousandth
+    no progress if training continues on the remembered batches, as the run would, the result is
+                not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
+                is progress only once better than untrained
+    helps       from the first state (or the best snapshot), at a tenth, a hundredth or a thousandth
                 of the rate, the same batches lead to less than half of the loss on held-out
                 batches; with damage, a clearly lower loss is enough
 
-All of it is needed. What is done then is on probation: a window later the abandoned state is
+All four are required. The action is then on probation: a window later the abandoned state is
 compared with the new one, again on the same batches. If the new one is not clearly better, state
-and rate are restored, and no run of this guard is acted on for finite numbers again.
+and rate are restored, and this guard does not act on finite numbers again.
 
-A run that has diverged at a higher rate has been lost before, so there the last point is enough,
-and the rate that was chosen is checked as well: training goes on from the present state at ten
-times and at a tenth of the rate. Ten times the rate is adopted if that is clearly better and still
-below the rate at which training diverged, a tenth if the loss is less than half.
+A run that has diverged at a higher rate has been lost before, so there the last point is enough.
+The chosen rate is checked as well: training continues from the present state at ten times and at a
+tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
+at which training diverged, a tenth if the loss is less than half.
 """
 
 from __future__ import annotations

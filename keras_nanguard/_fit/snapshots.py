@@ -2,8 +2,9 @@
 
 A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
 because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
-copies of the train state and the one before the first step. If a copy does not fit into memory, it
-reuses the buffers of an older one or is not made (`Ring.missing`).
+copies of the train state, the one before the first step, and the one with the lowest loss. If a
+copy does not fit into memory, it reuses the buffers of an older one or is not made
+(`Ring.missing`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`decide`: the pure function from an incident to what is done about it. Imports no backend.
+"""`decide`: the pure function from an incident to the decision about it. Imports no backend.
 
-An incident is answered by the first of these that applies:
+The first of these that applies decides:
 
-1. a bound of the engine: `max_consecutive_refused`, `max_refused_share`: training ends;
+1. a bound: training ends after `max_consecutive_refused` or `max_refused_share` bad steps;
 2. a rule that is due and does more than report;
 3. the policy: `loss_scale`, `divergence`, or for a bad step its `escalation`.
 
-What rules that only report ask for is added, and a change whose budget is used up ends training.
+Rules that only report add their actions. A change whose budget is used up ends training instead.
 
 Example:
 
@@ -38,7 +38,7 @@ from keras_nanguard._policy.state import (
 __all__ = ["RATE_CURES", "decide"]
 
 RATE_CURES = frozenset({"divergence", "float16_overflow", "input_scale", "unknown"})
-"""Causes that a lower learning rate can cure. For any other the rate stays as it is."""
+"""Causes that a lower learning rate can cure. For other causes the rate does not change."""
 
 REPORT_WINDOW = 1000
 REPORTED_REFUSALS, REPORTED_OTHERS = 20, 3
@@ -51,12 +51,12 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is to be done about one incident, and why.
+    """The choice for one incident.
 
     Attributes:
         name: the rule, or the part of the policy, that decides.
-        actions: what is done.
-        reason: why.
+        actions: the actions.
+        reason: the reason, as a clause.
     """
 
     name: str
@@ -181,11 +181,10 @@ def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choi
 
 
 def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
-    """Return the answer to a bad state, which skipping does not heal: the first stage that does
-    more.
+    """Return the choice for a bad state: the first stage that does more than skip.
 
-    Each earlier rollback within `BUDGET_WINDOW` steps leads one such stage further. The rate is
-    lowered from the second time on: the first time nothing shows that it is to blame.
+    Each earlier rollback within `BUDGET_WINDOW` steps selects the next such stage. The rate is
+    lowered only from the second time on, because the first fault is no evidence against it.
     """
     stages = [
         stage

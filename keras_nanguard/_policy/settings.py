@@ -1,4 +1,4 @@
-"""The tables of a policy besides its rules: snapshots, and what the guard looks for between steps.
+"""The tables of a policy besides its rules: snapshots, and the checks between steps.
 
 Imports no backend.
 """

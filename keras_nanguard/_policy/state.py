@@ -26,17 +26,17 @@ SHARE_WINDOW = 200
 """Steps of which at most `max_refused_share` may be refused."""
 
 BUDGET_WINDOW = 5000
-"""Steps within which each action may be done `action_budget` times: a night of trouble is bounded,
-and a run of weeks may have a bad day each week."""
+"""Steps within which each action may be done `action_budget` times. Old actions do not count, so a
+run of weeks can recover from occasional faults."""
 
 STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
-"""The sites that persist after a step: a fault in one of them spoils every later step."""
+"""The sites that persist after a step. A fault in one of them affects every later step."""
 
 TRAINING_SITES = ("inputs", "targets", "outputs", "loss", "gradients", *STATE_SITES)
 """The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
 
 BAD_DATA = frozenset({"input_nonfinite", "target_nonfinite", "target_out_of_range"})
-"""Causes in the batch itself: neither another state nor another rate changes anything."""
+"""Causes in the batch itself, which neither another state nor another rate can cure."""
 
 
 def is_bad_step(incident: Incident) -> bool:
@@ -69,7 +69,8 @@ class PolicyState(Record):
         step: the latest step of any incident, None before the first.
         last: the latest bad step, None before the first.
         consecutive: bad steps in a row, up to `last`.
-        climb: those of them that bad data does not explain: the place in the escalation.
+        climb: the number of them that bad data does not explain; it selects the stage of the
+            escalation.
         total: bad steps in total.
         refused: the refused ones of the last `SHARE_WINDOW` steps.
         action_steps: the steps of the last `BUDGET_WINDOW` at which each action was decided.

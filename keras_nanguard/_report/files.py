@@ -80,7 +80,7 @@ def save(text: str, path: Path) -> Path:
 
 
 def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
-    """Return incidents, with `bundle=None` if their bundle is no longer beside the newest one."""
+    """Return incidents, with `bundle=None` if their bundle was removed."""
     folder = os.path.dirname(newest)
     try:
         there = {os.path.join(folder, name) for name in os.listdir(folder)}
