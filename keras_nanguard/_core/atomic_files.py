@@ -69,8 +69,8 @@ def flush_to_disk(path: Path) -> None:
 def publish(finished: Path, path: Path) -> None:
     """Move a finished file or folder to its final path, and sync the folder that contains it.
 
-    Windows replaces no file that a program has open, such as a scanner of viruses for a moment: so
-    it is tried again.
+    Windows does not replace a file that a program has open, as a virus scanner may have for a
+    moment. The move is therefore repeated.
     """
     for wait in REPLACE_WAITS:
         try:
@@ -102,7 +102,7 @@ def beside(path: Path, name: str = "") -> Iterator[Path]:
 
     Args:
         path: the final one.
-        name: what the temporary one is called after, by default the name of the final one.
+        name: base of the temporary name; by default the final name.
 
     Raises:
         OSError: if it cannot be written; it names the final path.

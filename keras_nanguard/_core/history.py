@@ -143,7 +143,7 @@ class History:
             *(e for e in self._first[:START_STEPS] if e[0] < oldest),
             *entries,
         ]:
-            if loss < 0.0:  # a ratio of losses of both signs says nothing
+            if loss < 0.0:  # a ratio of losses of different signs has no meaning
                 return 1.0, 0
             if not 0.0 < loss < math.inf:  # neither NaN nor zero
                 continue

@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["SMALL", "is_exhausted", "readable", "room", "room_for"]
 
 SMALL = 64 << 20
-"""Bytes that are taken without asking: as many as the remembered batches may take."""
+"""Bytes that are allocated without a check: the limit of the remembered batches."""
 
 RESERVE = 256 << 20
 """Bytes that are left for what comes later: a validation, a checkpoint, another compilation."""
@@ -44,10 +44,10 @@ def room_for(size: float) -> bool:
 
 
 def room(root: Path = Path("/")) -> float:
-    """Return how many bytes can be taken for good; infinity if that is not known.
+    """Return the number of bytes that can be allocated permanently; infinity if unknown.
 
-    That is what is free, less what the process has needed at its peak beyond what it holds now: the
-    next step needs it again.
+    This is the free memory, minus the difference between the peak and the present use of the
+    process, because the next step needs that memory again.
 
     Args:
         root: where the files of the system are; another folder in tests.
@@ -69,7 +69,7 @@ def readable(size: float) -> str:
 
 
 def _of_machine(root: Path) -> float:
-    """Return what is available on the machine, by Linux' own estimate; elsewhere by psutil."""
+    """Return the available memory of the machine: the estimate of Linux, elsewhere of psutil."""
     available = _numbers(root / "proc/meminfo").get("MemAvailable")
     if available is None and not sys.platform.startswith("linux"):
         try:

@@ -1,5 +1,5 @@
-"""Values as plain JSON, and JSON of files that are not trusted: of limited depth, so that nothing
-that goes through it recursively runs out of stack.
+"""Values as plain JSON, and JSON of untrusted files. Its depth is limited, so that recursive code
+does not exhaust the stack.
 
 Imports no backend.
 """
@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
 
 
 def loads(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: if it is not JSON, or too deep.

@@ -1,4 +1,4 @@
-"""What the standard output is."""
+"""The kind of the standard output."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ class Report:
 
     Attributes:
         verdict: the row of that step.
-        rows: `(site, path)` of each; none, or none of gradients, if they were not counted, for want
-            of memory.
+        rows: `(site, path)` of each. Empty, or without gradients, if there was no memory to count
+            them.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
         batch: the arguments of the step, with their nesting, or `None` if they were not stored.
         replicas: the replicas with findings, if there are several.

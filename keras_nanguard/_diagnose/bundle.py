@@ -1,24 +1,23 @@
-"""An incident on disk: one folder from which the bad step can be run again, by anyone, anywhere.
+"""An incident on disk: one folder from which the bad step can be replayed on any machine.
 
     incidents/
       incident-000012-00/
         incident.json     the incident, as `Incident.to_dict` gives it
-        bundle.json       what the other files hold: structure of the batch, paths of the variables,
-                          versions, mode
+        bundle.json       the contents of the other files: structure of the batch, paths of the
+                          variables, versions, mode
         batch.npz         the arrays of the batch
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss
                           scale, rates
-        start.npz         the same in an earlier snapshot, where training had diverged
-        before.npz        the batches of the steps between that snapshot and the bad step, as many
-                          as were remembered
+        start.npz         the same in an earlier snapshot, if training had diverged
+        before.npz        the remembered batches of the steps between that snapshot and the bad step
         model.json        the model's configuration, if it has one
         layers.txt        the table of layers
-        README.md         what happened, for a human
+        README.md         a description of the incident
         reproduce.py      runs the step again
 
-Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written beside and
-renamed. Reading trusts nothing: names are fixed and links are not followed, so no path leads out of
-the folder; sizes are checked before anything is unpacked; objects are never unpickled; Keras' safe
+Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written under a
+temporary name and renamed. Reading trusts nothing: names are fixed and links are not followed, so
+no path leads out of the folder; sizes are checked before anything is unpacked; objects are never unpickled; Keras' safe
 mode refuses a model with Python code in its configuration.
 """
 
@@ -131,8 +130,8 @@ def _free_name(folder: Path, step: int) -> str:
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
-    """Remove the bundles that are too many, oldest first. The newest counts as such whatever the
-    clock says, which may be set back.
+    """Remove the oldest bundles if there are too many. `newest` is kept even if the clock was set
+    back.
     """
     times = {path: path.stat().st_mtime_ns for path in folder.glob("incident-*") if path.is_dir()}
     latest = max((time for path, time in times.items() if path != newest), default=0)
@@ -198,8 +197,8 @@ def _fill(
 def _save_approach(
     folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int
 ) -> Any:
-    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None`
-    if they do not fit.
+    """Write an earlier state and the batches since. Return their description for `bundle.json`, or
+    `None` if they do not fit.
     """
     approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
     snapshot = approach.snapshot if approach is not None else run.ring.oldest()

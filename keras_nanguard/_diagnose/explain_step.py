@@ -1,8 +1,8 @@
-"""From an incident to its diagnosis: gathers the evidence by running the refused step again, and
-decides by it.
+"""From an incident to its diagnosis: replays the refused step to gather evidence, and decides by
+it.
 
-Nothing moves: every replay ends with the state it began with. Nothing here can break training: what
-goes wrong inside becomes evidence of the cause `unknown`.
+Every replay restores the state from before it. Nothing here can break training: an error inside
+becomes evidence of the cause `unknown`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
-        says: whether a line is printed if a diagnosis takes longer than a second.
+        says: whether to print a line if a diagnosis takes longer than a second.
 
     Attributes:
         evidence: what the last diagnosis was decided from.
@@ -167,7 +167,7 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         if not incident.values
         else []
     )
-    norm = last[0] if last else own[1]  # what is seen between two steps has no norm of its own
+    norm = last[0] if last else own[1]  # a finding between two steps has no norm
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,

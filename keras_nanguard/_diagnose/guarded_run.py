@@ -52,8 +52,8 @@ class Explains(Protocol):
         """
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says
-        nothing.
+        """Return finding and diagnosis for an exception raised inside of a step, `None` if it is
+        not about numbers.
         """
 
 

@@ -125,7 +125,7 @@ def _single(path: str) -> NDArray[Any]:
 
 
 def _refuse_no_data(arrays: Mapping[str, NDArray[Any]], path: str) -> None:
-    """Raise a `FileFormatError` for arrays that are no numbers, have no rows, or not the same
+    """Raise a `FileFormatError` for arrays that are not numeric, have no rows, or differ in their
     number of rows."""
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc" or not array.ndim or not len(array):

@@ -73,8 +73,8 @@ def ask(task: str, path: str, progress: Progress | None = None, **details: Any) 
 
 
 def size_on_disk(path: str) -> int:
-    """Return the size of a file in bytes, or of all files in a folder; for the index of sharded
-    weights, of all files beside it."""
+    """Return the size of a file in bytes, or of all files in a folder. For the index of sharded
+    weights it is the size of its folder."""
     try:
         if os.path.isdir(path):
             return sum(entry.lstat().st_size for entry in Path(path).rglob("*"))

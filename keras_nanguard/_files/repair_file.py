@@ -1,4 +1,4 @@
-"""Repair of a file: a new one is written beside it and scanned, and then gets its name."""
+"""Repair of a file: a temporary file is written, scanned, and then renamed."""
 
 from __future__ import annotations
 

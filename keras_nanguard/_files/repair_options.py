@@ -24,7 +24,7 @@ _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 @dataclass(frozen=True, slots=True)
 class RepairOptions:
-    """How each role is repaired, and what is repaired at all: the arguments of `repair`."""
+    """The arguments of `repair`: the method for each role, and the variables to repair."""
 
     statistics: str = "initial"
     weights: str = "keep"

@@ -55,8 +55,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "names": names_in,
     "configuration": _configuration,
 }
-"""What the worker does with a file: functions of a path, a `Progress` and further arguments by
-name."""
+"""The tasks of the worker: functions of a path, a `Progress` and further arguments by name."""
 
 
 def answer(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the program that asked decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lines = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of a library must not mix with the answer
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -100,8 +99,8 @@ def _write(lines: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def _limit_memory(path: str) -> None:
-    """Limit the memory of this process to what it holds and what a file may take; only Linux tells
-    how much it holds."""
+    """Limit the memory of this process to its present use plus the limit for a file. Only Linux
+    reports the present use."""
     try:
         import resource
 

@@ -49,7 +49,7 @@ __all__ = [
 def print_message(text: str) -> None:
     """Print lines like Keras: to the screen, or to the log.
 
-    A progress bar in the present line is cleared first, and drawn again below by its next update.
+    A progress bar in the current line is cleared first, and its next update draws it again below.
     In a file it cannot be cleared and stays above.
     """
     if (
@@ -233,8 +233,8 @@ def running_spec() -> Any:
 
 
 def running_arrays() -> tuple[Any, Any]:
-    """Return `x` and `y` of the innermost running `fit` where it trains on arrays, `(None, None)`
-    elsewhere.
+    """Return `x` and `y` of the innermost running `fit` if it trains on arrays, else `(None,
+    None)`.
 
     What is left of them after `validation_split`, whose rows come last.
     """

@@ -1,12 +1,12 @@
-"""The gradient that an optimizer has used in its last step, from an array of its own before and
+"""The gradient that an optimizer used in its last step, computed from one of its arrays before and
 after that step.
 
-Most optimizers add the gradient, or its square, to an array that they keep::
+Most optimizers add the gradient, or its square, to an array::
 
     after = kept * before + scale * gradient
 
-so its norm follows between two steps, on every backend, from what is there anyway: after clipping,
-without the loss scale.
+so its norm, after clipping and without the loss scale, can be computed between two steps on every
+backend without further measurements.
 
 Names private to Keras that are used here, because there is no public way: the lists of slots of
 each optimizer (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``,

@@ -124,14 +124,12 @@ class TrainState:
 
     @property
     def restorable(self) -> tuple[Any, ...]:
-        """What a rollback restores: the train state except the loss scale, which has adapted, and
-        the rates.
-        """
+        """The variables that a rollback restores: the train state without loss scale and rates."""
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
 
     @property
     def kept(self) -> tuple[Any, ...]:
-        """What a snapshot holds: the same, and the loss scales."""
+        """The variables in a snapshot: the restorable ones, and the loss scales."""
         return (*self.restorable, *(v for pair in self.scales for v in pair))
 
     @property

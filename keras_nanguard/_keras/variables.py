@@ -161,7 +161,7 @@ def write(variable: Any, array: Any) -> None:
 
 
 def assign(variable: Any, array: Any) -> None:
-    """Assign an array to the variable that nobody uses any more: some backends keep it."""
+    """Assign an array that the caller no longer uses; some backends do not copy it."""
     variable.assign(array)
 
 

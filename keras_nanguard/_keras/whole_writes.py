@@ -1,9 +1,9 @@
 """Writing many variables so that a failure never leaves a mixture of two states.
 
 Memory of a device can be exhausted, a file can become unreadable and Ctrl-C can arrive between any
-two variables. What failed is attempted once more: the memory that one variable lacks is often free
-a moment later. If it fails again, what has begun is undone, or completed if the old values are
-unknown.
+two variables. A failed write is attempted once more, because memory is often free a moment
+later. If it fails again, the finished writes are undone, or the others completed if the old values
+are unknown.
 """
 
 from __future__ import annotations

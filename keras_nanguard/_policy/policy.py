@@ -202,8 +202,8 @@ _ARGUMENTS = "the sections given as arguments"
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return one document merged over another.
 
-    Tables are merged field by field; a rule replaces that of the same name, whole, and new rules
-    come first; everything else replaces what was there.
+    Tables are merged field by field. A rule replaces the whole rule of the same name, and new rules
+    come first. Any other field replaces the field below.
     """
     found = {**below, **above}
     for name, section in above.items():

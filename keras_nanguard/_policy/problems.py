@@ -1,4 +1,4 @@
-"""What is wrong with a policy, in sentences: each problem with its path and the nearest known word.
+"""The problems of a policy as sentences, each with its path and the nearest known word.
 
 Imports no backend.
 """
@@ -40,9 +40,9 @@ def problems_of(error: ValidationError, document: Any, model: Any) -> list[str]:
     """Return each error of pydantic as one problem.
 
     Args:
-        error: what pydantic raised.
-        document: what it validated.
-        model: the model that it validated with.
+        error: the error of pydantic.
+        document: the validated document.
+        model: the model that validated it.
     """
     return [_sentence(one, document, model) for one in error.errors(include_url=False)]
 
@@ -81,7 +81,7 @@ _WORDS = {
     "model_attributes_type": "a table",
     "tuple_type": "a list",
 }
-"""What each type of error of pydantic says was expected; others have the sentence of pydantic."""
+"""The expected value for each type of error of pydantic; other types keep its sentence."""
 
 
 def _meant(word: object, known: Sequence[str]) -> str:

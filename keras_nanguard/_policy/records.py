@@ -31,7 +31,7 @@ R = TypeVar("R", bound="Record")
 
 
 class _RaisesPolicyError(type(BaseModel)):  # type: ignore[misc]  # the metaclass of pydantic
-    """Reports what is wrong with a record that was written in code as it is for one in a file."""
+    """Reports problems of a record that is created in code like those of a record in a file."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if args:

@@ -1,6 +1,6 @@
-"""What a policy remembers between incidents: frozen counts, by step number, that are saved as JSON.
+"""The state of a policy between incidents: frozen counts by step number, saved as JSON.
 
-Healthy steps are not recorded one by one; they follow from the step numbers of the bad ones.
+Healthy steps are not recorded; they follow from the step numbers of the bad ones.
 Imports no backend.
 """
 

@@ -32,7 +32,7 @@ class ModelNames:
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """What the guard has that an action or a rule may need.
+    """Options of the guard that an action or a rule may need.
 
     Attributes:
         directory: whether there is a folder to write into.

@@ -157,7 +157,7 @@ def as_text(text: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return JSON: of a number of NumPy its value, of what has no form in JSON its text."""
+    """Return JSON. A NumPy number becomes its value, and an object without a JSON form its text."""
     return as_text(json.dumps(value, ensure_ascii=False, default=_plain))
 
 

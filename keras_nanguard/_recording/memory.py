@@ -17,7 +17,7 @@ from keras_nanguard._recording.database import Row, Statement, insert, transacti
 __all__ = ["MAX_EVENT_TEXT", "Memory"]
 
 MAX_UNWRITTEN = 50_000
-"""Maximum number of rows that wait for a slow disk; beyond it the file is written anew later."""
+"""Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
 
 MAX_EVENT_TEXT = 6 << 20
 """Maximum number of characters of all events. The file keeps older events."""
@@ -74,7 +74,7 @@ class Memory:
     def unwritten(self) -> list[Statement]:
         """Return the statements that the file lacks; they then count as written.
 
-        If these are not known, they write everything anew, apart from older events.
+        If these are not known, they rewrite everything except older events.
         """
         found = self._unwritten
         if found is None:

@@ -1,7 +1,7 @@
-"""Reading a recording from its file, which may be damaged or made to harm.
+"""Reading a recording from its file, which may be damaged or malicious.
 
-Nothing in the file is executed. What is read is limited in size and time, and every value is
-checked here, so that whatever shows or continues a recording needs no checks of its own.
+Nothing in the file is executed. Reading is limited in size and time, and every value is checked
+here, so code that shows or continues a recording needs no further checks.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Recorder:
         self.note(format=FORMAT, status="running")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has: everything recorded. It writes to no file."""
+        """Return the state of a copy or a pickle: everything recorded, without the file."""
         with self._lock:
             self._fold()
             own = {"_writer": None, "_lock": None, "_now": None}

@@ -109,8 +109,8 @@ class File:
 def _check_safe(file: Path) -> None:
     """Check that SQLite will write to this file alone.
 
-    SQLite rolls back a journal beside a file that it opens, and removes the file that the journal
-    of a transaction over several files names. A recording has no such journal.
+    When SQLite opens a file, it rolls back a journal in the same folder, and removes a file that is
+    named in the journal of a transaction over several files. A recording has no such journal.
 
     Raises:
         GuardError: if it would write to another file, or remove one.
