@@ -17,8 +17,8 @@
 
 Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written under a
 temporary name and renamed. Reading trusts nothing: names are fixed and links are not followed, so
-no path leads out of the folder; sizes are checked before anything is unpacked; objects are never unpickled; Keras' safe
-mode refuses a model with Python code in its configuration.
+no path leads out of the folder; sizes are checked before anything is unpacked; objects are never
+unpickled; Keras' safe mode refuses a model with Python code in its configuration.
 """
 
 from __future__ import annotations
