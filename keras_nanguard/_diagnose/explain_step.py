@@ -20,6 +20,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.data_names import ARGUMENTS
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._core.references import reads_iterator
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
@@ -44,6 +45,12 @@ FULL = 3
 """Incidents of one streak that are diagnosed in full; those that follow with the same findings take
 over the result.
 """
+
+ITERATOR = (
+    "The step reads from an iterator, so a replay would take another batch from it. Pass the batch"
+    " to the step as an argument."
+)
+"""Why the step of a loop is not replayed."""
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
@@ -193,7 +200,13 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     if report is None or report.batch is None:
         return evidence
     start = next((s for s in run.ring.snapshots if s.step == 0), None)
-    return Trials(step_of(run), report.batch, evidence, start).carried_out()
+    obstacle = ITERATOR if _reads_iterator(run) else ""
+    return Trials(step_of(run), report.batch, evidence, start, obstacle).carried_out()
+
+
+def _reads_iterator(run: GuardedRun) -> bool:
+    """Whether the step of a loop takes its batch from an iterator."""
+    return run.transaction.model is None and reads_iterator(run.transaction.replayed)
 
 
 def step_of(run: GuardedRun) -> ReplayableStep:

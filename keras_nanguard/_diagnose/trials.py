@@ -41,10 +41,19 @@ class Trials:
         batch: its arguments.
         evidence: the evidence that needs no replay.
         start: a snapshot of the state before the first step, `None` if there is none.
+        obstacle: why the step cannot be replayed, as a sentence; `""` if it can.
     """
 
-    def __init__(self, step: ReplayableStep, batch: Any, evidence: Evidence, start: Any = None):
+    def __init__(
+        self,
+        step: ReplayableStep,
+        batch: Any,
+        evidence: Evidence,
+        start: Any = None,
+        obstacle: str = "",
+    ):
         self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
+        self.obstacle = obstacle
         self.train_state = TrainState.of(step.model, step.optimizers)
         self.run = ReplayResult()
 
@@ -56,28 +65,8 @@ class Trials:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
-        host = current.host()
-        if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
-            self._add(
-                notes=(
-                    (
-                        f"The step runs in {processes.count()} processes, so it cannot be replayed"
-                        " in one of them."
-                    ),
-                )
-            )
-            return self.evidence
-        copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
-        size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
-        if not memory.room_for(size):
-            self._add(
-                notes=(
-                    (
-                        f"The step was not replayed: this needs {memory.readable(size)} of free"
-                        " memory."
-                    ),
-                )
-            )
+        if obstacle := self.obstacle or self._obstacle():
+            self._add(notes=(obstacle,))
             return self.evidence
         run = self._replayed()
         self._check_targets(run)
@@ -90,6 +79,20 @@ class Trials:
         self._rerun_in_inference(run)
         self._restart_with_scaled_data()
         return self.evidence
+
+    def _obstacle(self) -> str:
+        """Return why this process cannot replay the step, as a sentence; `""` if it can."""
+        host = current.host()
+        if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
+            return (
+                f"The step runs in {processes.count()} processes, so it cannot be replayed in one"
+                " of them."
+            )
+        copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
+        size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
+        if memory.room_for(size):
+            return ""
+        return f"The step was not replayed: this needs {memory.readable(size)} of free memory."
 
     def _add(self, **found: Any) -> None:
         self.evidence = dataclasses.replace(self.evidence, **found)
