@@ -17,6 +17,10 @@ from keras_nanguard._fit.snapshots import Snapshot
 __all__ = ["Approach", "Recent", "Rerun"]
 
 
+MAX_APPROACH = 256
+"""Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
+
+
 @dataclass(frozen=True)
 class Approach:
     """The steps before an incident.
@@ -156,14 +160,13 @@ class Recent:
             snapshots: the available ones, oldest first.
             batch: returns the arguments of a step, or `None` if they are gone.
         """
-        found = [
-            (step, batch(step, given)) for step, given in self._entries if step not in self._refused
-        ]
+        entries = list(self._entries)[-MAX_APPROACH:]
+        found = [(step, batch(step, given)) for step, given in entries if step not in self._refused]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
         known = found[gone + 1 :]
         if not known:
             return None
-        cut = gone >= 0 or self._cut
+        cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
         first = known[0][0] if cut else self._since
         since = [s for s in snapshots if s.step >= first]
         since = [

@@ -171,6 +171,24 @@ class TestFinite:
         assert guard.incidents[0].diagnosis.cause == "divergence"
         assert any(f.kind == "stuck" for i in guard.incidents for f in i.findings)
 
+    def test_a_long_epoch(self):
+        """All steps of an epoch of 320 are run again, so that the run ends as at the lower rate."""
+
+        def run(rate, guard=None):
+            keras.utils.set_random_seed(0)
+            model = mlp(adam(rate))()
+            callbacks = [guard] if guard is not None else []
+            model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+            return model
+
+        guard = NanGuard(verbose=0)
+        model = run(1.0, guard)
+        (incident,) = [i for i in guard.incidents if i.changes]
+        assert "321 later steps replayed" in str(incident)
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        assert rate < 0.5
+        same(model, run(rate))
+
     def test_under_a_schedule(self):
         """The whole schedule is scaled, on the instance: the saved configuration stays as it was."""
         schedule = optimizers.schedules.CosineDecay(0.01, 300, warmup_target=1.0, warmup_steps=60)

@@ -10,8 +10,10 @@ import numpy as np
 
 __all__ = ["MAX_BATCHES", "MAX_BYTES", "bytes_of", "held", "owned"]
 
-MAX_BATCHES = 256
-"""Maximum number of remembered batches: more than two default intervals between snapshots."""
+MAX_BATCHES = 1024
+"""Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
+which a run may have to return to its first state.
+"""
 
 MAX_BYTES = 64 << 20
 """Maximum bytes of remembered batches. A larger batch is not remembered."""
