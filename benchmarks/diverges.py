@@ -1,11 +1,11 @@
 """Nothing is injected, the learning rate is simply too high: how many runs end as well as at the right rate?
 
-    KERAS_BACKEND=tensorflow python benchmarks/diverges.py [NAME ...] [--seeds 0 1 2] [--json out.json] [--check]
+    KERAS_BACKEND=tensorflow python benchmarks/diverges.py [NAME ...] [--more] [--seeds 0 1 2] [--json out.json] [--check]
 
 The best of a program is that of stock Keras over the posed rate divided by 1, 10, 100 and 1000. A run has recovered if it ends within 2
 points of accuracy, or 15% of the loss, of that best, on the data that it was trained on. Compared are stock Keras at the posed rate,
 `TerminateOnNaN`, the best epoch put back by hand, and `NanGuard()` as it comes; and for the run at the best rate, whether a guard says
-anything there. `--check` exits with 1 if the guard recovers fewer than 90%, or says anything at a best rate.
+anything there. `--more` runs the programs of `more_diverging_programs.py` instead. `--check` exits with 1 if the guard recovers fewer than 90%, or says anything at a best rate.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import keras
 from diverging_programs import PROGRAMS, Program, finite
+from more_diverging_programs import MORE
 from program_options import Options
 
 from keras_nanguard import NanGuard
@@ -60,10 +61,19 @@ WAYS: dict[str, Callable[[], list[Any]]] = {
 def run(program: Program, rate: float, seed: int, callbacks: Sequence[Any] = ()) -> float:
     """Train once; return accuracy or loss on the train data, NaN where the model is not finite."""
     fit = program.build(rate, seed)
-    fit.model.fit(fit.x, fit.y, batch_size=fit.batch_size, epochs=fit.epochs, verbose=0, callbacks=[*callbacks, *fit.callbacks])
+    fit.model.fit(
+        fit.x,
+        fit.y,
+        batch_size=fit.batch_size,
+        epochs=fit.epochs,
+        steps_per_epoch=fit.steps,
+        verbose=0,
+        callbacks=[*callbacks, *fit.callbacks],
+    )
     if not finite(fit.model):
         return math.nan
-    return float(fit.model.evaluate(fit.x, fit.y, batch_size=256, verbose=0, return_dict=True)[program.figure])
+    x, y = fit.tested or (fit.x, fit.y)
+    return float(fit.model.evaluate(x, y, batch_size=256, verbose=0, return_dict=True)[program.figure])
 
 
 def recovered(program: Program, value: float, best: float) -> bool:
@@ -91,7 +101,8 @@ def measured(program: Program, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    command = Options(__doc__, PROGRAMS)
+    command = Options(__doc__, MORE if "--more" in sys.argv else PROGRAMS)
+    command.parser.add_argument("--more", action="store_true", help="the other programs")
     command.parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options, chosen = command.read()
     rows = []

@@ -24,14 +24,21 @@ STEPS_PER_EPOCH = 57  # of the digits in batches of 32
 
 @dataclass(frozen=True)
 class Fit:
-    """A compiled model and what it is fitted to."""
+    """A compiled model and what it is fitted to.
+
+    Attributes:
+        steps: steps per epoch, if `x` is an endless pipeline.
+        tested: the data to evaluate on, if `x` is a pipeline.
+    """
 
     model: Any
     x: Any
     y: Any
     epochs: int
-    batch_size: int = 32
+    batch_size: int | None = 32
     callbacks: Sequence[Any] = ()
+    steps: int | None = None
+    tested: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
