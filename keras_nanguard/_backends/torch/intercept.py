@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import keras
@@ -116,10 +117,10 @@ class StandIns:
         running = self.running
 
         @functools.wraps(real)  # a scheduler of torch's marks the function
-        def step(closure: Any = None, **kwargs: Any) -> Any:
+        def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
             return running[0].take_step(optimizer, real, closure, kwargs)
 
-        return self.reporting(step)
+        return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         running = self.running

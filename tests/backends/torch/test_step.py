@@ -112,6 +112,18 @@ def clipped_step(model, optimizer):
     return step
 
 
+def lazy_step(model, optimizer):
+    """Creates its scheduler, which wraps `step` of the optimizer, within the first step."""
+    clipped = []
+
+    def step(x, y):
+        if not clipped:
+            clipped.append(clipped_step(model, optimizer))
+        return clipped[0](x, y)
+
+    return step
+
+
 def tensors(poison=()):
     data = zoo.regression()
     for batch in poison:
@@ -154,7 +166,7 @@ def test_loop_with_bad_batches(make_step, optimizer):
     assert {(i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents} == {("input_nonfinite", (2,))}
 
 
-@pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw"), (clipped_step, "sgd")])
+@pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw"), (clipped_step, "sgd"), (lazy_step, "sgd")])
 def test_healthy_loop(make_step, optimizer):
     """A healthy loop of torch's own is untouched."""
     guard = NanGuard(verbose=0)
