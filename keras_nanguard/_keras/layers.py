@@ -68,6 +68,15 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
             held[name] = before
 
 
+def give_back_numbers(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    """Restore attributes that hold a number, such as a counter in a `train_step` of the user's
+    own.
+    """
+    for held, name, before in attributes:
+        if type(before) in (int, float) and held.get(name) is not before:
+            held[name] = before
+
+
 def recurrent_states(layer: Any) -> list[Any]:
     """Return the states of a stateful recurrent layer, which no list of variables contains; none
     for other layers.

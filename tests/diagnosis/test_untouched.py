@@ -122,3 +122,37 @@ def test_a_diagnosis_is_taken_over_for_the_same_findings_only(monkeypatch):
     each = [*[(outputs,)] * 5, (inputs, outputs)]
     reported = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
     assert reported == [*["float16_overflow"] * 5, "input_nonfinite"]
+
+
+class Alternating(keras.Model):
+    """Every third step counts three times: its own `train_step` counts in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.turn = layers.Dense(1), 0
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, *args, **given):
+        self.turn = (self.turn + 1) % 3
+        return super().compute_loss(*args, **given) * (1.0 if self.turn else 3.0)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="an eager step reads the attribute each time")
+def test_a_replay_restores_the_counter_of_a_step_of_ones_own():
+    def trained(diagnosed):
+        keras.utils.set_random_seed(0)
+        model = Alternating()
+        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True)
+        x = np.random.default_rng(0).standard_normal((80, 4)).astype("float32")
+        y = x[:, :1].copy()
+        x[21] = np.nan
+        guard = NanGuard(verbose=0, diagnose=diagnosed)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+        assert [i.step for i in guard.incidents] == [2]
+        return model.turn, model.get_weights()
+
+    (turn, weights), (other_turn, others) = trained(True), trained(False)
+    assert turn == other_turn == 10 % 3
+    assert all(np.array_equal(a, b) for a, b in zip(weights, others))

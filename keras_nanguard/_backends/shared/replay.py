@@ -81,7 +81,7 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
 
     Args:
         variables: the variables.
-        model: its layers may keep tensors in attributes, which a call replaces.
+        model: it and its layers may keep tensors and numbers in attributes, which a call replaces.
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
@@ -93,6 +93,7 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
                 yield
         finally:
             keras_layers.give_back_tensors(attributes)
+            keras_layers.give_back_numbers(attributes)
             random.setstate(python)
             np.random.set_state(numpy)
 
