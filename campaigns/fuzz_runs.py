@@ -299,7 +299,7 @@ def _resumable() -> Any:
 
 def look_snapshots(path: Path) -> None:
     """Look for the snapshot to go on from, and write its state into a model."""
-    from campaigns.fuzz_seeds import recovery_of
+    from campaigns.fuzz_seeds import run_of
     from keras_nanguard._fit import resume
 
     with warnings.catch_warnings(record=True) as caught:
@@ -308,11 +308,11 @@ def look_snapshots(path: Path) -> None:
             found = resume.find(path, 10)
             if found is not None:
                 check_printed(found.sentence(3), "sentence")
-                recovery = recovery_of(_resumable())
+                run = run_of(_resumable())
                 try:
-                    found.restore(recovery)
+                    found.restore(run)
                 finally:
-                    recovery.end()
+                    run.recovery.end()
         finally:
             for warning in caught:
                 check_printed(str(warning.message), "warning")

@@ -13,7 +13,7 @@ from campaigns import fuzz_files as made
 from campaigns.fuzz_recipes import Recipe
 from keras_nanguard._policy.presets import PRESETS
 
-__all__ = ["load", "recovery_of", "save", "trained"]
+__all__ = ["load", "run_of", "save", "trained"]
 
 OUTSIDE = "../../outside/secret"
 """The way out of the folder of an input, to files that are there."""
@@ -40,13 +40,12 @@ def trained(folder: Path) -> None:
         model.save_weights(folder / "sharded.weights.json", max_shard_size=1e-7)
 
 
-def recovery_of(model: Any) -> Any:
-    """Return what a run of a model that has not begun remembers: nothing so far."""
-    from keras_nanguard._fit.counts import Counts
-    from keras_nanguard._fit.live_state import LiveState
-    from keras_nanguard._fit.recovery import Recovery
+def run_of(model: Any) -> Any:
+    """Return the run of a model that has not begun."""
+    from keras_nanguard._fit.run import Run
+    from keras_nanguard._policy.policy import Policy
 
-    return Recovery(LiveState(model), Counts())
+    return Run(model, Policy.load("recover"))
 
 
 def save(run: Path, folder: Path) -> None:

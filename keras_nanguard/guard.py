@@ -271,7 +271,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._unnamed = not getattr(self.session.model, "built", True)
         options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
         for line in policy_lines(
-            self.policy, options, self.session.model, self.session.state.optimizers
+            self.policy, options, self.session.model, self.session.optimizers
         ):
             self._reporter.once(line)
 

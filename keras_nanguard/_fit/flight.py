@@ -15,7 +15,7 @@ from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.notebook import block
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
-from keras_nanguard._fit.recorded import rate_factor, say_problem
+from keras_nanguard._fit.recorded import say_problem
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.running_fit import surrounding
 from keras_nanguard._fit.session import Session
@@ -95,7 +95,7 @@ class FlightMixin:
             logs |= {
                 f"{OWN}refused": counts.epoch_refused,
                 f"{OWN}grad_norm": self._last_norm,
-                f"{OWN}rate_factor": rate_factor(self.session),
+                f"{OWN}rate_factor": self.session.recovery.rate_factor,
                 f"{OWN}loss_scale": scale,
                 f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
             }

@@ -6,16 +6,20 @@ learning rate, clipping, loss scale and seeds differ from the user's choice.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._core.stored_records import STORED, Whole, stored
-from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._core.stored_records import Whole
+from keras_nanguard._fit.learning_rates import RateChange
+from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._policy.records import Record
 from keras_nanguard._policy.state import PolicyState
 
 __all__ = ["GuardState"]
@@ -23,21 +27,19 @@ __all__ = ["GuardState"]
 FORMAT = 2
 """Version of the JSON format of a `GuardState`."""
 
-SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
-"""Settings of an optimizer that an action may change during a fit."""
+Pair = tuple[Whole, Whole]
+Setting = Literal["global_clipnorm", "dynamic_growth_steps"]
+"""A setting of an optimizer that an action may change during a fit."""
 
-RATE = frozenset({"factor", "lowest", "rate", "absolute"})
-"""The keys that `Rate.to_dict` returns."""
+Value = Annotated[int | float, Field(ge=0, le=sys.float_info.max)]
 
 
-@dataclass(frozen=True, slots=True)
-class GuardState:
+class GuardState(Record):
     """The state of the guard besides the state of the model.
 
     Attributes:
-        policy_state: the state of the policy, as `PolicyState.to_dict()`.
-        rates: the changes of each optimizer's rate, as `Rate.to_dict()`; `None` for an unchanged
-            one.
+        policy_state: the state of the policy.
+        rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their present values.
         rollbacks: number of rollbacks.
         recovery: `(after, ramp)` if a lowered rate is to return.
@@ -46,73 +48,64 @@ class GuardState:
         recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
-    __pydantic_config__ = STORED
-
-    policy_state: Mapping[str, Any]
-    rates: tuple[Mapping[str, Any] | None, ...] = ()
-    settings: tuple[Mapping[str, Any], ...] = ()
+    policy_state: PolicyState
+    rates: tuple[RateChange | None, ...] = ()
+    settings: tuple[dict[Setting, Value | None], ...] = ()
     rollbacks: Whole = 0
-    recovery: tuple[Whole, Whole] | None = None
-    lowered: tuple[Whole, Whole] | None = None
+    recovery: Pair | None = None
+    lowered: Pair | None = None
     scale_bounds: tuple[float, float] | None = None
-    recalibration: tuple[Whole, Whole] | None = None
+    recalibration: Pair | None = None
 
     @classmethod
-    def of(cls, recovery: Recovery) -> GuardState:
-        """Return the state of a run."""
-        optimizers = recovery.state.train_state().optimizers
+    def of(cls, run: Run) -> GuardState:
+        """Return the state of a run. Its numbers may be invalid: the user may have set them."""
+        optimizers, recovery, counts = run.train_state().optimizers, run.recovery, run.counts
         rates = [recovery.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in recovery.changed}
-        counts, pending = recovery.counts, recovery.pending
-        estimate, at = pending.recalibration, pending.lowered_at
-        return cls(
-            policy_state=recovery.policy_state.to_dict(),
-            rates=tuple(rate.to_dict() if rate is not None else None for rate in rates),
+        estimate, at, lowered = recovery.recalibration, recovery.lowered_at, None
+        if at is not None:
+            lowered = (counts.step - at, counts.committed - recovery.lowered_good)
+        return cls.model_construct(
+            policy_state=recovery.policy_state,
+            rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
             rollbacks=counts.rollbacks,
-            recovery=pending.recovery,
-            lowered=None
-            if at is None
-            else (counts.step - at, counts.committed - pending.lowered_good),
-            scale_bounds=pending.scale_bounds,
+            recovery=recovery.returns,
+            lowered=lowered,
+            scale_bounds=recovery.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
 
-    def apply(self, recovery: Recovery, *, write: bool) -> None:
+    def apply(self, run: Run, *, write: bool) -> None:
         """Apply the state to a run that has not begun.
 
         Args:
-            recovery: the changes of that run, still empty.
+            run: the run, without changes of the policy so far.
             write: whether the model is new, so that its optimizers do not have the changes yet.
                 Otherwise they are the same optimizers, and values that the user has set since the
                 last fit are kept.
         """
-        recovery.policy_state = PolicyState.from_dict(self.policy_state).resumed()
-        recovery.counts.rollbacks = self.rollbacks
-        optimizers = recovery.state.train_state().optimizers
+        recovery = run.recovery
+        recovery.policy_state = self.policy_state.resumed()
+        run.counts.rollbacks = self.rollbacks
+        optimizers = run.train_state().optimizers
         for optimizer, done, settings in zip(optimizers, self.rates, self.settings):
             if done is not None:
                 recovery.rate(optimizer).resume(done, write)
+            both = (keras_optimizers.inner(optimizer), optimizer)
             for name, value in settings.items():
-                recovery.change(
-                    next(
-                        t
-                        for t in (keras_optimizers.inner(optimizer), optimizer)
-                        if hasattr(t, name)
-                    ),
-                    name,
-                    value,
-                )
-        pending = recovery.pending
-        pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds
+                recovery.change(next(t for t in both if hasattr(t, name)), name, value)
+        recovery.returns, recovery.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
-            pending.lowered_at, pending.lowered_good = (-since for since in self.lowered)
+            recovery.lowered_at, recovery.lowered_good = (-since for since in self.lowered)
         if self.recalibration is not None:
-            pending.estimate(*self.recalibration)
+            recovery.estimate(run.model, *self.recalibration)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""
-        return {"format": FORMAT, **asdict(self)}
+        state = {"policy_state": self.policy_state.to_dict()}
+        return {"format": FORMAT, **self.model_dump(mode="json"), **state}
 
     @classmethod
     def from_dict(cls, data: Any) -> GuardState:
@@ -122,62 +115,23 @@ class GuardState:
             FileFormatError: if it is of another format, or a field is missing, unknown or of a
                 wrong type.
         """
-        names = {"format", *(entry.name for entry in fields(cls))}
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) != names:
-            received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
-            raise FileFormatError(
-                expected(
-                    f"a guard state of format {FORMAT}", received, "Start without resume=True."
-                )
-            )
+        names = {"format", *cls.model_fields}
+        if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != names:
+            received = sorted(data) if isinstance(data, dict) else type(data).__name__
+            what = f"a guard state of format {FORMAT}"
+            raise FileFormatError(expected(what, received, "Start without resume=True."))
+        state = PolicyState.from_dict(data["policy_state"])
         try:
-            found = stored(cls, {key: value for key, value in data.items() if key != "format"})
-            PolicyState.from_dict(found.policy_state)
-            found.check()
-            return found
-        except FileFormatError:
-            raise
-        except ValueError as error:
-            raise FileFormatError(
-                f"The guard state has a malformed field: {plain_text(error)}"
-            ) from error
-
-    def check(self) -> None:
-        """Check the values of the fields after reading a file.
-
-        Raises:
-            ValueError: if one has a value that `of` cannot return.
-        """
-        for settings in self.settings:
-            if unknown := set(settings) - set(SETTINGS):
-                raise ValueError(f"{sorted(unknown)[0]} is not a setting that actions change")
-            if not all(_fits(name, value) for name, value in settings.items()):
-                raise ValueError("a setting is not a number")
-        for record in self.rates:
-            if record is not None and not (
-                set(record) == RATE and all(map(_fits, record, record.values()))
-            ):
-                raise ValueError(f"expected only {', '.join(sorted(RATE))}")
-
-
-def _fits(name: str, value: Any) -> bool:
-    """Whether a number of a rate, clip or setting is valid: finite and not negative, or `None`."""
-    if name == "absolute":
-        return isinstance(value, bool)
-    if value is None:
-        return name in ("rate", *SETTINGS)
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and _LEAST.get(name, 0.0) <= value <= sys.float_info.max
-    )
-
-
-_LEAST = dict.fromkeys(("factor", "lowest"), sys.float_info.min)
+            plain = {name: value for name, value in data.items() if name != "format"}
+            plain["policy_state"] = state.model_dump(mode="json")
+            return cls.model_validate_json(json.dumps(plain))
+        except (ValidationError, TypeError, ValueError, RecursionError) as error:
+            text = f"The guard state has a malformed field: {plain_text(error)}"
+            raise FileFormatError(text) from error
 
 
 def _changed(optimizer: Any, touched: set[tuple[int, str]]) -> Iterator[tuple[str, Any]]:
     for target in (optimizer, keras_optimizers.inner(optimizer)):
-        for name in SETTINGS:
+        for name in get_args(Setting):
             if (id(target), name) in touched:
                 yield name, getattr(target, name)

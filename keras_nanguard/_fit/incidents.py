@@ -14,7 +14,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded, schedule_poles
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.rollback import draw_anew
+from keras_nanguard._fit.rollback import draw_anew, run_again
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
 from keras_nanguard._fit.trial import trial
@@ -23,6 +23,9 @@ from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 __all__ = ["Incidents"]
+
+Poles = Mapping[int, tuple[int, float]]
+"""Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
 def _has_onset(incident: Incident) -> bool:
@@ -52,6 +55,7 @@ class Incidents:
         run: the run.
         report: called with each complete incident, in order.
         explain: makes the diagnosis of an incident.
+        after: handles the verdict of a replayed step.
     """
 
     def __init__(
@@ -59,14 +63,17 @@ class Incidents:
         run: Run,
         report: Callable[[Incident], None],
         explain: Explains,
+        after: Callable[[Verdict], object],
     ):
-        self._run, self._report_now, self._explain = run, report, explain
+        self._run, self._report_now, self._explain, self._after = run, report, explain, after
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
         self._diverged: tuple[int, int] | None = (
             None  # the counts of steps and rollbacks at which a step was refused for a divergence
         )
+
+    # Detect
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
@@ -137,7 +144,7 @@ class Incidents:
         replayed.
         """
         run = self._run
-        gone = processes.count() > 1 or not run.state.access.can_run_again
+        gone = processes.count() > 1 or not run.access.can_run_again
         return None if gone else run.transaction.batch(run.step, run.transaction.given)
 
     def _is_finite_unscaled(self) -> bool:
@@ -219,6 +226,8 @@ class Incidents:
                 )
             )
 
+    # Explain, decide, perform, report
+
     def raise_incident(
         self,
         step: int,
@@ -243,60 +252,70 @@ class Incidents:
             act: whether to act, or only to report.
             values: additional measurements for the incident.
         """
-        run, counts = self._run, self._run.counts
+        run = self._run
+        measured = self._measured(verdict, refused) | dict(values or {})
         agreement = run.agreement if act else Agreement()  # a report alone needs no other process
-        findings = agreement.findings(findings, report)
-        measured = (
-            measurements(verdict, run.train_state().optimizers, not refused)
-            if verdict is not None
-            else {}
-        )
-        measured |= values or {}
+        found = sorted(agreement.findings(findings, report), key=lambda f: SITES.index(f.site))
+        replicas = report.replicas if report else ()
+        place = run.counts.place(step)
+        incident = Incident(step, *place, tuple(found), refused, measured, replicas=replicas)
+        incident = incident.with_(committed=run.counts.committed)
+        incident, poles = self._explained(incident, report, diagnosis, agreement)
+        if not act:
+            self._report(incident)
+            return incident
+        decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        run.recovery.policy_state = state
+        incident = self._performed(incident.with_(decision=decision), report, poles)
+        self._report(incident)
+        if any(outcome.action == "raise_error" for outcome in incident.outcomes):
+            raise NonFiniteError(f"NanGuard: {incident}", incident)
+        return incident
+
+    def _measured(self, verdict: Verdict | None, refused: bool) -> dict[str, float]:
+        """Return the measurements of a step for its incident."""
+        if verdict is None:
+            return {}
+        run = self._run
+        measured = measurements(verdict, run.train_state().optimizers, not refused)
         if refused and "learning_rate" in measured:
             run.recorder.rate(measured["learning_rate"])
-        ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        incident = Incident(
-            step,
-            *counts.place(step),
-            ordered,
-            refused,
-            measured,
-            replicas=report.replicas if report else (),
-        )
-        incident = incident.with_(committed=counts.committed)
+        return measured
+
+    def _explained(
+        self,
+        incident: Incident,
+        report: Report | None,
+        diagnosis: Diagnosis | None,
+        agreement: Agreement,
+    ) -> tuple[Incident, Poles]:
+        """Return the incident with its diagnosis and its bundle, and the poles of schedules."""
+        run = self._run
         diagnosis = diagnosis or self._explain(run, incident, report)
         incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis), report)
         own = report if agreement.is_of(incident) else None
         run.bad_rows.note(incident, own)
+        values = dict(incident.values)
         if _has_onset(incident):
-            incident = incident.with_(values={"onset": onset(run.history.series), **measured})
+            values.setdefault("onset", onset(run.history.series))
         poles = schedule_poles.found(run, incident)
         if poles:
             iteration, rate = min(poles.values())
-            incident = incident.with_(
-                values={**incident.values, "pole": float(iteration), "learning_rate": rate}
-            )
-        incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
-        if not act:
-            self._report(incident)
-            return incident
-        decision, run.recovery.policy_state = decide(
-            run.policy, run.recovery.policy_state, incident
-        )
-        before = recorded.rate_factor(run)
-        incident = incident.with_(decision=decision)
-        outcomes = agreement.outcomes(perform.perform(run, incident, report))
+            values |= {"pole": float(iteration), "learning_rate": rate}
+        incident = incident.with_(values=values)
+        return incident.with_(bundle=self._explain.bundle(run, incident, own)), poles
+
+    def _performed(self, incident: Incident, report: Report | None, poles: Poles) -> Incident:
+        """Perform the decision; return the incident with the outcomes."""
+        run = self._run
+        outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
-        recorded.acted(run, outcomes, before)
+        recorded.acted(run, outcomes)
         outcomes = schedule_poles.passed(run, poles, self._with_result(incident, outcomes))
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
-        run.checks_fully |= run.recovery.goes_on
+        run.checks_fully |= run.recovery.active
         run.ring.note()
-        incident = incident.with_(outcomes=outcomes)
-        self._report(incident)
-        if any(outcome.action == "raise_error" for outcome in outcomes):
-            raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return incident
+        return incident.with_(outcomes=outcomes)
 
     def _with_result(
         self, incident: Incident, outcomes: tuple[Outcome, ...]
@@ -307,17 +326,14 @@ class Incidents:
             return outcomes
         before = level_of(run.history.undone)
         try:
-            run.run_again()
+            run_again(run, self._after)
         except BaseException:
             self._report(incident.with_(outcomes=outcomes))
             raise
         after = level_of(run.history.last(WINDOW))
-        known = before is not None and after is not None
-        result = (
-            f": loss {before.value:.3g} -> {after.value:.3g}"
-            if known and before is not None and after is not None
-            else ""
-        )
+        result = ""
+        if before is not None and after is not None:
+            result = f": loss {before.value:.3g} -> {after.value:.3g}"
         return tuple(
             replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes
         )

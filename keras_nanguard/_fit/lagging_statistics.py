@@ -23,7 +23,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.epoch_logs import numbers
-from keras_nanguard._fit.pending_recovery import learning
+from keras_nanguard._fit.recalibration import learning
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 

@@ -10,6 +10,7 @@ training time.
 from __future__ import annotations
 
 import time
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -43,46 +44,33 @@ the same step.
 
 
 class LayerLooks:
-    """The measurements of one fit.
-
-    Attributes:
-        half: whether copied weights are still to be compared.
-    """
+    """The measurements of one fit."""
 
     def __init__(self) -> None:
-        self._next_time, self._next_step, self._cost = 0.0, 1, 0.0
+        self._next_time, self._cost = 0.0, 0.0
         self._copies: dict[int, np.ndarray[Any, Any]] = {}
         self._slots: dict[int, tuple[GradientSlot, np.ndarray[Any, Any]]] = {}
         self._updates: dict[int, int] = {}
         self._at: tuple[int, int, int] = (0, 0, 0)
-        self.half = self._ended = False
+        self._half = False  # whether copied weights are still to be compared
 
-    def due(self, step: int) -> bool:
-        """Whether a measurement is due."""
-        if self._ended:
-            return False
-        return self.half or (
-            step >= self._next_step
-            and (time.monotonic() >= self._next_time or processes.count() > 1)
-        )
-
-    def look(self, run: Run) -> None:
-        """Copy the weights, or compare them with the copies. The variables read as the present
-        state.
-        """
-        began = time.monotonic()
+    def look(self, run: Run) -> float:
+        """Copy the weights, or compare them with the copies; return the step of the next look."""
+        began, alone = time.monotonic(), processes.count() == 1
+        if alone and not self._half and began < self._next_time:
+            return run.step + MIN_STEPS
         try:
-            self._compare(run) if self.half else self._copy(run)
-        except Exception:  # noqa: BLE001  nothing that training needs: a variable of a kind that cannot be read ends the looks
-            self._next_step, self.half, self._ended = 0, False, True
-        self._cost += time.monotonic() - began
-        if not self.half:
+            with run.access.variables_readable():
+                self._compare(run) if self._half else self._copy(run)
+        except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
             self._copies, self._slots = {}, {}
-            self._next_time = time.monotonic() + self._cost / SHARE
-            self._next_step, self._cost = (
-                run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER),
-                0.0,
-            )
+            return inf
+        self._cost += time.monotonic() - began
+        if self._half:
+            return run.step + 1
+        self._copies, self._slots = {}, {}
+        self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
+        return run.step + (MIN_STEPS if alone else TOGETHER)
 
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
@@ -105,7 +93,7 @@ class LayerLooks:
             for slot, _ in self._slots.values()
         }
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
-        self.half = True
+        self._half = True
 
     def _fits(self, run: Run, size: int) -> bool:
         """Whether copies, the memory to compare them and, before the peak is known, a step fit into
@@ -118,7 +106,7 @@ class LayerLooks:
 
     @np.errstate(all="ignore")  # what is looked at need not be finite
     def _compare(self, run: Run) -> None:
-        self.half = False
+        self._half = False
         step, committed, rollbacks = self._at
         steps = run.counts.step - step
         if (

@@ -10,16 +10,37 @@ instance, by a factor that the compiled step reads from a variable. In both case
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import keras
+from pydantic import Field
 
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._policy.records import Record
 
-__all__ = ["Rate"]
+__all__ = ["Rate", "RateChange"]
+
+Factor = Annotated[float, Field(ge=sys.float_info.min)]
+
+
+class RateChange(Record):
+    """The changes of the learning rate of one optimizer.
+
+    Attributes:
+        factor: the present factor of the guard.
+        lowest: the smallest factor since the rate was last unchanged.
+        rate: a plain rate as the guard has left it; `None` for a schedule or a callable.
+        absolute: whether another callback computes a plain rate anew, and does not scale it.
+    """
+
+    factor: Factor
+    lowest: Factor
+    rate: Annotated[float, Field(ge=0)] | None
+    absolute: bool
 
 
 class Rate:
@@ -132,7 +153,7 @@ class Rate:
 
         keras_optimizers.set_rate(self.optimizer, scaled, self._overrides)
 
-    def _assign(self, value: float) -> None:
+    def _assign(self, value: float | None) -> None:
         keras_optimizers.rate_variable(self.optimizer).assign(value)
         self._left = self.value
 
@@ -159,33 +180,31 @@ class Rate:
             self._scale = None
             self.factor = 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the changes of the rate as plain JSON values."""
-        rate = self.value if self.plain else None
-        return {
-            "factor": self.factor,
-            "lowest": self.lowest,
-            "rate": rate,
-            "absolute": self._absolute,
-        }
+    def change(self) -> RateChange:
+        """Return the changes of the rate."""
+        return RateChange.model_construct(
+            factor=self.factor,
+            lowest=self.lowest,
+            rate=self.value if self.plain else None,
+            absolute=self._absolute,
+        )
 
-    def resume(self, done: Mapping[str, Any], write: bool) -> None:
-        """Restore the state that `to_dict` returned.
+    def resume(self, done: RateChange, write: bool) -> None:
+        """Restore the changes that `change` returned.
 
         Args:
-            done: the returned state.
+            done: the changes.
             write: whether to write a plain rate. If not, a rate that someone has changed since
                 counts as a new choice, and the earlier changes are forgotten.
         """
-        factor, rate = float(done["factor"]), done["rate"]
-        if self.plain != (rate is not None):
+        if self.plain != (done.rate is not None):
             return
         if self.plain and write:
-            self._assign(rate)
-        elif self.plain and not math.isclose(self.value, rate, rel_tol=1e-6):
+            self._assign(done.rate)
+        elif self.plain and not math.isclose(self.value, done.rate or 0.0, rel_tol=1e-6):
             return
-        self._left, self._absolute = rate, bool(done["absolute"])
-        self.factor = factor if self.plain else 1.0
-        if factor < 1 and not self.plain:
-            self._set(factor)
-        self.lowest = float(done["lowest"])
+        self._left, self._absolute = done.rate, done.absolute
+        self.factor = done.factor if self.plain else 1.0
+        if done.factor < 1 and not self.plain:
+            self._set(done.factor)
+        self.lowest = done.lowest

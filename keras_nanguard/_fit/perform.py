@@ -15,7 +15,7 @@ from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
-from keras_nanguard._fit.pending_recovery import initial_statistics, learning
+from keras_nanguard._fit.recalibration import initial_statistics, learning
 from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
@@ -68,8 +68,8 @@ def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
 
 
 def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    last = run.recovery.pending.lowered_at
-    if _before_update(incident) and not run.recovery.pending.tried:
+    last = run.recovery.lowered_at
+    if _before_update(incident) and not run.recovery.tried(run.counts.committed):
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate has no effect"
     changed = []
@@ -82,12 +82,12 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
         if after < before:
             changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:
-        run.state.access.rebuild()
+        run.access.rebuild()
     if not changed:
         return "skipped", f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}"
     run.recovery.diverged |= _diverged(incident)
     returns = p.get("recover_after") and not run.recovery.diverged
-    run.recovery.pending.lowered((p["recover_after"], p.get("ramp", 0)) if returns else None)
+    run.recovery.lowered(run.counts, (p["recover_after"], p.get("ramp", 0)) if returns else None)
     return "done", "learning rate of " + ", ".join(changed)
 
 
@@ -126,7 +126,7 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
             run.recovery.change(inner, "global_clipnorm", tight)
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if changed:
-        run.state.access.rebuild()
+        run.access.rebuild()
     return (
         ("done", ", ".join([*changed, *reasons]))
         if changed
@@ -155,9 +155,9 @@ def _fix_loss_scale(
         changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
     if not changed:
         return "skipped", "the model does not scale its loss"
-    run.recovery.pending.scale_bounds = (p["floor"], p["ceiling"])
+    run.recovery.scale_bounds = (p["floor"], p["ceiling"])
     if p.get("growth_steps"):
-        run.state.access.rebuild()
+        run.access.rebuild()
     return "done", ", ".join(changed)
 
 
@@ -243,7 +243,7 @@ def _recalibrate_batchnorm(
     if not layers:
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     write_all(initial_statistics(layers))
-    run.recovery.pending.estimate(p["batches"])
+    run.recovery.estimate(run.model, p["batches"])
     return (
         "done",
         (
@@ -340,7 +340,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
                 " times the configured rate"
             )
     if restore:
-        run.recovery.pending.recovery = None
+        run.recovery.returns = None
     return changed
 
 

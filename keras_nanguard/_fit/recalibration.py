@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
-__all__ = ["Recalibration"]
+__all__ = ["Recalibration", "initial_statistics", "learning"]
 
 
 class Recalibration:
@@ -79,3 +79,25 @@ class Recalibration:
 
 def _wide(variable: Any) -> np.ndarray[Any, Any]:
     return keras_variables.read(variable).astype(np.float64)
+
+
+def learning(model: Any) -> list[Any]:
+    """Return the BatchNormalization layers whose statistics a train step updates."""
+    layers = keras_layers.batchnorms(model)
+    return [layer for layer in layers if layer.built and layer.trainable and layer.momentum < 1.0]
+
+
+def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
+    """Return the statistics of BatchNormalization layers with their initial values."""
+    pairs = [
+        (variable, initializer)
+        for layer in layers
+        for variable, initializer in (
+            (layer.moving_mean, layer.moving_mean_initializer),
+            (layer.moving_variance, layer.moving_variance_initializer),
+        )
+    ]
+    return [
+        (v, keras_variables.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
+        for v, initializer in pairs
+    ]

@@ -26,11 +26,9 @@ __all__ = [
     "begun",
     "budgets",
     "note_rate",
-    "rate_factor",
     "returned",
     "rolled_back",
     "say_problem",
-    "snapshot_taken",
 ]
 
 
@@ -51,7 +49,7 @@ def begun(run: Run, resumed: int | None = None) -> None:
     }
     scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
     run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed, epoch=run.counts.epoch)
-    run.recorder.factor = rate_factor(run)
+    run.recorder.factor = run.recovery.rate_factor
     say_problem(run)
 
 
@@ -86,8 +84,8 @@ def note_rate(run: Run, ahead: bool = False) -> None:
             return
         plain = keras_optimizers.rate_variable(optimizer) is not None
         before = run.recorder.rate(rate, ahead or not plain)
-        if not ahead and run.recorder.factor != rate_factor(run):
-            _factor_changed(run, run.recorder.factor)
+        if not ahead and run.recorder.factor != run.recovery.rate_factor:
+            _factor_changed(run)
         elif before is not None and plain and not ahead:
             data = {"before": before, "after": rate, "by": "callback"}
             run.recorder.event(
@@ -97,11 +95,6 @@ def note_rate(run: Run, ahead: bool = False) -> None:
                 f"{optimizer.name}: {before:.3g} -> {rate:.3g}",
                 data,
             )
-
-
-def rate_factor(run: Run) -> float:
-    """Return the factor of the guard on learning rates: the smallest one of all optimizers."""
-    return min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
 
 
 def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
@@ -119,11 +112,6 @@ def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) 
     run.recorder.event("rollback", run.step, run.counts.epoch, text, data)
 
 
-def snapshot_taken(run: Run) -> None:
-    """Record that a snapshot was taken."""
-    run.recorder.event("snapshot", run.step, run.counts.epoch)
-
-
 def budgets(run: Run) -> list[dict[str, Any]]:
     """Return how often each change was made, and how often the policy allows it within a window of
     steps.
@@ -136,43 +124,27 @@ def budgets(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
-    """Record a learning rate that the actions of an incident have changed.
-
-    Args:
-        run: the run.
-        outcomes: the outcomes of the actions.
-        before: `rate_factor` before them.
-    """
+def acted(run: Run, outcomes: tuple[Outcome, ...]) -> None:
+    """Record a learning rate that the actions of an incident have changed."""
     run.recorder.note(budgets=budgets(run))
-    lowered = [
-        outcome.detail
-        for outcome in outcomes
-        if outcome.action == "lower_lr" and outcome.status == "done"
-    ]
-    if rate_factor(run) != before or lowered:
-        _factor_changed(run, before, "; ".join(lowered))
+    lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+    if run.recovery.rate_factor != run.recorder.factor or lowered:
+        _factor_changed(run, "; ".join(lowered))
         note_rate(run, ahead=True)
 
 
-def returned(run: Run, before: float) -> None:
-    """Record that a lowered rate has returned, and at intervals its way there. `before`:
-    `rate_factor` before the step.
-    """
-    after = rate_factor(run)
-    if after != before and (run.recovery.pending.recovery is None or run.recorder.wants_rate):
-        _factor_changed(run, run.recorder.factor)
+def returned(run: Run) -> None:
+    """Record that a lowered rate has returned, and at intervals its way there."""
+    changed = run.recovery.rate_factor != run.recorder.factor
+    if changed and (run.recovery.returns is None or run.recorder.wants_rate):
+        _factor_changed(run)
         note_rate(run, ahead=True)
 
 
-def _factor_changed(run: Run, before: float, text: str = "") -> None:
+def _factor_changed(run: Run, text: str = "") -> None:
     """Record the present factor of the guard on learning rates."""
-    after = run.recorder.factor = rate_factor(run)
+    before, after = run.recorder.factor, run.recovery.rate_factor
+    run.recorder.factor = after
     text = text or f"The learning rate is {after:.3g} times the configured rate."
-    run.recorder.event(
-        "learning_rate",
-        run.step,
-        run.counts.epoch,
-        text,
-        {"factor_before": before, "factor": after, "by": "guard"},
-    )
+    data = {"factor_before": before, "factor": after, "by": "guard"}
+    run.recorder.event("learning_rate", run.step, run.counts.epoch, text, data)

@@ -1,48 +1,69 @@
-"""The changes of the policy in a fit, besides the state of the model."""
+"""The changes of the policy in a fit, besides the state of the model.
+
+Some continue over several steps: a lowered rate returns, a loss scale stays within its bounds,
+BatchNorm statistics are re-estimated. Usually there are none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
-from keras_nanguard._fit.live_state import LiveState
-from keras_nanguard._fit.pending_recovery import PendingRecovery
+from keras_nanguard._fit.recalibration import Recalibration, initial_statistics, learning
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.state import PolicyState
 
 __all__ = ["Recovery"]
 
 
 class Recovery:
-    """The state and the changes of the policy: learning rates, settings of optimizers, and pending
-    changes.
+    """The state and the changes of the policy in one fit.
 
     Attributes:
         policy_state: the state of the policy.
         rates: the changes of the learning rate of each optimizer, by `id`.
-        pending: changes that continue over several steps.
-        diverged: whether a rate was lowered because training diverged.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
+        diverged: whether a rate was lowered because training diverged.
+        lowered_at: the step at which the rate was last lowered, or `None`.
+        lowered_good: number of good steps until then.
+        returns: `(after, ramp)` while a lowered rate is to return.
+        undone: for each rollback the number of good steps until then, and how many it undid.
+        scale_bounds: floor and ceiling of the loss scale.
+        recalibration: the estimate of BatchNorm statistics in progress.
     """
 
-    def __init__(self, state: LiveState, counts: Counts):
-        self.state, self.counts = state, counts
+    def __init__(self) -> None:
         self.policy_state = PolicyState()
         self.rates: dict[int, Rate] = {}
-        self.pending = PendingRecovery(state, counts, self.rates)
         self.changed: list[tuple[Any, str, Any]] = []
         self.diverged = False
+        self.lowered_at: int | None = None
+        self.lowered_good = 0
+        self.returns: tuple[int, int] | None = None
+        self.undone: list[tuple[int, int]] = []
+        self.scale_bounds: tuple[float, float] | None = None
+        self.recalibration: Recalibration | None = None
 
     @property
-    def goes_on(self) -> bool:
+    def active(self) -> bool:
         """Whether there is something to do after each good step."""
-        return self.pending.active
+        return bool(self.returns or self.scale_bounds or self.recalibration)
+
+    # Settings of the optimizers
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
         return self.rates.setdefault(id(optimizer), Rate(optimizer))
+
+    @property
+    def rate_factor(self) -> float:
+        """The factor of the guard on learning rates: the smallest one of all optimizers."""
+        return min((rate.factor for rate in self.rates.values()), default=1.0)
 
     def change(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute until the fit ends."""
@@ -67,12 +88,6 @@ class Recovery:
             for reader in readers:
                 reader.given = None
 
-    def before(self) -> None:
-        """Run due tasks before an execution."""
-        self.pending.begin_counting()
-        for rate in self.rates.values():
-            rate.hold()
-
     def end(self) -> None:
         """Undo the changes to the optimizers."""
         for target, name, value in reversed(self.changed):
@@ -80,3 +95,89 @@ class Recovery:
         self.changed.clear()
         for rate in self.rates.values():
             rate.release()
+
+    # Changes that continue over several steps
+
+    def lowered(self, counts: Counts, returns: tuple[int, int] | None) -> None:
+        """Store that the rate was lowered now, and how it will return."""
+        self.lowered_at, self.lowered_good = counts.step, counts.committed
+        self.returns = returns
+
+    def tried(self, committed: int) -> bool:
+        """Whether a step has committed at the present rate."""
+        return committed > max(self.lowered_good if self.lowered_at is not None else 0, 0)
+
+    def estimate(self, model: Any, batches: int, seen: int = 0) -> int:
+        """Start to re-estimate the statistics of all layers that update theirs; return the number
+        of layers.
+        """
+        layers = learning(model)
+        self.recalibration = Recalibration(layers, batches, seen) if layers else None
+        return len(layers)
+
+    def before_execution(self, committed: int) -> None:
+        """Run due tasks before an execution: a new estimate begins to count, rates stay lowered."""
+        if self.recalibration is not None:
+            self.recalibration.begin_counting(committed)
+        for rate in self.rates.values():
+            rate.hold()
+
+    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> None:
+        """Run due tasks after a good step, or after an execution of several whose last one was
+        good.
+
+        Args:
+            committed: number of committed steps.
+            train_state: returns the train state, whose variables have the present values.
+        """
+        if self.returns is not None:
+            after, ramp = self.returns
+            since = committed - self.lowered_good - after
+            if since >= 0:
+                train_state()
+                self._raise_rates(1.0 if ramp <= 0 else min(since / ramp, 1.0))
+        if self.scale_bounds is not None:
+            floor, ceiling = self.scale_bounds
+            for scale, _ in train_state().scales:
+                value = float(keras_variables.read(scale))
+                if not floor <= value <= ceiling:
+                    keras_variables.write(scale, min(max(value, floor), ceiling))
+        if self.recalibration is not None:
+            train_state()
+            if self.recalibration.step(committed):
+                self.recalibration = None
+
+    def _raise_rates(self, share: float) -> None:
+        """Return lowered rates by a share of the way to the user's choice, from 0 to 1."""
+        for rate in self.rates.values():
+            rate.raise_to(rate.lowest ** (1.0 - share))
+        if share >= 1.0:
+            self.returns = None
+
+    # Rollbacks
+
+    def rolled_back_to(self, snapshot: Snapshot, good: int) -> int:
+        """Store that a snapshot was restored after `good` good steps; return the number of those
+        that this undoes.
+        """
+        earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
+        steps = max(good - snapshot.good - earlier, 0)
+        self.undone.append((good, steps))
+        return steps
+
+    def return_to(self, step: int, committed: int) -> None:
+        """Continue counting from an earlier step."""
+        if self.lowered_at is not None:
+            self.lowered_at = min(self.lowered_at, step)
+            self.lowered_good = min(self.lowered_good, committed)
+        self.undone = [entry for entry in self.undone if entry[0] <= committed]
+        self.policy_state = self.policy_state.rewound()
+
+    def values_to_start_over(self) -> list[tuple[Any, Any]]:
+        """Return the initial statistics of an estimate in progress."""
+        return [] if self.recalibration is None else initial_statistics(self.recalibration.layers)
+
+    def start_over(self) -> None:
+        """Restart an estimate after another state was written."""
+        if self.recalibration is not None:
+            self.recalibration.restart()

@@ -12,7 +12,7 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.guard_state import GuardState
-from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshot_contents import build_optimizers, load, signature, variables_of
 from keras_nanguard._fit.snapshot_files import GUARD_STATE, SnapshotRecord, folder_of, read, written
 from keras_nanguard._keras import variables as keras_variables
@@ -42,7 +42,7 @@ class Resumed:
     batch: int
     with_state: bool = True
 
-    def restore(self, recovery: Recovery) -> None:
+    def restore(self, run: Run) -> None:
         """Write the state into the model of a run that has not begun, and restore the policy.
 
         The metrics of an unfinished epoch continue; those of a new epoch are reset. If the process
@@ -53,16 +53,16 @@ class Resumed:
             GuardError: if the model differs, or is not built.
         """
         if self.with_state:
-            self._restore_state(recovery)
-        self.guard_state.apply(recovery, write=True)
+            self._restore_state(run)
+        self.guard_state.apply(run, write=True)
 
-    def _restore_state(self, recovery: Recovery) -> None:
-        before = recovery.state.train_state()
+    def _restore_state(self, run: Run) -> None:
+        before = run.train_state()
         build_optimizers(before, self.record.optimizers)
         for optimizer in before.optimizers if self.record.step else ():
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
-        train_state = recovery.state.train_state()
+        train_state = run.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
             text = (
                 f"NanGuard starts from the present weights: {self.path} was written before the"
@@ -70,7 +70,7 @@ class Resumed:
             )
             warnings.warn(text, stacklevel=2)
         else:
-            self._write(recovery.state.model, train_state)
+            self._write(run.model, train_state)
 
     def _write(self, model: Any, train_state: TrainState) -> None:
         fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]

@@ -1,9 +1,15 @@
-"""Restoring a snapshot, and replaying the steps since then."""
+"""Restores a snapshot, and replays the steps since then.
+
+If the batch of a step is remembered, the step can run again from a snapshot with the same compiled
+function, batch and seeds. It gives the same numbers unless something was changed in between, such
+as the learning rate. So a rollback loses no steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +17,8 @@ import numpy as np
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.levels import WINDOW, level_of
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._fit import schedule_poles
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.recorded import rolled_back
 from keras_nanguard._fit.run import Run
@@ -27,6 +34,7 @@ __all__ = [
     "put_back",
     "rerun_of",
     "roll_back",
+    "run_again",
     "times",
 ]
 
@@ -88,19 +96,16 @@ def _is_progress(run: Run, snapshot: Snapshot) -> bool:
 
 def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
     """Whether all steps since a snapshot can be replayed."""
-    known = (
-        run.recent.rerun(snapshot, incident.step, run.transaction.batch)
-        if run.state.access.can_run_again
-        else None
-    )
-    return known is not None
+    if not run.access.can_run_again:
+        return False
+    return run.recent.rerun(snapshot, incident.step, run.transaction.batch) is not None
 
 
 def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     """Return the steps since a snapshot, to be replayed; `None` if not all of their batches are
     available.
     """
-    if not run.state.access.can_run_again:
+    if not run.access.can_run_again:
         return None
     if run.running_again and (
         run.stopped or run.reruns >= MOST_RERUNS
@@ -206,7 +211,7 @@ def put_back(
     """
     train_state = run.train_state()
     variables = train_state.restorable if rerun is None else train_state.kept
-    changed = run.recovery.pending.values_to_start_over()
+    changed = run.recovery.values_to_start_over()
     if reseed:
         changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
     snapshot.write(variables, changed, undo=processes.count() == 1)
@@ -219,7 +224,7 @@ def put_back(
         and report is not None
         and any(f.kind == "nonfinite" for f in incident.findings)
     )
-    undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
+    undone = run.recovery.rolled_back_to(snapshot, run.counts.committed) + spoilt
     run.ring.forget_after(snapshot.step)
     if rerun is None:
         run.recent.restart(run.step + 1, snapshot)
@@ -229,5 +234,77 @@ def put_back(
     rolled_back(run, snapshot, undone, rerun)
     run.history.undo(snapshot.step)
     run.counts.restored = snapshot.step
-    run.recovery.pending.start_over()
+    run.recovery.start_over()
     return undone
+
+
+def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
+    """Replay the undone steps, with all handling after each step. This may lead to another
+    rollback.
+
+    Afterwards the counters are the same as before.
+
+    Args:
+        run: the run, with the steps to replay.
+        after: handles the verdict of a step.
+    """
+    step, stopped = run.counts.step, run.stopped
+    metrics: list[tuple[Any, Any]] = []
+    batches: deque[Any] = deque()
+    try:
+        while batches or run.rerun is not None:
+            if run.rerun is not None:
+                plan, run.rerun = run.rerun, None
+                run.reruns += 1
+                metrics = _metrics_from(run, plan)
+                _return_to(run, plan)
+                batches.extendleft(reversed(plan.batches))
+                continue
+            args = batches.popleft()
+            if run.counts.step == run.counts.epoch_start and not metrics:
+                _begin_metrics(run)
+            schedule_poles.pass_over(run)
+            if args is None:
+                run.recent.push_refused(run.counts.step, None)
+                run.counts.step += 1
+            else:
+                after(run.access.run_again(args))
+                if run.stopped and not stopped and run.rerun is None:
+                    break  # in the state that the policy has restored
+    finally:
+        run.reruns, run.counts.step = 0, step
+    run.access.sync_variables()
+    for variable, value in metrics:
+        keras_variables.write(variable, value)
+
+
+def _return_to(run: Run, plan: Rerun) -> None:
+    """Continue counting from a snapshot. Tasks between two steps are due anew."""
+    step, good, every = plan.snapshot.step, plan.snapshot.good, run.policy.snapshot.every
+    run.counts.return_to(step, good, plan.refused)
+    run.recovery.return_to(step, good)
+    for task in ("checks", "proof"):
+        run.plan(task, step + 1)
+    run.plan("snapshot", step + every if every else math.inf)
+
+
+def _metrics_from(run: Run, plan: Rerun) -> list[tuple[Any, Any]]:
+    """Restore the metrics of a snapshot. If they are unknown, return the values to write back
+    afterwards.
+    """
+    metrics, known = run.train_state().metrics, plan.snapshot.metrics
+    if plan.snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
+        _begin_metrics(run)
+        return []
+    if not all(id(variable) in known for variable in metrics):
+        return [(variable, keras_variables.read(variable)) for variable in metrics]
+    for variable in metrics:
+        keras_variables.write(variable, known[id(variable)])
+    return []
+
+
+def _begin_metrics(run: Run) -> None:
+    """Reset the metrics, as at the start of an epoch. A torch module has none."""
+    if hasattr(run.model, "reset_metrics"):
+        run.access.sync_variables()
+        run.model.reset_metrics()

@@ -9,49 +9,43 @@ read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan
 from typing import Any
 
-from keras_nanguard._backends import processes
+from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded
-from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.layer_looks import LayerLooks
 from keras_nanguard._fit.monitors import Monitors
-from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.rerun import RunsAgain
 from keras_nanguard._fit.resume import Resumed
-from keras_nanguard._fit.snapshot_taking import take_first, take_snapshot
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import REFUSED
 
 __all__ = ["Session"]
 
 
-class Session(RunsAgain):
-    """The host side of the transaction.
+class Session(Run):
+    """The host side of the transaction: the state of a run, and what is done with it.
 
     Args:
         model: the guarded model.
         policy: the policy.
         report: called with each complete incident.
         explain: makes the diagnosis of an incident.
-        optimizers: the optimizers of a loop without a trainer; by default those of the model.
-        functions: the functions that the policy may call, by name.
-        directory: folder for files; `None` writes nothing.
-        say: prints a line.
-        recorder: stores measurements and events.
-        bad_rows: the bad rows of the data so far.
+        **parts: the other arguments of `Run`.
 
     Attributes:
         finished: whether the fit has ended normally.
@@ -67,59 +61,44 @@ class Session(RunsAgain):
         policy: Policy,
         report: Callable[[Incident], None],
         explain: Explains,
-        *,
-        optimizers: Any = None,
-        functions: Mapping[str, Callable[..., Any]] | None = None,
-        directory: str | None = None,
-        say: Callable[[str], None] = lambda line: None,
-        recorder: Recorder | None = None,
-        bad_rows: BadRows | None = None,
+        **parts: Any,
     ):
-        super().__init__(
-            model,
-            policy,
-            optimizers=optimizers,
-            functions=functions,
-            directory=directory,
-            say=say,
-            recorder=recorder,
-            bad_rows=bad_rows,
-        )
+        super().__init__(model, policy, **parts)
+        if self.directory is not None and policy.snapshot.storage == "disk":
+            self.ring = self._ring_on_disk(self.directory)
+        self.ring.agree_on_room = self.agreement.room
         self.monitors, self.logs = Monitors(policy), Logs(model)
         self.divergence = Divergence(bool(policy.divergence.action))
-        self.incidents = Incidents(self, report, explain)
-        self.callbacks_deferred = self.finished = self._rate_changed = False
+        self.layer_looks = LayerLooks()
+        self.incidents = Incidents(self, report, explain, self.after)
+        self.callbacks_deferred = self.finished = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
-        self.layer_looks = LayerLooks()
-        self._snapshot_due = policy.snapshot.every or inf
-        self._due = min(self._snapshot_due, self.monitors.due)
+        self.plan("layers", 1)
+        self.plan("checks", self.monitors.due)
+        self.plan("divergence", self.divergence.due)
+        self.plan("snapshot", policy.snapshot.every or inf)
+
+    def _ring_on_disk(self, directory: str) -> DiskRing:
+        if current.host().is_sharded(self.model):
+            remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
+            received = 'storage = "disk" for a module that fully_shard has split'
+            raise GuardError(expected("a model that one process can save", received, remedy))
+        return DiskRing(self, directory)
 
     # What the backend asks
 
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
         """Store the guarded step, and the access to the state that it trains."""
-        self.state.access, self.transaction = access, transaction
+        self.access, self.transaction = access, transaction
 
     def sync_variables(self) -> None:
         """Write the present state into the variables."""
-        self.state.access.sync_variables()
+        self.access.sync_variables()
 
     def resolve_pending(self) -> None:
         """Read the verdict of the last started step, if it is pending, and act on it."""
-        self.state.access.resolve_pending()
-
-    def read_train_state(self) -> TrainState:
-        """Return the present train state of the model."""
-        return self.state.read_train_state()
-
-    def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while tracing, each with its first value."""
-        return self.state.first_values()
-
-    def note_created(self, native: Any, value: Any) -> None:
-        """Store the first value of a backend variable that was created while tracing."""
-        self.checks_fully |= self.state.note_created(native, value)
+        self.access.resolve_pending()
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
@@ -139,20 +118,21 @@ class Session(RunsAgain):
         self.counts.begin_epoch(epoch)
         self.recorder.place(self.counts.step, epoch, self.counts.epoch_start)
         self.divergence.begin_epoch(self.counts.step)
-        self._rate_changed, self._due = True, min(self._due, self.counts.step + 1)
+        self.plan("divergence", self.divergence.due)
+        self.plan("rate", self.counts.step + 1)
 
-    def note_rate(self) -> None:
+    def note_rate(self) -> float:
         """Record the present learning rate."""
         if self.began and not self.stopped:
-            self._rate_changed = False
-            with self.state.access.variables_readable():
+            with self.access.variables_readable():
                 recorded.note_rate(self)
+        return inf
 
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: other code may write
         them.
         """
-        estimating = self.recovery.pending.recalibration is not None
+        estimating = self.recovery.recalibration is not None
         return not self.began or estimating or (written and bool(self.recovery.rates))
 
     def adjustments(self) -> dict[int, Any]:
@@ -174,7 +154,7 @@ class Session(RunsAgain):
             self.stopped
             or self.counts.skip_batches > 0
             or self.resuming is not None
-            or self.recovery.pending.active
+            or self.recovery.active
         )
         return self.began and not busy
 
@@ -183,7 +163,7 @@ class Session(RunsAgain):
         """Whether a healthy next step would only have to be counted."""
         if not self.callbacks_deferred or self.counts.idle or self.checks_fully:
             return False
-        return self._undisturbed and self.counts.step + 1 < self._due
+        return self._undisturbed and self.counts.step + 1 < self.next_due
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""
@@ -203,16 +183,13 @@ class Session(RunsAgain):
             return
         if not self.began:
             self.begin()
-        self.recovery.before()
+        self.recovery.before_execution(self.counts.committed)
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
-        self.state.tolerated, self.state.nan_markers = (
-            set(earlier.state.tolerated),
-            set(earlier.state.nan_markers),
-        )
+        self.tolerated, self.nan_markers = set(earlier.tolerated), set(earlier.nan_markers)
         if earlier.guard_state is not None:
-            earlier.guard_state.apply(self.recovery, write=False)
+            earlier.guard_state.apply(self, write=False)
 
     def begin(self) -> None:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
@@ -221,21 +198,25 @@ class Session(RunsAgain):
         self.began, resumed = True, self.restore()
         recorded.begun(self, step)
         train_state = self.train_state()
-        tolerated = self.state.tolerate(train_state)
+        tolerated = self.tolerate(train_state)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
             if (tolerated and (resumed or self.transaction.reused)) or (
                 resumed and self.adjustments()
             ):
-                self.state.access.rebuild()
-        if take_first(self):
+                self.access.rebuild()
+        kept = train_state.kept
+        if self.ring.take(kept, 0, 0, verified=True, tolerated=self.tolerated):
             self.incidents.between_steps(self.scan("state"))
+        elif self.ring.missing:
+            what = "no snapshot of the state before the first step"
+            self.lacks_memory(what, self.ring.missing)
 
     def restore(self) -> bool:
         """Restore the state to resume from, once; return whether there was one."""
         resumed, self.resuming = self.resuming, None
         if resumed is not None:
-            resumed.restore(self.recovery)
+            resumed.restore(self)
         return resumed is not None
 
     # After a step
@@ -276,19 +257,19 @@ class Session(RunsAgain):
         self.recent.push(step, self.transaction.given)
         counts.step = step = step + 1
         if self.monitors.measured(statistics, weights + slots):
-            self._due = self.monitors.due = step
-        if step >= self._due and last:
-            self._keep()
+            self.plan("checks", step)
+        if step >= self.next_due and last:
+            self._run_due_tasks()
         return True
 
     def _attend(self, verdict: Verdict) -> None:
         """Handle a step that is the first, one of several, bad, or followed by due tasks."""
-        for variable, value in self.state.end_trace():
+        for variable, value in self.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
         updated = verdict.weights + verdict.slots
         if not verdict.refused and self.monitors.measured(verdict.statistics, updated):
-            self._due = self.monitors.due = self.counts.step
+            self.plan("checks", self.counts.step)
         if self.transaction.counted:
             self._after_many(verdict)
             return
@@ -299,8 +280,8 @@ class Session(RunsAgain):
         self.counts.step += 1
         if self.agreement.news:
             self.incidents.between_steps(self.agreement.pick_up())
-        self.checks_fully = self.recovery.goes_on
-        self._keep()
+        self.checks_fully = self.recovery.active
+        self._run_due_tasks()
 
     def _after_many(self, last: Verdict) -> None:
         """Handle an execution of several steps; `last` is the row of the last one."""
@@ -330,7 +311,7 @@ class Session(RunsAgain):
             self.transaction is not transaction
         ):  # compiled anew in between, when not all steps were counted
             self.transaction.recount(end)
-        self._keep()
+        self._run_due_tasks()
 
     def _judge(self, verdict: Verdict, reports: Sequence[Any], last: bool = True) -> None:
         """Count one step or raise its incident. Only the state of the `last` one can be read."""
@@ -353,63 +334,70 @@ class Session(RunsAgain):
         self.recorder.push(step, verdict.loss, verdict.gradients, verdict.scale)
         self.recent.push(step, self.transaction.given)
         self.counts.streak = 0
-        if last and self.recovery.pending.active:
-            before = recorded.rate_factor(self)
-            self.recovery.pending.after_good_step()
-            recorded.returned(self, before)
-
-    def _return_to(self, plan: Rerun) -> None:
-        """Continue counting from a snapshot."""
-        super()._return_to(plan)
-        step, every = plan.snapshot.step, self.policy.snapshot.every
-        self.monitors.due = self._due = step + 1
-        self._snapshot_due = step + every if every else inf
+        if last and self.recovery.active:
+            self.recovery.after_good_step(self.counts.committed, self.train_state)
+            recorded.returned(self)
 
     # Between two steps
 
-    def _keep(self) -> None:
-        """Run due tasks between two steps: check for finite faults, and take a snapshot."""
-        step, committed = self.counts.step, self.counts.committed
-        if step < self._due or self.stopped:
-            return
-        if self._rate_changed:
-            self.note_rate()
-        self._look_at_layers()
-        if step >= self.monitors.due:
-            with self.state.access.variables_readable():
-                if (
-                    self.recorder.wants_rate and processes.count() == 1
-                ):  # a value that is spread is read by all processes at once
-                    recorded.note_rate(self)
-                findings = self.agreement.between_steps(self.monitors.look(self))
-            if findings:
-                self.incidents.between_steps(findings)
-        if step >= self.divergence.due and not self.running_again and not self.stopped:
-            self._look_for_divergence()
-        step, committed = self.counts.step, self.counts.committed
-        self.ring.promote(committed)
-        if step >= self._snapshot_due and not self.stopped:
-            self._snapshot_due = step + self.policy.snapshot.every
-            if take_snapshot(self):
-                self.incidents.between_steps(self.scan("weights"))
-        next_proof = step + self.ring.next_proof(committed)
-        self._due = min(self._snapshot_due, self.monitors.due, self.divergence.due, next_proof)
-        if self.layer_looks.half:
-            self._due = step + 1
+    def _run_due_tasks(self) -> None:
+        """Run the tasks that are due between two steps."""
+        for name, task in TASKS.items():
+            if self.counts.step >= self.due.get(name, inf) and not self.stopped:
+                self.plan(name, task(self))
 
-    def _look_for_divergence(self) -> None:
-        lost = self.divergence.look(self)
+    def _look_at_layers(self) -> float:
+        """Measure the layers."""
+        return self.layer_looks.look(self)
+
+    def _check(self) -> float:
+        """Check for finite faults."""
+        with self.access.variables_readable():
+            if (
+                self.recorder.wants_rate and processes.count() == 1
+            ):  # a value that is spread is read by all processes at once
+                recorded.note_rate(self)
+            findings = self.agreement.between_steps(self.monitors.look(self))
+        if findings:
+            self.incidents.between_steps(findings)
+        return self.monitors.due
+
+    def _look_for_divergence(self) -> float:
+        """Check whether the run is lost."""
+        lost = None if self.running_again else self.divergence.look(self)
         if lost is not None:
             incident = self.incidents.between_steps(
                 lost.findings, lost.diagnosis, values=lost.values
             )
             done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
             self.divergence.acted(self, "rollback" in done)
+        return self.divergence.due
 
-    def _look_at_layers(self) -> None:
-        if self.layer_looks.due(self.counts.step):
-            with self.state.access.variables_readable():
-                self.layer_looks.look(self)
+    def _promote(self) -> float:
+        """Mark the snapshots that have proven good."""
+        step, good = self.counts.step, self.counts.committed
+        self.ring.promote(good)
+        return step + self.ring.next_proof(good)
+
+    def _take_snapshot(self) -> float:
+        """Copy the present state, or raise an incident if it is not finite."""
+        step, good = self.counts.step, self.counts.committed
+        with self.access.variables_readable() if self.ring.only_reads else nullcontext():
+            train_state = self.train_state()
+            self.history.start(self.ring.snapshots, train_state.trainable)
+            level, tolerated = level_of(self.history.last(WINDOW)), self.tolerated
+            bad = self.ring.take(train_state.kept, step, good, tolerated=tolerated, level=level)
+            taken = next((s for s in self.ring.snapshots if s.step == step), None)
+            if taken is not None:
+                taken.metrics = {id(v): keras_variables.read(v) for v in train_state.metrics}
+        if bad:
+            self.incidents.between_steps(self.scan("weights"))
+        elif taken is not None:
+            self.recorder.event("snapshot", step, self.counts.epoch)
+        elif self.ring.missing:
+            self.lacks_memory("no snapshot", self.ring.missing)
+        self.plan("proof", self._promote())
+        return step + self.policy.snapshot.every
 
     def seen_outside(
         self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True
@@ -427,10 +415,21 @@ class Session(RunsAgain):
 
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""
-        self.guard_state = self.guard_state or GuardState.of(self.recovery)
+        self.guard_state = self.guard_state or GuardState.of(self)
         if self.agreement.has_news:  # no step has told the others since
             self.incidents.between_steps(self.agreement.pick_up(), act=False)
         self.release()
         self.recovery.end()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)
         recorded.say_problem(self)
+
+
+TASKS: dict[str, Callable[[Session], float]] = {
+    "rate": Session.note_rate,
+    "layers": Session._look_at_layers,
+    "checks": Session._check,
+    "divergence": Session._look_for_divergence,
+    "proof": Session._promote,
+    "snapshot": Session._take_snapshot,
+}
+"""What is done between two steps, in this order; each returns the step at which it is due again."""

@@ -31,7 +31,7 @@ from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.levels import Level
 from keras_nanguard._fit.guard_state import GuardState
-from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.saved_by_keras import left_out
 from keras_nanguard._fit.snapshot_contents import (
     load,
@@ -86,26 +86,16 @@ class DiskRing(Ring):
     return to it, and the first step may create variables that are in no earlier file.
 
     Args:
-        keep: maximum number of snapshots in the folder, including those of earlier runs.
-        good_after: good steps that verify a snapshot.
+        run: the run.
         directory: the guard's directory.
-        recovery: the changes of the policy in this run.
-        say: prints a line.
     """
 
     only_reads = False
 
-    def __init__(
-        self,
-        keep: int,
-        good_after: int,
-        directory: str | Path,
-        recovery: Recovery,
-        say: Callable[[str], None] = lambda line: None,
-    ):
-        super().__init__(keep, good_after)
-        self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
-        self._say, self._said, self._lock = say, set[str](), _Lock(self.folder.parent / LOCK)
+    def __init__(self, run: Run, directory: str | Path):
+        super().__init__(run.policy.snapshot.keep, run.policy.snapshot.good_steps)
+        self.folder, self._run = folder_of(directory), run
+        self._said, self._lock = set[str](), _Lock(self.folder.parent / LOCK)
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
     def _store(self, values: Values, fresh: Snapshot) -> None:
@@ -160,7 +150,7 @@ class DiskRing(Ring):
                     f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
                 )
                 why = str(error).partition("\n")[0]
-                self._say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
+                self._run.say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
@@ -194,7 +184,7 @@ class DiskRing(Ring):
         """
         if snapshot.arrays or not isinstance(snapshot, _OnDisk):
             return True
-        if not memory.room_for(2 * size_of(variables_of(self.state.train_state()))):
+        if not memory.room_for(2 * size_of(variables_of(self._run.train_state()))):
             return False
         try:
             self._fetch(snapshot)
@@ -222,27 +212,27 @@ class DiskRing(Ring):
         """Save the present state of the policy."""
         path = self.folder / GUARD_STATE
         if self._lock.held:
-            state = GuardState.of(self.recovery)
+            state = GuardState.of(self._run)
             self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
 
     def _fetch(self, snapshot: _OnDisk) -> None:
         """Read the values through the model, whose state is restored afterwards."""
         record = read(snapshot.path)
-        variables = variables_of(self.state.train_state())
+        variables = variables_of(self._run.train_state())
         with left_as_they_are(variables):
-            load(self.state.model, variables, (), snapshot.path, record)
+            load(self._run.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
     def _load(self, snapshot: _OnDisk, variables: Iterable[Any]) -> None:
         """Write a snapshot from its files into these variables. Other variables do not change."""
-        state = variables_of(self.state.train_state())
+        state = variables_of(self._run.train_state())
         wanted = {id(v) for v in variables}
         with left_as_they_are([v for v in state if id(v) not in wanted]):
-            load(self.state.model, state, (), snapshot.path, read(snapshot.path))
+            load(self._run.model, state, (), snapshot.path, read(snapshot.path))
 
     def _write(self, folder: Path, step: int, verified: bool) -> SnapshotRecord:
         """Write the files of a snapshot into an empty folder, and return its record."""
-        model, train_state = self.state.model, self.state.train_state()
+        model, train_state = self._run.model, self._run.train_state()
         variables = variables_of(train_state)
         files = {}
         if hasattr(model, "save_weights") and model.built:  # a layer alone has no file format
@@ -253,7 +243,7 @@ class DiskRing(Ring):
         rest = {number: keras_variables.read(variables[number]) for number in numbers}
         write_rest(folder / REST, rest, train_state.metrics)
         files[REST] = sealed(folder / REST)
-        epoch, batch = self.recovery.counts.position
+        epoch, batch = self._run.counts.position
         record = SnapshotRecord(
             step=step,
             epoch=epoch,
@@ -264,7 +254,7 @@ class DiskRing(Ring):
             rest=tuple((n, str(variables[n].path), rest[n].dtype.name) for n in numbers),
             metrics=len(train_state.metrics),
             optimizers=trained_by_each(train_state),
-            guard_state=GuardState.of(self.recovery).to_dict(),
+            guard_state=GuardState.of(self._run).to_dict(),
             measured=measured(train_state),
             versions=versions(),
         )
@@ -275,7 +265,7 @@ class DiskRing(Ring):
         """Return the numbers of the variables that Keras does not save. The result is cached."""
         key = tuple(id(v) for v in variables)
         if self._left_out[0] != key:
-            self._left_out = (key, left_out(self.state.model, weights, variables))
+            self._left_out = (key, left_out(self._run.model, weights, variables))
         return self._left_out[1]
 
     def _prune(self) -> None:

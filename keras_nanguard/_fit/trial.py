@@ -106,13 +106,13 @@ class Trial:
         return math.isfinite(self._step(args))
 
     def _load(self, state: State) -> None:
-        self._run.state.access.sync_variables()
+        self._run.access.sync_variables()
         for variable in self._variables:
             keras_variables.write(variable, state[id(variable)])
 
     def _step(self, args: Any) -> float:
         """Run one step; return its loss, infinity if it was refused."""
-        access = self._run.state.access
+        access = self._run.access
         self._repeated()
         verdict = access.run_again(args)
         access.sync_variables()
@@ -142,7 +142,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         run: the run.
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
-    access, train_state = run.state.access, run.train_state()
+    access, train_state = run.access, run.train_state()
     if not access.can_run_again or not run.policy.refuse or not _room(run, rates):
         yield None
         return

@@ -313,7 +313,7 @@ class TestLowerLr:
         np.testing.assert_allclose(steps[3], 0.005, atol=1e-6)
         np.testing.assert_allclose(steps[5:8], 0.5e-4, atol=1e-6)
         np.testing.assert_allclose(steps[8:13], ramp, rtol=1e-2, atol=1e-6)
-        assert not guard.session.recovery.pending.active
+        assert not guard.session.recovery.active
 
     def test_reduce_lr_on_plateau(self):
         """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
@@ -526,7 +526,7 @@ class TestRecalibrateBatchnorm:
         tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
         np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
         np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
-        assert not guard.session.recovery.pending.active
+        assert not guard.session.recovery.active
 
     def test_rollback_in_between(self):
         """A rollback while the statistics are estimated starts the estimate over, from batches only."""
@@ -678,11 +678,11 @@ class TestStop:
             assert [step for step, status, _ in outcomes(guard, "lower_lr") if status == "done"] == [2]
             ((step, _, detail),) = outcomes(guard, ending)
             assert step == 5 and detail.endswith(f"the learning rate of {model.optimizer.name} {words}")
-            factor = guard.session.guard_state.rates[0]["factor"]
+            factor = guard.session.guard_state.rates[0].factor
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-            assert bool(guard.session.recovery.pending.recovery) == (not restore)
+            assert bool(guard.session.recovery.returns) == (not restore)
 
 
 class TestRaiseError:

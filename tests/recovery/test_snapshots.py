@@ -21,10 +21,12 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._core.levels import Level
 from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
 from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import PolicyState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
 
@@ -263,7 +265,7 @@ class TestResume:
         def look(batch, logs):
             inner = model.optimizer.inner_optimizer
             rate = second.session.recovery.rate(model.optimizer)
-            bounds = second.session.recovery.pending.scale_bounds
+            bounds = second.session.recovery.scale_bounds
             seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
 
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
@@ -588,11 +590,15 @@ def test_sealed_json(tmp_path):
 
 def test_guard_state_round_trip():
     """Every field of a guard state survives JSON, and one with a field too many or too few is refused."""
-    rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
-    from keras_nanguard._policy.state import PolicyState
-
     guard_state = GuardState(
-        PolicyState(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
+        policy_state=PolicyState(step=3, total=2),
+        rates=(RateChange(factor=0.1, lowest=0.01, rate=0.5, absolute=True), None),
+        settings=({"global_clipnorm": 0.5}, {}),
+        rollbacks=3,
+        recovery=(5, 6),
+        lowered=(7, 8),
+        scale_bounds=(1.0, 2.0),
+        recalibration=(9, 10),
     )
     plain = json.loads(json.dumps(guard_state.to_dict()))
     again = GuardState.from_dict(plain)

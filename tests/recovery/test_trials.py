@@ -15,9 +15,10 @@ from keras_nanguard import NanGuard
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.rerun import RunsAgain
+from keras_nanguard._fit.rollback import run_again
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
+from keras_nanguard._policy.policy import Policy
 
 RNG = np.random.default_rng(0)
 BACK = {"name": "back", "do": {"rollback": {"replay_steps": True}}}
@@ -244,54 +245,49 @@ def test_generators_of_the_process_go_on():
         np.testing.assert_array_equal(one, other)
 
 
-class Again(RunsAgain):
-    """A run of which a step that is run again ends training."""
+def replayed(stops_at):
+    """Return a run of five steps to replay, of which one ends training, and what it has replayed."""
+    counts = SimpleNamespace(step=5, epoch_start=0, return_to=lambda step, *more: None)
+    run = SimpleNamespace(
+        model=None,
+        policy=Policy.load("recover"),
+        counts=counts,
+        poles={},
+        recovery=SimpleNamespace(return_to=lambda step, good: None),
+        rerun=Rerun(Snapshot(0, 0), tuple("abcde")),
+        reruns=0,
+        stopped=False,
+        plan=lambda task, step: None,
+        train_state=lambda: SimpleNamespace(metrics=()),
+    )
+    ran = []
+    run.access = SimpleNamespace(run_again=ran.append, sync_variables=lambda: None)
 
-    model = None
+    def after(verdict):
+        run.stopped = run.stopped or len(ran) == stops_at
 
-    def __init__(self, stops_at):
-        self.ran, self.stops_at, self.stopped, self.running_again = [], stops_at, False, False
-        self.counts = SimpleNamespace(step=5, epoch_start=0, return_to=self._count)
-        self.poles = {}
-        access = SimpleNamespace(run_again=self.ran.append, sync_variables=lambda: None)
-        self.state = SimpleNamespace(access=access, train_state=lambda: SimpleNamespace(metrics=()))
-        self.recovery = SimpleNamespace(pending=SimpleNamespace(return_to=self._count))
-        self.recovery.policy_state = SimpleNamespace(rewound=lambda: None)
-        self.rerun = Rerun(Snapshot(0, 0), tuple("abcde"))
-
-    def _count(self, step, *more):
-        pass
-
-    def train_state(self):
-        return self.state.train_state()
-
-    def after(self, verdict):
-        self.stopped = self.stopped or len(self.ran) == self.stops_at
+    run_again(run, after)
+    return run, ran
 
 
 @pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
 def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
     """What the policy has restored when it stopped is not trained on."""
-    run = Again(stops_at)
-    run.run_again()
-    assert run.ran == list(ran) and not run.running_again
+    run, found = replayed(stops_at)
+    assert found == list(ran) and run.reruns == 0
 
 
-def test_an_exception_while_steps_are_run_again_loses_no_incident():
+def test_an_exception_while_steps_are_run_again_loses_no_incident(monkeypatch):
     """Ctrl-C there: the incident that has led to it is reported."""
     guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0)
 
-    class Interrupts(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 9:
-                guard.session.run_again = self.interrupt
+    def interrupt(run, after):
+        raise KeyboardInterrupt
 
-        def interrupt(self):
-            raise KeyboardInterrupt
-
+    monkeypatch.setattr("keras_nanguard._fit.incidents.run_again", interrupt)
     data = zoo.regression()
     data.y[10 * zoo.BATCH] = 1e38  # the update overflows, the data is finite
     with pytest.raises(KeyboardInterrupt):
-        zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), data, guard=guard, callbacks=[Interrupts()], epochs=1)
+        zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), data, guard=guard, epochs=1)
     assert [i.outcomes[0].action for i in guard.incidents] == ["rollback"]
     assert [event.kind for event in guard.recording.events if event.kind == "incident"] == ["incident"]

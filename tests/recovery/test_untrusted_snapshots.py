@@ -15,13 +15,20 @@ from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
 from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
-GOOD = GuardState(PolicyState().to_dict(), (RATE, None), SETTINGS, 3, (5, 6)).to_dict()
+GOOD = GuardState(
+    policy_state=PolicyState(),
+    rates=(RateChange(**RATE), None),
+    settings=SETTINGS,
+    rollbacks=3,
+    recovery=(5, 6),
+).to_dict()
 
 STATES = {
     "an attribute of the optimizer": {"settings": [{"apply": 5}]},

@@ -270,17 +270,18 @@ def test_looks_at_the_state_of_their_step(order, monkeypatch):
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):
             super().on_epoch_begin(epoch, logs)
-            self.session.monitors.ceiling, self.session._due = -np.inf, np.inf
+            self.session.monitors.ceiling = -np.inf
+            self.session.due, self.session.next_due = {}, np.inf
 
     due = []
-    real = Session._keep
+    real = Session._run_due_tasks
 
-    def keep(self):
-        if self.step >= self._due:
+    def tasks(self):
+        if self.step >= self.next_due:
             due.append((self.step, sum(what == "start" for what, _ in order)))
         real(self)
 
-    monkeypatch.setattr(Session, "_keep", keep)
+    monkeypatch.setattr(Session, "_run_due_tasks", tasks)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)
 
