@@ -111,8 +111,8 @@ def _marked(phase: Any, pause: float) -> None:
 
     mark(snapshots_on_disk.DiskRing, "_write", WRITE)
     mark(snapshots_on_disk.DiskRing, "_prune", REMOVE)
-    mark(snapshots_on_disk._OnDisk, "prove", RECORD)
-    mark(atomic_files, "put", RENAME)
+    mark(snapshots_on_disk.DiskRing, "_mark_verified", RECORD)
+    mark(atomic_files, "publish", RENAME)
     mark(atomic_files, "flush_to_disk", RENAME)
 
 

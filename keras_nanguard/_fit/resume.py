@@ -13,8 +13,16 @@ from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshot_contents import build_optimizers, load, signature, variables_of
-from keras_nanguard._fit.snapshot_files import GUARD_STATE, SnapshotRecord, folder_of, read, written
+from keras_nanguard._fit.snapshot_files import (
+    GUARD_STATE,
+    SnapshotRecord,
+    build_optimizers,
+    folder_of,
+    load,
+    read,
+    signature,
+    written,
+)
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -63,7 +71,7 @@ class Resumed:
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
         train_state = run.train_state()
-        if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
+        if self.record.untrained and self.record.signature != signature(train_state.everything):
             text = (
                 f"NanGuard starts from the present weights: {self.path} was written before the"
                 " model was built."
@@ -75,9 +83,7 @@ class Resumed:
     def _write(self, model: Any, train_state: TrainState) -> None:
         fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
         try:
-            drawn = load(
-                model, variables_of(train_state), train_state.metrics, self.path, self.record
-            )
+            drawn = load(model, train_state.everything, train_state.metrics, self.path, self.record)
         except FileFormatError as error:
             remedy = (
                 "Build the model as in the previous run (call it on data once), or omit"

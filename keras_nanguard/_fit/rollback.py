@@ -214,7 +214,7 @@ def put_back(
     changed = run.recovery.values_to_start_over()
     if reseed:
         changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
-    snapshot.write(variables, changed, undo=processes.count() == 1)
+    run.ring.write(snapshot, variables, changed, undo=processes.count() == 1)
     if rerun is not None:
         snapshot.draw_again()
     elif reseed:

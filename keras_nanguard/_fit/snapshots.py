@@ -69,30 +69,6 @@ class Snapshot:
     metrics: dict[int, Array] = field(default_factory=dict)
     level: Level | None = None
 
-    def write(
-        self,
-        variables: Iterable[Any],
-        changed: Iterable[tuple[Any, Any]] = (),
-        undo: bool = True,
-    ) -> None:
-        """Write its values into variables, all or none. Variables without a value in it do not
-        change.
-
-        Args:
-            variables: the variables.
-            changed: `(variable, value)` for variables that get another value.
-            undo: whether to copy the previous state, so that it can be restored if writing fails.
-
-        Raises:
-            StateLostError: if neither the snapshot nor the previous state could be written
-                completely.
-        """
-        known = ((v, self.arrays.get(id(v))) for v in variables)
-        pairs = {id(v): (v, value) for v, value in known if value is not None}
-        pairs |= {id(v): (v, value) for v, value in changed}
-        size = size_of(v for v, _ in pairs.values())
-        whole_writes.write_all(pairs.values(), undo and memory.room_for(size))
-
     def draw_again(self) -> None:
         """Restore the generator that belongs to no variable."""
         if self.drawn is not None:
@@ -239,6 +215,32 @@ class Ring:
     def restorable(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot can be written into the variables."""
         return self.at_hand(snapshot)
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        variables: Iterable[Any],
+        changed: Iterable[tuple[Any, Any]] = (),
+        undo: bool = True,
+    ) -> None:
+        """Write a snapshot into variables, all or none. Variables without a value in it do not
+        change.
+
+        Args:
+            snapshot: the snapshot.
+            variables: the variables.
+            changed: `(variable, value)` for variables that get another value.
+            undo: whether to copy the previous state, so that it can be restored if writing fails.
+
+        Raises:
+            StateLostError: if neither the snapshot nor the previous state could be written
+                completely.
+        """
+        known = ((v, snapshot.arrays.get(id(v))) for v in variables)
+        pairs = {id(v): (v, value) for v, value in known if value is not None}
+        pairs |= {id(v): (v, value) for v, value in changed}
+        size = size_of(v for v, _ in pairs.values())
+        whole_writes.write_all(pairs.values(), undo and memory.room_for(size))
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""

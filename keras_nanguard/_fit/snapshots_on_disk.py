@@ -1,13 +1,4 @@
-"""A ring of verified states on disk, from which another process can resume.
-
-Each snapshot is one folder, written under another name and renamed::
-
-    snapshots/
-      guard_state.json           what the policy has changed, written anew at every incident
-      snapshot-00000012/
-        state.weights.h5         what Keras itself saves: weights, statistics, optimizers
-        rest.npz                 what it does not: seeds, states of stateful RNNs, metrics
-        snapshot.json            position, verified or not, checksums of the files and of itself
+"""A ring of verified states on disk, from which another process can resume; see `snapshot_files`.
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
 the next one removes. If nothing can be written (a full disk, a folder that is read-only, one that
@@ -19,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,25 +23,14 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.levels import Level
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.saved_by_keras import left_out
-from keras_nanguard._fit.snapshot_contents import (
-    load,
-    measured,
-    sealed,
-    signature,
-    trained_by_each,
-    variables_of,
-    versions,
-    write_rest,
-)
 from keras_nanguard._fit.snapshot_files import (
     GUARD_STATE,
-    REST,
-    WEIGHTS,
     SnapshotRecord,
     folder_of,
+    load,
     next_number,
     read,
+    save,
     written,
 )
 from keras_nanguard._fit.snapshots import (
@@ -62,13 +42,9 @@ from keras_nanguard._fit.snapshots import (
     missing_bytes,
     size_of,
 )
-from keras_nanguard._keras import (
-    saving as keras_saving,
-    variables as keras_variables,
-    whole_writes,
-)
+from keras_nanguard._keras import variables as keras_variables, whole_writes
 
-__all__ = ["DiskRing"]
+__all__ = ["DiskRing", "OnDisk"]
 
 LOCK = "snapshots.lock"
 """Name of the lock file next to the folder."""
@@ -77,6 +53,22 @@ PASSES = 3
 """Copies of the largest variable that must fit into memory while the files are written."""
 
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class OnDisk(Snapshot):
+    """A snapshot whose values are in files until they are needed.
+
+    Attributes:
+        path, record: its folder and its record.
+        noted: whether its record says that it is verified, if it is.
+        only_files: whether its values stay on disk; those of the start are also in memory.
+    """
+
+    path: Path
+    record: SnapshotRecord
+    noted: bool
+    only_files: bool
 
 
 class DiskRing(Ring):
@@ -95,8 +87,16 @@ class DiskRing(Ring):
     def __init__(self, run: Run, directory: str | Path):
         super().__init__(run.policy.snapshot.keep, run.policy.snapshot.good_steps)
         self.folder, self._run = folder_of(directory), run
-        self._said, self._lock = set[str](), _Lock(self.folder.parent / LOCK)
-        self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
+        self._said, self._lock = set[str](), Lock(self.folder.parent / LOCK)
+        self._unsaved: dict[str, frozenset[int]] = {}
+
+    def _everything(self) -> list[Any]:
+        return list(self._run.train_state().everything)
+
+    def _on_disk(self) -> list[OnDisk]:
+        return [snapshot for snapshot in self.snapshots if isinstance(snapshot, OnDisk)]
+
+    # Writing
 
     def _store(self, values: Values, fresh: Snapshot) -> None:
         """Write the state to disk. If that fails, keep it in memory if it fits."""
@@ -105,35 +105,33 @@ class DiskRing(Ring):
         for snapshot in self._on_disk():
             if snapshot.step != 0:
                 snapshot.arrays = {}
-        found = self._attempt(lambda: self._write_folder(fresh.step, fresh.verified))
+        found = self._attempt(lambda: self._write(fresh))
         if found is None:
             if not missing_bytes(variables, fresh.step):
                 super()._store([(v, keras_variables.view(v)) for v in variables], fresh)
             return
         self.note()
-        in_memory = not fresh.step and not missing_bytes(variables, 0)
-        if in_memory:
-            fresh.arrays = {id(v): compact(keras_variables.read(v)) for v in variables}
-        self.snapshots.append(_OnDisk(fresh, *found, self._load, not in_memory))
+        self.snapshots.append(found)
+        if not fresh.step and not missing_bytes(variables, 0):
+            found.arrays = {id(v): compact(keras_variables.read(v)) for v in variables}
+            found.only_files = False
         self._attempt(self._prune)
 
-    def _on_disk(self) -> list[_OnDisk]:
-        return [snapshot for snapshot in self.snapshots if isinstance(snapshot, _OnDisk)]
-
-    def _write_folder(self, step: int, verified: bool) -> tuple[Path, SnapshotRecord]:
-        """Write one snapshot; return its folder and its record."""
+    def _write(self, fresh: Snapshot) -> OnDisk:
+        """Write one snapshot; return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.take()
         atomic_files.sweep(self.folder)
-        path = self.folder / f"snapshot-{next_number(self.folder):08d}"
+        run, path = self._run, self.folder / f"snapshot-{next_number(self.folder):08d}"
+        epoch, batch = run.counts.position
+        about = {"step": fresh.step, "epoch": epoch, "batch": batch, "verified": fresh.verified}
+        state = GuardState.of(run).to_dict()
         with atomic_files.beside(path, "snapshot") as unfinished:
             unfinished.mkdir()
-            return path, self._write(unfinished, step, verified)
-
-    def close(self) -> None:
-        """Release all snapshots in memory, and the lock of the folder."""
-        super().close()
-        self._lock.release()
+            parts = (run.model, run.train_state(), unfinished, self._unsaved)
+            record = save(*parts, guard_state=state, **about)
+        noted = fresh.verified
+        return OnDisk(**vars(fresh), path=path, record=record, noted=noted, only_files=True)
 
     def _attempt(self, write: Callable[[], T]) -> T | None:
         """Write something to the folder. If that fails, print one line and return `None`."""
@@ -145,128 +143,12 @@ class DiskRing(Ring):
             kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
             if kind not in self._said:
                 self._said.add(kind)
-                ours = self._on_disk()
+                ours, why = self._on_disk(), str(error).partition("\n")[0]
                 last = (
                     f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
                 )
-                why = str(error).partition("\n")[0]
                 self._run.say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None
-
-    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes that writing the state needs if they are not free, else 0."""
-        size = PASSES * max((keras_variables.bytes_of(v) for v in variables), default=0)
-        return 0.0 if memory.room_for(size) else float(size)
-
-    def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
-        """Add a value to the state before the first step if it is in memory."""
-        if not (isinstance(self.start, _OnDisk) and self.start.only_files):
-            super().complete(variable, value)
-
-    def promote(self, good: int) -> None:
-        """Mark snapshots as verified, also in their files."""
-        super().promote(good)
-        for snapshot in self._on_disk():
-            if snapshot.verified and not snapshot.noted:
-                snapshot.noted = self._attempt(snapshot.prove) is not None
-
-    def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot that is not broken."""
-        while (snapshot := super().newest(depth)) is not None:
-            if self.restorable(snapshot):
-                return snapshot
-            self.snapshots = [s for s in self.snapshots if s is not snapshot]
-        return None
-
-    def at_hand(self, snapshot: Snapshot) -> bool:
-        """Read the values of a snapshot from disk if they fit into memory; return whether they are
-        there.
-        """
-        if snapshot.arrays or not isinstance(snapshot, _OnDisk):
-            return True
-        if not memory.room_for(2 * size_of(variables_of(self._run.train_state()))):
-            return False
-        try:
-            self._fetch(snapshot)
-        except FileFormatError as error:
-            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
-        return bool(snapshot.arrays)
-
-    def restorable(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot can be written into the variables, from memory or from its files."""
-        if self.at_hand(snapshot):
-            return True
-        try:
-            return isinstance(snapshot, _OnDisk) and bool(read(snapshot.path))
-        except FileFormatError:
-            return False
-
-    def forget_after(self, step: int) -> None:
-        """Remove the snapshots taken after this step, also on disk."""
-        for snapshot in self._on_disk():
-            if snapshot.step > step:
-                self._attempt(snapshot.remove)
-        super().forget_after(step)
-
-    def note(self) -> None:
-        """Save the present state of the policy."""
-        path = self.folder / GUARD_STATE
-        if self._lock.held:
-            state = GuardState.of(self._run)
-            self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
-
-    def _fetch(self, snapshot: _OnDisk) -> None:
-        """Read the values through the model, whose state is restored afterwards."""
-        record = read(snapshot.path)
-        variables = variables_of(self._run.train_state())
-        with left_as_they_are(variables):
-            load(self._run.model, variables, (), snapshot.path, record)
-            snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
-
-    def _load(self, snapshot: _OnDisk, variables: Iterable[Any]) -> None:
-        """Write a snapshot from its files into these variables. Other variables do not change."""
-        state = variables_of(self._run.train_state())
-        wanted = {id(v) for v in variables}
-        with left_as_they_are([v for v in state if id(v) not in wanted]):
-            load(self._run.model, state, (), snapshot.path, read(snapshot.path))
-
-    def _write(self, folder: Path, step: int, verified: bool) -> SnapshotRecord:
-        """Write the files of a snapshot into an empty folder, and return its record."""
-        model, train_state = self._run.model, self._run.train_state()
-        variables = variables_of(train_state)
-        files = {}
-        if hasattr(model, "save_weights") and model.built:  # a layer alone has no file format
-            keras_saving.save_weights(model, folder / WEIGHTS)  # checked already: past the firewall
-            files[WEIGHTS] = sealed(folder / WEIGHTS)
-        everything = frozenset(range(len(variables)))
-        numbers = sorted(self._not_in(folder / WEIGHTS, variables) if files else everything)
-        rest = {number: keras_variables.read(variables[number]) for number in numbers}
-        write_rest(folder / REST, rest, train_state.metrics)
-        files[REST] = sealed(folder / REST)
-        epoch, batch = self._run.counts.position
-        record = SnapshotRecord(
-            step=step,
-            epoch=epoch,
-            batch=batch,
-            verified=verified,
-            files=files,
-            signature=signature(variables),
-            rest=tuple((n, str(variables[n].path), rest[n].dtype.name) for n in numbers),
-            metrics=len(train_state.metrics),
-            optimizers=trained_by_each(train_state),
-            guard_state=GuardState.of(self._run).to_dict(),
-            measured=measured(train_state),
-            versions=versions(),
-        )
-        record.write(folder)
-        return record
-
-    def _not_in(self, weights: Path, variables: list[Any]) -> frozenset[int]:
-        """Return the numbers of the variables that Keras does not save. The result is cached."""
-        key = tuple(id(v) for v in variables)
-        if self._left_out[0] != key:
-            self._left_out = (key, left_out(self._run.model, weights, variables))
-        return self._left_out[1]
 
     def _prune(self) -> None:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first.
@@ -280,67 +162,122 @@ class DiskRing(Ring):
         while (gone := self.replaced(ours[:-1], ours[-1].level)) is not None:
             atomic_files.remove(gone.path)
             ours = [s for s in ours if s is not gone]
-            in_memory = not gone.step and not gone.only_files
-            left = [Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)] if in_memory else []
-            kept = ([s] if s is not gone else left for s in self.snapshots)
-            self.snapshots = [one for several in kept for one in several]
+            self.snapshots = [s for s in self.snapshots if s is not gone]
+            if not gone.step and not gone.only_files:
+                start = Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)
+                self.snapshots.insert(0, start)
         if len(ours) >= self.keep:  # in memory are those that could not be written
-            self.snapshots = [s for s in self.snapshots if isinstance(s, _OnDisk) or not s.step]
+            self.snapshots = [s for s in self.snapshots if isinstance(s, OnDisk) or not s.step]
 
+    def promote(self, good: int) -> None:
+        """Mark snapshots as verified, also in their files."""
+        super().promote(good)
+        for snapshot in self._on_disk():
+            if snapshot.verified and not snapshot.noted:
+                snapshot.noted = self._attempt(partial(self._mark_verified, snapshot)) is not None
 
-class _OnDisk(Snapshot):
-    """A snapshot whose values are in files until they are needed.
+    def _mark_verified(self, snapshot: OnDisk) -> bool:
+        if snapshot.path.exists():
+            snapshot.record.replaced(verified=True).write(snapshot.path)
+        return True
 
-    Attributes:
-        path, record: its folder and its record.
-        noted: whether its record says that it is verified, if it is.
-        only_files: whether its values stay on disk; those of the start are also in memory.
-    """
+    def note(self) -> None:
+        """Save the present state of the policy."""
+        if self._lock.held:
+            path, state = self.folder / GUARD_STATE, GuardState.of(self._run).to_dict()
+            self._attempt(lambda: atomic_files.write_json(path, state))
 
-    def __init__(
-        self,
-        taken: Snapshot,
-        path: Path,
-        record: SnapshotRecord,
-        load: Callable[[_OnDisk, Iterable[Any]], None],
-        only_files: bool,
-    ):
-        place = (taken.step, taken.good, taken.verified, taken.proof)
-        super().__init__(*place, taken.arrays, taken.drawn, level=taken.level)
-        self.path, self.record, self.only_files = path, record, only_files
-        self.noted, self._load = taken.verified, load
+    def forget_after(self, step: int) -> None:
+        """Remove the snapshots taken after this step, also on disk."""
+        for snapshot in self._on_disk():
+            if snapshot.step > step:
+                self._attempt(partial(atomic_files.remove, snapshot.path))
+        super().forget_after(step)
+
+    def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
+        """Add a value to the state before the first step if it is in memory."""
+        if not (isinstance(self.start, OnDisk) and self.start.only_files):
+            super().complete(variable, value)
+
+    def close(self) -> None:
+        """Release all snapshots in memory, and the lock of the folder."""
+        super().close()
+        self._lock.release()
+
+    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
+        """Return the bytes that writing the state needs if they are not free, else 0."""
+        size = PASSES * max((keras_variables.bytes_of(v) for v in variables), default=0)
+        return 0.0 if memory.room_for(size) else float(size)
+
+    # Reading
+
+    def newest(self, depth: int = 1) -> Snapshot | None:
+        """Return the `depth`-th newest verified snapshot that is not broken."""
+        while (snapshot := super().newest(depth)) is not None:
+            if self.restorable(snapshot):
+                return snapshot
+            self.snapshots = [s for s in self.snapshots if s is not snapshot]
+        return None
+
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """Read the values of a snapshot from disk if they fit into memory; return whether they are
+        there.
+        """
+        if snapshot.arrays or not isinstance(snapshot, OnDisk):
+            return True
+        everything = self._everything()
+        if not memory.room_for(2 * size_of(everything)):
+            return False
+        try:
+            with left_as_they_are(everything):
+                self._load(snapshot)
+                snapshot.arrays = {id(v): keras_variables.read(v) for v in everything}
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
+        return bool(snapshot.arrays)
+
+    def restorable(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot can be written into the variables, from memory or from its files."""
+        if self.at_hand(snapshot):
+            return True
+        try:
+            return isinstance(snapshot, OnDisk) and bool(read(snapshot.path))
+        except FileFormatError:
+            return False
 
     def write(
         self,
+        snapshot: Snapshot,
         variables: Iterable[Any],
         changed: Iterable[tuple[Any, Any]] = (),
         undo: bool = True,
     ) -> None:
-        """Write its values into variables, from its files if they are not in memory.
+        """Write a snapshot into variables, from its files if it is not in memory.
 
         Raises:
             StateLostError: if neither the snapshot nor the previous state could be written
                 completely.
         """
-        if self.arrays:
-            super().write(variables, changed, undo)
+        if snapshot.arrays or not isinstance(snapshot, OnDisk):
+            super().write(snapshot, variables, changed, undo)
             return
-        variables = list(variables)
-        others = [partial(keras_variables.write, *pair) for pair in changed]
-        whole_writes.finish([lambda: self._load(self, variables), *others])
+        wanted = {id(v) for v in variables}
+        others = [v for v in self._everything() if id(v) not in wanted]
 
-    def prove(self) -> bool:
-        """Mark it as verified in its record."""
-        if self.path.exists():
-            replace(self.record, verified=True).write(self.path)
-        return True
+        def from_files() -> None:
+            with left_as_they_are(others):
+                self._load(snapshot)
 
-    def remove(self) -> None:
-        """Remove its files."""
-        atomic_files.remove(self.path)
+        pairs = [partial(keras_variables.write, *pair) for pair in changed]
+        whole_writes.finish([from_files, *pairs])
+
+    def _load(self, snapshot: OnDisk) -> None:
+        """Write all variables of the state from the files of a snapshot."""
+        path = snapshot.path
+        load(self._run.model, self._everything(), (), path, read(path))
 
 
-class _Lock:
+class Lock:
     """A lock on the folder: only one process at a time can write to it.
 
     Attributes:
@@ -348,8 +285,8 @@ class _Lock:
     """
 
     def __init__(self, path: Path):
-        self._path, self.held = path, False
-        self._lock: Any = None
+        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+        self.held = False
 
     def take(self) -> None:
         """Acquire the lock, unless this process has it.
@@ -359,20 +296,18 @@ class _Lock:
         """
         if self.held:
             return
-        lock = FileLock(self._path, timeout=0, is_singleton=True, thread_local=False)
         try:
-            lock.acquire()
-            self._lock = lock
+            self._lock.acquire()
         except Timeout:
+            folder = Path(self._lock.lock_file).parent
             remedy = "give each run a directory of its own"
-            text = f"another process writes to {self._path.parent}; {remedy}"
-            raise OSError(text) from None
+            raise OSError(f"another process writes to {folder}; {remedy}") from None
         except NotImplementedError:  # a file system without locks
             pass
         self.held = True
 
     def release(self) -> None:
         """Release the lock."""
-        lock, self._lock, self.held = self._lock, None, False
-        if lock is not None:
-            lock.release()
+        if self.held:
+            self._lock.release()
+        self.held = False

@@ -17,7 +17,7 @@ from keras_nanguard import NanGuard
 from keras_nanguard._diagnose import bundle
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
-from keras_nanguard._fit.snapshots_on_disk import _Lock
+from keras_nanguard._fit.snapshots_on_disk import Lock
 
 DISK = {"storage": "disk", "every": 4, "verify_after": 1, "keep": 2}
 
@@ -121,7 +121,7 @@ class TestTwoProcesses:
 
     def test_after_the_end_of_the_first(self, tmp_path, other):
         """A process that ends, however, leaves no lock behind."""
-        lock = _Lock(tmp_path / "snapshots.lock")
+        lock = Lock(tmp_path / "snapshots.lock")
         with pytest.raises(OSError, match="another process"):
             lock.take()
         assert not lock.held

@@ -86,7 +86,7 @@ class TestRing:
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
-        ring.start.write([slots, weights])
+        ring.write(ring.start, [slots, weights])
         assert not np.asarray(slots).any() and np.asarray(weights)[-1] == 999
 
     def test_before(self):
