@@ -1,7 +1,7 @@
 """Finds rows of a batch in the arrays that `fit` trains on.
 
-One pass finds all of them: a hash of a few distinguishing entries leaves few candidates, and these
-are compared completely.
+A few distinguishing entries of a row are compared first, one after the other. They leave few
+candidates, and these are compared completely.
 """
 
 from __future__ import annotations
@@ -32,16 +32,8 @@ MAX_SECONDS = 30.0
 _CHUNK = 1 << 22
 """Numbers of the training data that are compared at a time."""
 
-_HASHED = 1 << 16
-"""Rows that are hashed at a time: few enough for the processor's cache."""
-
 _PROBES = 8
 """Entries of a row that are compared first."""
-
-_MAX_PROBES = 32
-"""Maximum number of entries that are hashed for all rows."""
-
-_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class _TooLong(Exception):
@@ -68,56 +60,45 @@ class RowSearch:
             For each row the indices of all rows with the same contents. Empty if there are none, if
             the arrays are too large to be copied, or if the time limit is reached.
         """
+        nowhere: list[tuple[int, ...]] = [()] * len(rows)
         inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
-        wanted = {
-            path: array[rows]
-            for (role, path), array in sorted(arrays.items(), key=lambda item: item[0])
-            if role == "inputs"
-        }
-        if (
-            x is None
-            or not wanted
-            or not wanted.keys() <= inputs.keys()
-            or self.seconds >= MAX_SECONDS
-        ):
-            return [()] * len(rows)
+        paths = {path for role, path in arrays if role == "inputs"}
+        if x is None or not paths or not paths <= inputs.keys() or self.seconds >= MAX_SECONDS:
+            return nowhere
         started = time.perf_counter()
+        end = started + MAX_SECONDS - self.seconds
         try:
-            batch = {key: array[rows] for key, array in arrays.items()}
-            return _found(inputs, wanted, targets, batch, started + MAX_SECONDS - self.seconds)
+            whole = {("inputs", path): _flat(inputs[path]) for path in sorted(paths)}
+            whole |= {
+                key: _flat(targets[key[1]])
+                for key in arrays
+                if key[0] == "targets" and key[1] in targets
+            }
+            return [
+                _found(whole, {key: array[row] for key, array in arrays.items()}, end)
+                for row in rows
+            ]
         except _TooLong:
-            return [()] * len(rows)
+            return nowhere
         finally:
             self.seconds += time.perf_counter() - started
 
 
 def _found(
-    inputs: Mapping[str, Any],
-    wanted: Mapping[str, Array],
-    targets: Mapping[str, Any],
-    batch: Mapping[Key, Array],
-    end: float,
-) -> list[tuple[int, ...]]:
-    count = len(next(iter(wanted.values())))
-    pairs = []
-    for path, ones in wanted.items():
-        whole, flat = _flat(inputs[path]), ones.reshape(count, -1)
-        if whole is None or whole.shape[1] != flat.shape[1]:
-            return [()] * count
-        pairs.append((whole, flat))
-    others: dict[str, Array | None] = {}
-    indices: list[tuple[int, ...]] = []
-    for number, rows in enumerate(_narrowed(pairs, end)):
-        for whole, ones in pairs:
-            rows = _equal(whole, ones[number], rows, end)
-        for (role, path), array in batch.items():
-            if len(rows) > 1 and role == "targets" and path in targets:
-                if path not in others:
-                    others[path] = _flat(targets[path])
-                narrowed = _equal(others[path], array[number], rows, end)
-                rows = narrowed if len(narrowed) else rows
-        indices.append(tuple(int(row) for row in rows))
-    return indices
+    whole: Mapping[Key, Array | None], row: Mapping[Key, Array], end: float
+) -> tuple[int, ...]:
+    """Return the indices of all rows of the training arrays with these inputs, and of those the
+    ones with the same targets, if there are several.
+    """
+    first = next(array for (role, _), array in whole.items() if role == "inputs")
+    rows = np.arange(0 if first is None else len(first))
+    for key in [key for key in whole if key[0] == "inputs"]:
+        rows = _equal(whole[key], row[key], rows, end)
+    for key in [key for key in whole if key[0] == "targets"]:
+        if len(rows) > 1:
+            narrowed = _equal(whole[key], row[key], rows, end)
+            rows = narrowed if len(narrowed) else rows
+    return tuple(int(number) for number in rows)
 
 
 def _flat(whole: Any) -> Array | None:
@@ -125,93 +106,29 @@ def _flat(whole: Any) -> Array | None:
     large to copy.
     """
     stays = isinstance(whole, np.ndarray) and (whole.ndim <= 2 or whole.flags.c_contiguous)
-    if (
-        not stays
-        and math.prod(int(size) for size in getattr(whole, "shape", ()) if size is not None)
-        > MAX_COPIED
-    ):
+    shape = (int(size) for size in getattr(whole, "shape", ()) if size is not None)
+    if not stays and math.prod(shape) > MAX_COPIED:
         return None
     found: Array = whole if isinstance(whole, np.ndarray) else keras_variables.dense(whole)
     return found.reshape(len(found), -1) if found.size else found.reshape(len(found), 0)
 
 
-def _narrowed(pairs: Sequence[tuple[Array, Array]], end: float) -> list[Array]:
-    """Return the candidates for each row: those with the same hash of a few distinguishing entries
-    of all inputs.
-    """
-    columns = [_probes(ones) for _, ones in pairs]
-    keys = _hash([ones[:, own] for (_, ones), own in zip(pairs, columns)])
-    order = np.argsort(keys, kind="stable")
-    total = min(len(whole) for whole, _ in pairs)
-    rows, found = [], []
-    for start in range(0, total, _HASHED):
-        _check(end)
-        part = slice(start, min(start + _HASHED, total))
-        hashed = _hash(
-            [
-                whole[part][:, own].astype(ones.dtype, copy=False)
-                for (whole, ones), own in zip(pairs, columns)
-            ]
-        )
-        place = np.minimum(np.searchsorted(keys, hashed, sorter=order), len(keys) - 1)
-        hits = np.flatnonzero(keys[order[place]] == hashed)
-        rows.append(hits + start)
-        found.append(hashed[hits])
-    every, of = (
-        np.concatenate([np.zeros(0, np.int64), *rows]),
-        np.concatenate([np.zeros(0, np.uint64), *found]),
-    )
-    return [every[of == key] for key in keys]
-
-
-def _probes(ones: Array) -> Array:
-    """Return the entries to hash: all of them if few, else the most distinguishing ones of each
-    row.
-    """
-    if ones.shape[1] <= _PROBES:
-        return np.arange(ones.shape[1])
-    telling = np.stack([_telling(one) for one in ones], axis=1).ravel()
-    _, first = np.unique(telling, return_index=True)
-    return np.sort(telling[np.sort(first)[:_MAX_PROBES]])
-
-
-def _hash(parts: Sequence[Array]) -> Array:
-    """Return a number for each row. Equal rows have equal numbers, with NaN equal to NaN, and other
-    rows rarely.
-    """
-    key = np.zeros(len(parts[0]), np.uint64)
-    for part in parts:
-        wide = np.array(finiteness.widen(part).real.T, np.float64, order="C")
-        wide += 0.0  # one zero
-        wide[wide != wide] = np.nan  # one NaN
-        for column in wide.view(np.uint64):
-            key ^= column
-            key *= _ODD
-            key ^= key >> np.uint64(32)
-    return key
-
-
 def _equal(whole: Array | None, one: Array, rows: Array, end: float) -> Array:
-    """Return those of some rows of an array that equal this one: compare a few distinguishing
-    entries first.
-    """
+    """Return those of some rows of an array that equal this one."""
     flat = np.asarray(one).reshape(-1)
     if whole is None or whole.shape[1] != flat.size:
-        return np.zeros(0, int)
-    for columns in (_telling(flat), np.arange(flat.size)):
-        step = max(_CHUNK // max(len(columns), 1), 1)
+        return rows[:0]
+    rows = rows[rows < len(whole)]
+    for columns in (*_telling(flat)[:, None], np.arange(flat.size)):
+        chunk = max(_CHUNK // max(len(columns), 1), 1)
         kept = [rows[:0]]
-        for start in range(0, len(rows), step):
-            _check(end)
-            part = rows[start : start + step]
+        for start in range(0, len(rows), chunk):
+            if time.perf_counter() > end:
+                raise _TooLong
+            part = rows[start : start + chunk]
             kept.append(part[_same(whole[np.ix_(part, columns)], flat[columns])])
         rows = np.concatenate(kept)
     return rows
-
-
-def _check(end: float) -> None:
-    if time.perf_counter() > end:
-        raise _TooLong
 
 
 def _telling(flat: Array) -> Array:
@@ -219,10 +136,9 @@ def _telling(flat: Array) -> Array:
     then the largest.
     """
     size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
-    order = np.argsort(
-        np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable"
-    )
-    return order[::-1][:_PROBES]
+    if size.dtype.kind == "f":
+        size = np.where(np.isfinite(size), size, np.inf)
+    return np.argsort(size, kind="stable")[::-1][:_PROBES]
 
 
 def _same(found: Array, wanted: Array) -> Array:

@@ -262,7 +262,6 @@ def test_search(dtype, shape, monkeypatch):
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
         monkeypatch.setattr(row_search, "_CHUNK", chunk)
-        monkeypatch.setattr(row_search, "_HASHED", chunk)
         assert RowSearch().indices(batch, [0, 250, 499], whole, None) == [
             tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
         ]
