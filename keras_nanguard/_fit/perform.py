@@ -5,7 +5,7 @@ a reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
 from keras_nanguard._fit.recalibration import initial_statistics, learning
-from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
+from keras_nanguard._fit.rollback import Answer, Order, newest, restore_for_good, roll_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -33,9 +33,6 @@ HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
 _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
 """Actions after which training continues from a state that is in no snapshot."""
 
-Answer = tuple[str, str]
-"""`("done" | "skipped", detail)`."""
-
 
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
     """Perform every action of the incident's decision, and return the outcomes.
@@ -48,7 +45,7 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
         name = action["action"]
         parameters = {key: value for key, value in action.items() if key != "action"}
         try:
-            status, detail = PERFORMERS[name](run, incident, report, parameters)
+            status, detail = PERFORMERS[name](Order(run, incident, report, parameters))
         except StateLostError:
             raise
         except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
@@ -59,15 +56,16 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
     return tuple(outcomes)
 
 
-def _skip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _skip(order: Order) -> Answer:
     return "done", "the step was skipped; the state did not change"
 
 
-def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    return "done", p.get("message", "")
+def _warn(order: Order) -> Answer:
+    return "done", order.p.get("message", "")
 
 
-def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _lower_lr(order: Order) -> Answer:
+    run, incident, p = order.run, order.incident, order.p
     last = run.recovery.lowered_at
     if _before_update(incident) and not run.recovery.tried(run.counts.committed):
         since = "yet" if last is None else "since it was lowered"
@@ -104,39 +102,30 @@ def _before_update(incident: Incident) -> bool:
     )
 
 
-def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+def _clip(order: Order) -> Answer:
+    run, p = order.run, order.p
     changed, reasons = [], []
+    first, least = p["global_clipnorm"], p["min_clipnorm"]
     for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
         now = inner.global_clipnorm
-        tight = (
-            p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
-        )
-        tight = max(tight, p["min_clipnorm"])
+        tight = max(first if now is None or now > first else now * p["factor"], least)
         if inner.clipnorm or inner.clipvalue:
-            reasons.append(
-                f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a"
-                " global norm"
-            )
+            own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
+            reasons.append(f"{inner.name} {own}")
         elif now is not None and tight >= now:
-            reasons.append(
-                f"{inner.name} already clips at {now:g}, and min_clipnorm is {p['min_clipnorm']:g}"
-            )
+            reasons.append(f"{inner.name} already clips at {now:g}, and min_clipnorm is {least:g}")
         else:
             run.recovery.change(inner, "global_clipnorm", tight)
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
-    if changed:
-        run.access.rebuild()
-    return (
-        ("done", ", ".join([*changed, *reasons]))
-        if changed
-        else ("skipped", ", ".join(reasons) or "there is no optimizer")
-    )
+    if not changed:
+        return "skipped", ", ".join(reasons) or "there is no optimizer"
+    run.access.rebuild()
+    return "done", ", ".join([*changed, *reasons])
 
 
-def _fix_loss_scale(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
+def _fix_loss_scale(order: Order) -> Answer:
+    run, p = order.run, order.p
     changed = []
     for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
@@ -161,29 +150,29 @@ def _fix_loss_scale(
     return "done", ", ".join(changed)
 
 
-def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    train_state = run.train_state()
-    whole = [
-        v
-        for v in (*train_state.trainable, *train_state.statistics, *train_state.slots)
-        if id(v) not in run.tolerated
-    ]
-    bad = [(v, value) for v in whole if not finiteness.is_finite(value := keras_variables.view(v))]
+def _repair(order: Order) -> Answer:
+    run, source, state = order.run, order.p["source"], order.run.train_state()
+    whole = (*state.trainable, *state.statistics, *state.slots)
+    bad = [v for v in whole if id(v) not in run.tolerated and not _is_finite(v)]
     if not bad:
         return "skipped", "no entry is bad"
-    good = _source(run, p["source"], [v for v, _ in bad])
-    missing = [v.path for v, _ in bad if good.get(id(v)) is None]
+    good = _source(run, source, bad)
+    missing = [v.path for v in bad if good.get(id(v)) is None]
     if missing:
-        return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
+        return "skipped", f"{', '.join(missing)}: no value in source={source!r}"
     count, repaired = 0, []
-    for variable, _ in bad:
+    for variable in bad:
         value = keras_variables.read(variable)
         places = ~np.isfinite(finiteness.widen(value))
         value[places] = np.asarray(good[id(variable)])[places]
         repaired.append((variable, value))
         count += int(places.sum())
     write_all(repaired)
-    return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
+    return "done", f"{count} entries of {', '.join(v.path for v in bad)} from {source}"
+
+
+def _is_finite(variable: Any) -> bool:
+    return finiteness.is_finite(keras_variables.view(variable))
 
 
 def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
@@ -194,10 +183,8 @@ def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
         snapshot = newest(run)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        return {
-            **{id(v): keras_layers.initial_value(run.model, v) for v in variables},
-            **_first_slots(run),
-        }
+        first = {id(v): keras_layers.initial_value(run.model, v) for v in variables}
+        return first | _first_slots(run)
     return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
 
 
@@ -210,24 +197,18 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
         if not optimizer.built:
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
-        first |= {
-            id(v): keras_variables.read(new) for v, new in zip(optimizer.variables, fresh.variables)
-        }
-        first |= {
-            id(average): keras_variables.read(weight)
-            for average, weight in keras_optimizers.averages_of(optimizer)
-        }
+        pairs = [*zip(optimizer.variables, fresh.variables)]
+        pairs += keras_optimizers.averages_of(optimizer)
+        first |= {id(variable): keras_variables.read(value) for variable, value in pairs}
     return first
 
 
-def _reset_batchnorm(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
-    layers = [layer for layer in keras_layers.batchnorms(run.model) if layer.built]
+def _reset_batchnorm(order: Order) -> Answer:
+    run, layers = order.run, [x for x in keras_layers.batchnorms(order.run.model) if x.built]
     if not layers:
         return "skipped", "the model has no BatchNormalization"
     values = initial_statistics(layers)
-    if p["source"] == "last_good":
+    if order.p["source"] == "last_good":
         snapshot = newest(run)
         values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
         if any(value is None for _, value in values):
@@ -236,88 +217,52 @@ def _reset_batchnorm(
     return "done", f"{len(values)} statistics reset"
 
 
-def _recalibrate_batchnorm(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
+def _recalibrate_batchnorm(order: Order) -> Answer:
+    run, batches = order.run, order.p["batches"]
     layers = learning(run.model)
     if not layers:
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     write_all(initial_statistics(layers))
-    run.recovery.estimate(run.model, p["batches"])
-    return (
-        "done",
-        (
-            f"re-estimating the statistics of {len(layers)} layers over the next {p['batches']}"
-            " batches"
-        ),
-    )
+    run.recovery.estimate(run.model, batches)
+    what = f"the statistics of {len(layers)} layers"
+    return "done", f"re-estimating {what} over the next {batches} batches"
 
 
-def _reset_slots(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
-    slots = [
-        v for v in run.train_state().slots if finiteness.is_float(v.dtype)
-    ]  # counts of steps stay
-    if p["scope"] == "bad":
-        slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
+def _reset_slots(order: Order) -> Answer:
+    run = order.run
+    slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # no step counts
+    if order.p["scope"] == "bad":
+        slots = [v for v in slots if not _is_finite(v)]
     first = _first_slots(run) if slots else {}
     write_all([(variable, first[id(variable)]) for variable in slots])
     return ("done", f"{len(slots)} slots reset") if slots else ("skipped", "no slot is bad")
 
 
-def _quarantine(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
-    if run.directory is None:
+def _quarantine(order: Order) -> Answer:
+    directory, report, p = order.run.directory, order.report, order.p
+    if directory is None:
         return "skipped", "the guard has no directory for batches"
     if report is None or report.batch is None:
         return "skipped", "there is no batch to save"
-    return _quarantine_files.keep(
-        run.directory, incident, report.batch, p["max_batches"], p["max_mb"]
-    )
+    limits = p["max_batches"], p["max_mb"]
+    return _quarantine_files.keep(directory, order.incident, report.batch, *limits)
 
 
-def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    run.model.stop_training = True
-    run.failed = p.get("log_worst_metrics", False)
-    return "done", "training stops; " + _ended(run, incident, report, p.get("restore", True))
+def _stop(order: Order) -> Answer:
+    order.run.model.stop_training = True
+    order.run.failed = order.p.get("log_worst_metrics", False)
+    return "done", f"training stops; {_ended(order)}"
 
 
-def _raise_error(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> Answer:
-    return "done", "NonFiniteError is raised; " + _ended(
-        run, incident, report, p.get("restore", True)
-    )
+def _raise_error(order: Order) -> Answer:
+    return "done", f"NonFiniteError is raised; {_ended(order)}"
 
 
-def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -> str:
+def _ended(order: Order) -> str:
     """End training; return a description of the final state and learning rates."""
-    run.stopped = True
-    state = _restored(run, incident, report) if restore else "the state is not restored"
-    return "; ".join([state, *_rates_left(run, restore)])
-
-
-def _restored(run: Run, incident: Incident, report: Report | None) -> str:
-    if incident.refused and not any(f.site == "state" for f in incident.findings):
-        return "the model still has the last good state"
-    snapshot = run.agreement.snapshot(newest(run), run.ring)
-    if snapshot is None:
-        return "there is no good state to restore"
-    rerun = run.agreement.rerun(rerun_of(run, snapshot, incident))
-    try:
-        put_back(run, snapshot, incident, report, rerun)
-    except StateLostError:
-        raise
-    except Exception as problem:  # noqa: BLE001  training ends all the same
-        return f"the state {moment(snapshot)} not restored: {type(problem).__name__}: {problem}"
-    if rerun is None:
-        return f"the state {moment(snapshot)} restored"
-    return (
-        f"the state {moment(snapshot)} restored, and {times(len(rerun.batches), 'later step')}"
-        " replayed"
-    )
+    order.run.stopped, restore = True, order.p.get("restore", True)
+    state = restore_for_good(order) if restore else "the state is not restored"
+    return "; ".join([state, *_rates_left(order.run, restore)])
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -327,35 +272,28 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         rate = run.recovery.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
             continue
-        lowered = rate.value
+        lowered, which = rate.value, f"the learning rate of {optimizer.name}"
         if restore:
             rate.give_back()
-            changed.append(
-                f"the learning rate of {optimizer.name} is reset to {rate.value:.3g} (from"
-                f" {lowered:.3g})"
-            )
+            changed.append(f"{which} is reset to {rate.value:.3g} (from {lowered:.3g})")
         else:
-            changed.append(
-                f"the learning rate of {optimizer.name} stays at {lowered:.3g}, {rate.factor:.3g}"
-                " times the configured rate"
-            )
+            share = f"{rate.factor:.3g} times the configured rate"
+            changed.append(f"{which} stays at {lowered:.3g}, {share}")
     if restore:
         run.recovery.returns = None
     return changed
 
 
-def _call(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    function = run.functions.get(p["function"])
-    if function is None:
-        known = ", ".join(sorted(run.functions)) or "none"
-        return "skipped", f"no function is registered as {p['function']!r} (registered: {known})"
-    result = function(incident)
+def _call(order: Order) -> Answer:
+    name, functions = order.p["function"], order.run.functions
+    if name not in functions:
+        known = ", ".join(sorted(functions)) or "none"
+        return "skipped", f"no function is registered as {name!r} (registered: {known})"
+    result = functions[name](order.incident)
     return "done", "" if result is None else str(result)
 
 
-Performer = Callable[[Run, Incident, Report | None, Mapping[str, Any]], Answer]
-
-PERFORMERS: dict[str, Performer] = {
+PERFORMERS: dict[str, Callable[[Order], Answer]] = {
     "skip": _skip,
     "rollback": roll_back,
     "lower_lr": _lower_lr,

@@ -10,32 +10,25 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._backends import current, processes
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit import schedule_poles
+from keras_nanguard._fit import recorded, schedule_poles
 from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.recorded import rolled_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.whole_writes import write_all
 
 __all__ = [
-    "draw_anew",
-    "moment",
-    "moved_seeds",
-    "newest",
-    "put_back",
-    "rerun_of",
-    "roll_back",
+    *("Answer", "Order", "draw_anew", "moved_seeds", "newest", "restore_for_good", "roll_back"),
     "run_again",
-    "times",
 ]
 
 MOST_RERUNS = 32
@@ -46,6 +39,82 @@ _SEED_STEP = 7919
 aligns with it.
 """
 
+Answer = tuple[str, str]
+"""`("done", detail)` or `("skipped", reason)`."""
+
+
+class Order(NamedTuple):
+    """One action to perform.
+
+    Attributes:
+        run: the run.
+        incident: the incident, with its decision.
+        report: the stored report of the step, if any.
+        p: the parameters of the action.
+    """
+
+    run: Run
+    incident: Incident
+    report: Report | None
+    p: Mapping[str, Any]
+
+
+# The actions
+
+
+def roll_back(order: Order) -> Answer:
+    """Perform the action `rollback`."""
+    run, p = order.run, order.p
+    wanted = _from_before_onset(order) if p.get("before_onset") else newest(run, p.get("depth", 1))
+    snapshot = run.agreement.snapshot(wanted, run.ring)
+    if snapshot is None:
+        return "skipped", "there is no verified snapshot to restore"
+    rerun = run.agreement.rerun(_rerun_of(order, snapshot)) if p.get("replay_steps") else None
+    undone = _put_back(order, snapshot, rerun, rerun is None and p.get("reseed", True))
+    skip = int(p.get("skip_batches", 0))
+    run.counts.skip_batches += skip
+    run.counts.rollbacks += 1
+    back = f"back to the state {_moment(snapshot)}"
+    also = f"; the next {skip} batches are skipped" if skip else ""
+    if rerun is not None:
+        return "done", f"{back}{also}; {_times(len(rerun.batches), 'later step')} replayed"
+    lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
+    return "done", f"{back}; {lost}{also}"
+
+
+def restore_for_good(order: Order) -> str:
+    """Restore the last good state at the end of training; return a description of the state."""
+    run, incident = order.run, order.incident
+    if incident.refused and not any(f.site == "state" for f in incident.findings):
+        return "the model still has the last good state"
+    snapshot = run.agreement.snapshot(newest(run), run.ring)
+    if snapshot is None:
+        return "there is no good state to restore"
+    rerun = run.agreement.rerun(_rerun_of(order, snapshot))
+    state = f"the state {_moment(snapshot)}"
+    try:
+        _put_back(order, snapshot, rerun)
+    except StateLostError:
+        raise
+    except Exception as problem:  # noqa: BLE001  training ends all the same
+        return f"{state} not restored: {type(problem).__name__}: {problem}"
+    if rerun is None:
+        return f"{state} restored"
+    return f"{state} restored, and {_times(len(rerun.batches), 'later step')} replayed"
+
+
+def _moment(snapshot: Snapshot) -> str:
+    """Return the time of a snapshot in words."""
+    return f"after {_times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
+
+
+def _times(count: int, word: str) -> str:
+    """Return a count with its word: `1 step`, `2 steps`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+# Which snapshot
+
 
 def newest(run: Run, depth: int = 1) -> Snapshot | None:
     """Return the `depth`-th newest verified snapshot."""
@@ -53,7 +122,7 @@ def newest(run: Run, depth: int = 1) -> Snapshot | None:
     return run.ring.newest(depth)
 
 
-def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
+def _from_before_onset(order: Order) -> Snapshot | None:
     """Return the newest snapshot from before the onset, or an older one if the last restored one
     brought no progress.
 
@@ -61,16 +130,13 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
     snapshot with the lowest loss is used instead, provided that it has made most of the progress.
     So a long run does not start over.
     """
+    run, incident = order.run, order.incident
     run.ring.promote(run.counts.committed)
     onset, restored = int(incident.values.get("onset", incident.step)), run.counts.restored
-    if (
-        restored is not None
-        and "rate_factor" not in incident.values
-        and not _improved_since(run, restored)
-    ):
-        onset = min(onset, max(restored - 1, 0))
+    if restored is not None and "rate_factor" not in incident.values:
+        onset = onset if _improved_since(run, restored) else min(onset, max(restored - 1, 0))
     snapshot = run.ring.before(onset)
-    if snapshot is not None and not snapshot.step and not _at_hand_since(run, snapshot, incident):
+    if snapshot is not None and not snapshot.step and _known_since(run, snapshot, incident) is None:
         kept = run.ring.with_least_loss()
         if kept is not None and _is_progress(run, kept) and run.ring.restorable(kept):
             return kept
@@ -88,72 +154,76 @@ def _improved_since(run: Run, restored: int) -> bool:
 
 def _is_progress(run: Run, snapshot: Snapshot) -> bool:
     """Whether the loss at a snapshot was clearly lower than in the first steps."""
-    first = [m.loss for m in run.history.first(run.step)]
-    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < min(
-        first, default=math.inf
-    )
+    first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < first
 
 
-def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
-    """Whether all steps since a snapshot can be replayed."""
-    if not run.access.can_run_again:
-        return False
-    return run.recent.rerun(snapshot, incident.step, run.transaction.batch) is not None
-
-
-def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
+def _known_since(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     """Return the steps since a snapshot, to be replayed; `None` if not all of their batches are
     available.
     """
     if not run.access.can_run_again:
         return None
-    if run.running_again and (
-        run.stopped or run.reruns >= MOST_RERUNS
-    ):  # running them again has led to this
-        return None
-    ends = incident.decision is not None and incident.decision.terminal
-    if not incident.refused and (
-        ends or any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
-    ):
-        run.recent.blame(
-            incident.step
-        )  # it is this step that was bad, and not the state that it came to
     return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
 
 
-def roll_back(
-    run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]
-) -> tuple[str, str]:
-    """Perform the action `rollback`. Return `"done"` or `"skipped"`, with the detail or the
-    reason.
+def _rerun_of(order: Order, snapshot: Snapshot) -> Rerun | None:
+    """Return the same for the steps that are to be replayed; `None` if replaying them has led to
+    this incident.
     """
-    snapshot = (
-        _from_before_onset(run, incident)
-        if p.get("before_onset")
-        else newest(run, p.get("depth", 1))
-    )
-    snapshot = run.agreement.snapshot(snapshot, run.ring)
-    if snapshot is None:
-        return "skipped", "there is no verified snapshot to restore"
-    rerun = (
-        run.agreement.rerun(rerun_of(run, snapshot, incident)) if p.get("replay_steps") else None
-    )
-    reseed = rerun is None and p.get("reseed", True)
-    undone = put_back(run, snapshot, incident, report, rerun, reseed)
-    skip = int(p.get("skip_batches", 0))
-    run.counts.skip_batches += skip
-    also = f"; the next {skip} batches are skipped" if skip else ""
-    run.counts.rollbacks += 1
+    run, incident = order.run, order.incident
+    if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):
+        return None
+    ends = incident.decision is not None and incident.decision.terminal
+    bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
+    if run.access.can_run_again and not incident.refused and (ends or bad):
+        run.recent.blame(incident.step)  # this step was bad, and not the state that it came to
+    return _known_since(run, snapshot, incident)
+
+
+# Restoring it
+
+
+def _put_back(order: Order, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
+    """Write a snapshot into the model; return the number of committed steps that this undoes.
+
+    Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
+
+    Args:
+        order: the action, with the reason for it.
+        snapshot: the state to restore.
+        rerun: the steps to replay afterwards. If given, loss scales and the generator are restored
+            as well.
+        reseed: whether the random generators advance, by another amount after each rollback.
+
+    Raises:
+        StateLostError: if neither the snapshot nor the previous state could be written completely.
+        Exception: if the snapshot could not be written; the model has the previous state.
+    """
+    run, incident, train_state = order.run, order.incident, order.run.train_state()
+    variables = train_state.restorable if rerun is None else train_state.kept
+    changed = run.recovery.values_to_start_over()
+    if reseed:
+        changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
+    run.ring.write(snapshot, variables, changed, undo=processes.count() == 1)
     if rerun is not None:
-        return (
-            "done",
-            (
-                f"back to the state {moment(snapshot)}{also};"
-                f" {times(len(rerun.batches), 'later step')} replayed"
-            ),
-        )
-    lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
+        snapshot.draw_again()
+    elif reseed:
+        current.host().advance_generator()
+    committed_bad = not incident.refused and order.report is not None
+    spoilt = committed_bad and any(f.kind == "nonfinite" for f in incident.findings)
+    undone = run.recovery.rolled_back_to(snapshot, run.counts.committed) + spoilt
+    run.ring.forget_after(snapshot.step)
+    if rerun is None:
+        run.recent.restart(run.step + 1, snapshot)
+    else:
+        run.rerun = rerun
+        run.recent.return_to(snapshot.step)
+    recorded.rolled_back(run, snapshot, undone, rerun)
+    run.history.undo(snapshot.step)
+    run.counts.restored = snapshot.step
+    run.recovery.start_over()
+    return undone
 
 
 def draw_anew(run: Run) -> None:
@@ -175,67 +245,7 @@ def moved_seeds(
     return moved
 
 
-def moment(snapshot: Snapshot) -> str:
-    """Return the time of a snapshot in words."""
-    return f"after {times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
-
-
-def times(count: int, word: str) -> str:
-    """Return a count with its word: `1 step`, `2 steps`."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def put_back(
-    run: Run,
-    snapshot: Snapshot,
-    incident: Incident,
-    report: Report | None,
-    rerun: Rerun | None = None,
-    reseed: bool = False,
-) -> int:
-    """Write a snapshot into the model; return the number of committed steps that this undoes.
-
-    Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
-
-    Args:
-        run: the run.
-        snapshot: the state to restore.
-        incident, report: the reason for the rollback.
-        rerun: the steps to replay afterwards. If given, loss scales and the generator are restored
-            as well.
-        reseed: whether the random generators advance, by another amount after each rollback.
-
-    Raises:
-        StateLostError: if neither the snapshot nor the previous state could be written completely.
-        Exception: if the snapshot could not be written; the model has the previous state.
-    """
-    train_state = run.train_state()
-    variables = train_state.restorable if rerun is None else train_state.kept
-    changed = run.recovery.values_to_start_over()
-    if reseed:
-        changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
-    run.ring.write(snapshot, variables, changed, undo=processes.count() == 1)
-    if rerun is not None:
-        snapshot.draw_again()
-    elif reseed:
-        current.host().advance_generator()
-    spoilt = (
-        not incident.refused
-        and report is not None
-        and any(f.kind == "nonfinite" for f in incident.findings)
-    )
-    undone = run.recovery.rolled_back_to(snapshot, run.counts.committed) + spoilt
-    run.ring.forget_after(snapshot.step)
-    if rerun is None:
-        run.recent.restart(run.step + 1, snapshot)
-    else:
-        run.rerun = rerun
-        run.recent.return_to(snapshot.step)
-    rolled_back(run, snapshot, undone, rerun)
-    run.history.undo(snapshot.step)
-    run.counts.restored = snapshot.step
-    run.recovery.start_over()
-    return undone
+# Replaying the steps since then
 
 
 def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
