@@ -13,25 +13,12 @@ from keras_nanguard._policy.problems import nearest, problem, raise_problems, sa
 from keras_nanguard._policy.settings import Snapshot
 
 __all__ = [
-    "ARGUMENTS",
-    "flag",
-    "folder",
-    "functions",
-    "policy",
-    "require_instance",
-    "sample_ids",
+    *("ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids"),
     "verbosity",
 ]
 
 ARGUMENTS = (
-    "policy",
-    "directory",
-    "verbose",
-    "functions",
-    "diagnose",
-    "resume",
-    "logs",
-    "sample_ids",
+    *("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids"),
 )
 """The arguments of `NanGuard` besides the sections of a policy."""
 
@@ -63,10 +50,8 @@ def policy(
 
 def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
     """Whether a document or the given sections set the storage of snapshots."""
-    tables = [
-        sections.get("snapshot"),
-        source.get("snapshot") if isinstance(source, Mapping) else None,
-    ]
+    own = source.get("snapshot") if isinstance(source, Mapping) else None
+    tables = [sections.get("snapshot"), own]
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
@@ -77,30 +62,20 @@ def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
         GuardError: if it is missing.
     """
     if kept.storage == "disk" and directory is None:
-        received = "directory=None, " + (
-            "resume=True" if resume else "with a policy whose snapshot.storage is 'disk'"
-        )
-        raise GuardError(
-            expected(
-                "a directory to keep snapshots in",
-                received,
-                'Write NanGuard(..., directory="run1").',
-            )
-        )
+        why = "resume=True" if resume else "with a policy whose snapshot.storage is 'disk'"
+        what, remedy = "a directory to keep snapshots in", 'Write NanGuard(..., directory="run1").'
+        raise _error(what, f"directory=None, {why}", remedy)
+    policy = "resume=True, with a policy whose"
     if resume and kept.storage != "disk":
-        received = "resume=True, with a policy whose snapshot.storage is 'memory'"
-        raise GuardError(
-            expected("snapshots on disk to resume from", received, "Omit snapshot.storage.")
-        )
+        received = f"{policy} snapshot.storage is 'memory'"
+        raise _error("snapshots on disk to resume from", received, "Omit snapshot.storage.")
     if resume and not kept.every:
-        received = "resume=True, with a policy whose snapshot.every is 0"
-        raise GuardError(
-            expected(
-                "snapshots to resume from",
-                received,
-                'Write NanGuard(..., snapshot={"every": 100}).',
-            )
-        )
+        remedy = 'Write NanGuard(..., snapshot={"every": 100}).'
+        raise _error("snapshots to resume from", f"{policy} snapshot.every is 0", remedy)
+
+
+def _error(what: str, received: object, remedy: str) -> GuardError:
+    return GuardError(expected(what, received, remedy))
 
 
 def _unknown(word: str, value: Any) -> str:
@@ -117,9 +92,7 @@ def verbosity(verbose: Any) -> int:
     """
     if not isinstance(verbose, int) or verbose not in (0, 1, 2):
         remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
-        raise GuardError(
-            expected("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy)
-        )
+        raise _error("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy)
     return int(verbose)
 
 
@@ -131,22 +104,13 @@ def folder(directory: Any) -> Path | None:
     """
     if directory is None:
         return None
+    what = "directory to be the path of a folder"
     remedy = 'Write directory="run1", or leave it out to write nothing.'
     if not isinstance(directory, (str, os.PathLike)):
-        raise GuardError(
-            expected(
-                "directory to be the path of a folder", f"directory={safe_repr(directory)}", remedy
-            )
-        )
+        raise _error(what, f"directory={safe_repr(directory)}", remedy)
     path = Path(directory)
     if path.is_file():
-        raise GuardError(
-            expected(
-                "directory to be the path of a folder",
-                f"directory={safe_repr(str(path))}, a file",
-                remedy,
-            )
-        )
+        raise _error(what, f"directory={safe_repr(str(path))}, a file", remedy)
     return path
 
 
@@ -157,11 +121,8 @@ def flag(name: str, value: Any) -> bool:
         GuardError: for anything else.
     """
     if not isinstance(value, (bool, int)) or value not in (0, 1):
-        raise GuardError(
-            expected(
-                f"{name} to be True or False", f"{name}={safe_repr(value)}", f"Write {name}=True."
-            )
-        )
+        received, remedy = f"{name}={safe_repr(value)}", f"Write {name}=True."
+        raise _error(f"{name} to be True or False", received, remedy)
     return bool(value)
 
 
@@ -178,18 +139,11 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
     )
     if not named:
         several = given if isinstance(given, (list, tuple, set)) else [given]
-        name = next(
-            (n for n in (getattr(one, "__name__", "") for one in several) if n.isidentifier()),
-            "notify",
-        )
+        names = [getattr(one, "__name__", "") for one in several]
+        name = next((name for name in names if name.isidentifier()), "notify")
+        what, received = "functions to be a dict of names and functions", safe_repr(given)
         remedy = f'Write functions={{"{name}": {name}}}.'
-        raise GuardError(
-            expected(
-                "functions to be a dict of names and functions",
-                f"functions={safe_repr(given)}",
-                remedy,
-            )
-        )
+        raise _error(what, f"functions={received}", remedy)
     return dict(given)
 
 
@@ -203,13 +157,8 @@ def require_instance(guard: Any, kind: type[Any], model: Any) -> None:
     require_keras_3(model)
     if not isinstance(guard, kind):
         name = kind.__name__
-        raise GuardError(
-            expected(
-                f"a {name} among the callbacks",
-                f"the class {name} itself",
-                f"Write callbacks=[{name}()].",
-            )
-        )
+        received, remedy = f"the class {name} itself", f"Write callbacks=[{name}()]."
+        raise _error(f"a {name} among the callbacks", received, remedy)
 
 
 def sample_ids(value: Any) -> Any:
@@ -218,11 +167,8 @@ def sample_ids(value: Any) -> Any:
     Raises:
         GuardError: if it is neither a sequence nor a key.
     """
-    if (
-        value is None
-        or isinstance(value, str)
-        or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
-    ):
+    is_sequence = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    if value is None or isinstance(value, str) or is_sequence:
         return value
     what = "sample_ids to be one name for each row of x, or the key of the batch with the names"
-    raise GuardError(expected(what, repr(value), 'Write sample_ids=names or sample_ids="id".'))
+    raise _error(what, repr(value), 'Write sample_ids=names or sample_ids="id".')

@@ -5,10 +5,11 @@ incident.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import input_names, named
+from keras_nanguard._core.data_names import argument_path, input_names, named
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
@@ -18,9 +19,6 @@ from keras_nanguard._policy.policy import Policy
 
 __all__ = ["HUGE", "bad_state", "beyond_limits", "in_batch", "values"]
 
-
-DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
-"""Site and name of each part of a batch, by position."""
 
 HUGE = 1e30
 """Magnitude above which a value counts as overflowed, unless the policy has another limit."""
@@ -48,11 +46,8 @@ def bad_state(
     for own, variable in _of_state(train_state):
         nan, inf, size = finiteness.counts(keras_variables.view(variable))
         if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
-            findings.append(
-                Finding(
-                    "state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size
-                )
-            )
+            place: Site = "state" if site == "state" else own
+            findings.append(Finding(place, "nonfinite", variable.path, nan, inf, size))
             continue
         limited = own != "statistics" or keras_variables.is_statistic(variable)
         if site == "state" and limited and not (nan or inf):
@@ -106,30 +101,13 @@ def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
     """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
     `x/age`, `y`.
     """
+    if report is None or report.batch is None:
+        return []
     findings, names = [], input_names(model)
-    for site, name, part in (
-        _parts(report.batch) if report is not None and report.batch is not None else ()
-    ):
-        for path, array in keras_variables.named_arrays(part):
-            nan, inf, size = finiteness.counts(array)
-            if nan or inf:
-                place = named("/".join(filter(None, (name, path))), names)
-                findings.append(Finding(cast(Site, site), "nonfinite", place, nan, inf, size))
+    for part in batches.parts(report.batch):
+        nan, inf, size = finiteness.counts(keras_variables.dense(part.value))
+        if nan or inf:
+            site: Site = "inputs" if part.role == "inputs" else "targets"
+            place = named(argument_path(part.path), names)
+            findings.append(Finding(site, "nonfinite", place, nan, inf, size))
     return findings
-
-
-def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield site, name and value of each part of a batch. A step of a loop has `(args, kwargs)`."""
-    args, named = batch, {}
-    if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
-        args, named = batch
-    data = (
-        args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    )  # Keras takes either as `(x, y, ...)`
-    for (site, name), value in zip(DATA, data):
-        single = isinstance(value, (list, tuple)) and len(value) == 1
-        yield site, name, value[0] if single else value
-    for number, value in enumerate(data[len(DATA) :], len(DATA)):
-        yield "inputs", str(number), value
-    for name, value in named.items():
-        yield "inputs", name, value
