@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,25 +21,23 @@ from keras_nanguard._core.literals import Preset
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
-from keras_nanguard._fit.copies import CopyMixin
 from keras_nanguard._fit.epoch_logs import hide_from_progress_bar
 from keras_nanguard._fit.flight import FlightMixin
 from keras_nanguard._fit.lagging_statistics import Lagging
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.policy_lines import policy_lines
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.resuming import ResumeMixin
+from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._policy.policy import Policy, Sections, Unpack
 from keras_nanguard._policy.warnings import GuardOptions
-from keras_nanguard._report import console, files
 
 __all__ = ["NanGuard"]
 
 
-class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
+class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
     """Guards training against NaN and Inf, and against runs that are proven to have diverged.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It
@@ -103,15 +101,14 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     ):
         super().__init__()
         self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
-        self._reporter, self.functions = (
-            Reporter(arguments.verbosity(verbose)),
-            arguments.functions(functions),
-        )
+        self._reporter = Reporter(arguments.verbosity(verbose))
+        self.functions = arguments.functions(functions)
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.diagnose = arguments.flag("diagnose", diagnose)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._unnamed = self._resumed = False
+        self._start_settled = True  # whether it is decided from which state the run begins
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -120,15 +117,42 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
 
+    # Copies: tuners copy callbacks for each trial, other processes get pickles
+
     def _unused(self) -> NanGuard:
-        """Return a new guard with the same policy."""
-        return NanGuard(
-            self.policy,
-            directory=self.directory,
-            verbose=self.verbose,
-            logs=self.logs,
-            sample_ids=self.sample_ids,
-        )
+        """Return a new guard with the same settings."""
+        settings = ("directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
+        return NanGuard(self.policy, **{name: getattr(self, name) for name in settings})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a pickle: settings, incidents and counts."""
+        unused = vars(self._unused())
+        own = {name: value for name, value in vars(self).items() if name not in unused}
+        return {**unused, **own, **self._copied(), "_watching": False}
+
+    def __copy__(self) -> Any:
+        """Return a new guard with the same settings."""
+        return self._fresh(lambda value: value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a new guard with the same settings and functions, and copies of the attributes of
+        a subclass.
+        """
+        return self._fresh(lambda value: copy.deepcopy(value, memo), memo)
+
+    def _fresh(self, copied: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+        """Return a new guard. It does not resume, because the snapshots in the directory belong to
+        the original.
+        """
+        made, unused = type(self).__new__(type(self)), self._unused()
+        if memo is not None:
+            memo[id(self)] = made
+        made.__dict__.update(vars(unused))
+        for name, value in vars(self).items():
+            if name not in vars(unused) and not hasattr(unused, name):
+                setattr(made, name, copied(value))
+        made._resumed = True
+        return made
 
     @property
     def verbose(self) -> int:
@@ -159,13 +183,11 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             )
         self._detach()
         super().set_model(model)
-        self._fit = self._surrounding_fit()
         self._attach(model)
 
-    def _surrounding_fit(self) -> Fit:
-        return Fit.around(self._detach, self._around_epoch_end, self._settle_start)
-
     def _attach(self, model: Any) -> None:
+        """Attach to the fit that is calling this code."""
+        self._fit = Fit(surrounding(), self._detach, self._around_epoch_end, self._settle_start)
         other = attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
@@ -235,7 +257,6 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
         self._training, self._lagging = True, Lagging()
         if self._attachment is None and self.session is not None:
-            self._fit = self._surrounding_fit()
             self._attach(self.model)
             self.model.make_train_function(force=True)
         if self._fit is not None:
@@ -243,8 +264,11 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._begin_fit()
 
     def _begin_fit(self) -> None:
-        self._note_callbacks()
-        self._note_fit(self.params)
+        callbacks = surrounding()
+        if self.session is not None:
+            self.session.callbacks_deferred = callbacks_deferred(callbacks)
+            hide_from_progress_bar(callbacks)
+        self._note_fit(self.params, getattr(callbacks, "callbacks", ()))
         self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
         resuming = self.session.resuming if self.session is not None else None
@@ -270,16 +294,52 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             return
         self._unnamed = not getattr(self.session.model, "built", True)
         options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
-        for line in policy_lines(
-            self.policy, options, self.session.model, self.session.optimizers
-        ):
+        for line in policy_lines(self.policy, options, self.session.model, self.session.optimizers):
             self._reporter.once(line)
 
-    def _note_callbacks(self) -> None:
-        if self.session is not None:
-            callbacks = surrounding()
-            self.session.callbacks_deferred = callbacks_deferred(callbacks)
-            hide_from_progress_bar(callbacks)
+    # Resuming: the state is chosen after all callbacks have restored theirs
+
+    def _resume(self, steps: int | None = None) -> None:
+        """Resume from the newest snapshot on disk, in the first fit only: a later fit is another
+        run.
+        """
+        session, directory = self.session, self.directory
+        if session is None or directory is None or not self.resume or self._resumed:
+            return
+        self._resumed, self._start_settled = True, False
+        session.resuming = found = find(directory, steps)
+        what = "snapshot to resume from (its step, -1 for none)"
+        processes.agreed(-1 if found is None else found.record.step, what)
+
+    def _settle_start(self, epoch: int | None = None) -> None:
+        """Choose the state to resume from, after all callbacks have run `on_train_begin`.
+
+        `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
+        `on_train_begin` was missed.
+        """
+        session, self._start_settled = self.session, True
+        if session is None or session.resuming is None:
+            return
+        theirs = keras_fitting.restored_epoch(self.model) if epoch is None else epoch
+        session.resuming = resuming = session.resuming.after(theirs)
+        self._reporter.line(resuming.sentence(self._epochs()))
+        if resuming.with_state:
+            keras_fitting.begin_at(self.model, resuming.epoch)
+            if resuming.leaves_nothing_of(self._epochs()):
+                self._restore_at_once()
+
+    def _epochs(self) -> int | None:
+        """Return the number of epochs of the running fit, or `None` if unknown."""
+        return (self.params or {}).get("epochs") if self._training else None
+
+    def _restore_at_once(self) -> None:
+        """Restore the state to resume from if no step follows."""
+        if self.session is not None and self.session.resuming is not None:
+            if self._attachment is not None:
+                self._attachment.prepare()
+            self.session.restore()
+
+    # The epochs
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch."""
@@ -389,41 +449,3 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     def _leave(self) -> None:
         if not self._training:
             self._detach()
-
-    # What the user reads
-
-    def __repr__(self) -> str:
-        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
-        return f"NanGuard({self.policy.preset!r}, {incidents})"
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def _announce(self, incident: Incident) -> None:
-        if incident.bundle is not None:  # a new one can have taken the place of the oldest
-            self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
-        self.incidents.append(incident)
-        directory = self.session.directory if self.session is not None else None
-        self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
-        self._reporter.incident(incident, directory, self._samples_of(incident))
-
-    def summary(self) -> str:
-        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
-        actions.
-        """
-        return console.summary(self.incidents, *self._counted())
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a report of all fits so far to a file, and return its path.
-
-        The suffix of the path selects the format. `.html` is a self-contained page with curves,
-        incidents, layers and bad rows, `.md` is text, `.json` one object with a format number, and
-        `.jsonl` one incident per line. The file is written atomically. If there are several
-        processes, the first one writes it.
-
-        Raises:
-            GuardError: if the suffix is another one.
-        """
-        if processes.index() != 0:
-            return Path(path)
-        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)

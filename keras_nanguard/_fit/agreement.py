@@ -3,8 +3,9 @@
 A step reports in one message whether any process has a finding. Only then more is exchanged, always
 by all processes and in the same order:
 
-    findings    of each process, with the rows of a bad batch diagnosis   of each process, from its
-    own batch and state outcomes    whether each action was done on all of them
+    findings    of each process, with the rows of a bad batch
+    diagnosis   of each process, from its own batch and state
+    outcomes    whether each action was done on all of them
 
 Each result is a pure function of these facts, so every process has the same incident, decision and
 budgets. `Alone` is the same for one process, without any exchange.
@@ -102,15 +103,14 @@ class Agreement:
         """Return whether a copy that all processes read together fits into memory."""
         return fits
 
-    def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
+    def room(self, missing: float, bad: str) -> tuple[float, str]:
         """Return the common decision about a snapshot.
 
         Args:
             missing: the bytes that are not free for it, 0 if it fits.
-            keep: number of snapshots that fit.
             bad: the path of a variable that is not finite, `""` if all are.
         """
-        return missing, keep, bad
+        return missing, bad
 
 
 class Together(Agreement):
@@ -149,12 +149,11 @@ class Together(Agreement):
         return found
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        labelled = _with_rows(findings, report, self.rank)
         self._own = {f.site for f in findings}
+        labelled = _with_rows(findings, report, self.rank)
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
-        found = self._exchange(
-            [_short(asdict(f)) for f in ordered], "what they have found in a step"
-        )
+        own = [_short(asdict(f)) for f in ordered]
+        found = self._exchange(own, "what they have found in a step")
         return united([[Finding(**f) for f in part] for part in found])
 
     def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
@@ -190,16 +189,10 @@ class Together(Agreement):
             done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
             if done and len(done) < self.count:
                 other = next(rank for rank in range(self.count) if rank not in done)
-                received = (
-                    f"done on rank {done[0]}, and not on rank {other}: {known[other][number][1]}"
-                )
-                raise GuardError(
-                    expected(
-                        f"{outcome.action} on all processes",
-                        received,
-                        "Restart them from a checkpoint.",
-                    )
-                )
+                reason = known[other][number][1]
+                received = f"done on rank {done[0]}, and not on rank {other}: {reason}"
+                what, remedy = f"{outcome.action} on all processes", "Restart them from a checkpoint."
+                raise GuardError(expected(what, received, remedy))
         return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
@@ -216,13 +209,9 @@ class Together(Agreement):
     def fits(self, fits: bool) -> bool:
         return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
 
-    def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
-        known = self._exchange([missing, keep, bad], "whether there is room for a snapshot")
-        return (
-            max(m for m, _, _ in known),
-            min(k for _, k, _ in known),
-            next((b for _, _, b in known if b), ""),
-        )
+    def room(self, missing: float, bad: str) -> tuple[float, str]:
+        known = self._exchange([missing, bad], "whether there is room for a snapshot")
+        return max(m for m, _ in known), next((b for _, b in known if b), "")
 
 
 def agreement(model: Any, loop: bool) -> Agreement:
@@ -252,22 +241,16 @@ def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
 
     def order(rank: int) -> tuple[int, bool, int]:
         sites, cause = known[rank]
-        return (
-            SITES.index(sites[0]) if sites else len(SITES),
-            cause in (None, "unknown", "transient"),
-            rank,
-        )
+        site = SITES.index(sites[0]) if sites else len(SITES)
+        return site, cause in (None, "unknown", "transient"), rank
 
     return min(range(len(known)), key=order)
 
 
 def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:
     """Return findings in a batch with rank and rows in their path: `rank 1: x, row 8`."""
-    of_batch = (
-        batches.bad(report.batch, ARGUMENTS)
-        if report is not None and report.batch is not None
-        else ()
-    )
+    batch = report.batch if report is not None else None
+    of_batch = batches.bad(batch, ARGUMENTS) if batch is not None else ()
     rows = {argument_path(part.name): part.rows for part in of_batch}
     named = {}
     for f in findings:
@@ -295,10 +278,8 @@ def _rows(rows: Sequence[int]) -> str:
     """Return rows as words that follow the name of an array, `""` if there are none."""
     if not rows:
         return ""
-    listed = ", ".join(str(row) for row in rows[:MAX_ROWS]) + (
-        ", ..." if len(rows) > MAX_ROWS else ""
-    )
-    return f", row{'s' if len(rows) > 1 else ''} {listed}"
+    listed, more = ", ".join(map(str, rows[:MAX_ROWS])), ", ..." if len(rows) > MAX_ROWS else ""
+    return f", row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
 def _place(diagnosis: Diagnosis) -> str:
@@ -314,12 +295,6 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str):
         return value[:MAX_TEXT]
     if isinstance(value, (list, tuple)):
-        return (
-            [
-                _cut(part)
-                for part in value[: MAX_SENTENCES if isinstance(value[0], str) else MAX_SAMPLES]
-            ]
-            if value
-            else []
-        )
+        most = MAX_SENTENCES if value and isinstance(value[0], str) else MAX_SAMPLES
+        return [_cut(part) for part in value[:most]]
     return value

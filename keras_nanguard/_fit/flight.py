@@ -1,4 +1,4 @@
-"""The part of `NanGuard` for the recording: access, epoch logs, and trackers."""
+"""The part of `NanGuard` that a user reads: incidents, recording, epoch logs, reports, trackers."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import contextlib
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.notebook import block
 from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.counts import Totals
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
 from keras_nanguard._fit.recorded import say_problem
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.running_fit import surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.trackers import Trackers
+from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording import samples_file
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report import console, html, plots
+from keras_nanguard._report import console, files, html, plots
 
 __all__ = ["FlightMixin"]
 
 
 class FlightMixin:
-    """The part of `NanGuard` for the recording."""
+    """The part of `NanGuard` that a user reads."""
 
+    policy: Policy
     session: Session | None
     incidents: list[Incident]
     directory: Path | None
-    _recorder: Recorder
     _reporter: Reporter
-    _bad_rows: BadRows
+    _counts = Totals()
+    """The counts of the fits before the last one."""
+
     _last_norm = 0.0
 
     def _begin_recording(self, logs: bool, sample_ids: Any) -> None:
@@ -51,9 +55,19 @@ class FlightMixin:
         return self._recorder.recording
 
     def _copied(self) -> dict[str, Any]:
-        """Return the attributes of this part for a copy of the guard."""
+        """Return the attributes of this part for a pickle of the guard."""
         recorder = copy.copy(self._recorder)
-        return {"_recorder": recorder, "_bad_rows": BadRows(recorder, self.sample_ids)}
+        return {
+            "incidents": list(self.incidents),
+            "_reporter": copy.copy(self._reporter),
+            "_recorder": recorder,
+            "_bad_rows": BadRows(recorder, self.sample_ids),
+            "_counts": self._counted(),
+        }
+
+    def _counted(self) -> Totals:
+        """Return the counts of all fits so far."""
+        return self._counts if self.session is None else self._counts.plus(self.session.counts)
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
         """Return the rows of the data that caused bad steps, each once, in the order in which they
@@ -74,15 +88,14 @@ class FlightMixin:
             samples_file.write(found, path)
         return found
 
-    def _note_fit(self, params: Mapping[str, Any] | None) -> None:
-        """Record the length of the fit, if known, and find its trackers."""
-        self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
-        known = {
-            key: int(value)
-            for key, value in (params or {}).items()
-            if key in ("epochs", "steps") and value is not None
-        }
-        self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
+    def _note_fit(self, params: Mapping[str, Any] | None, callbacks: Iterable[Any]) -> None:
+        """Record the length of the fit, if known, and find its trackers among the callbacks."""
+        self._trackers = Trackers(callbacks, self._reporter.once)
+        epochs, steps = ((params or {}).get(name) for name in ("epochs", "steps"))
+        self._recorder.note(
+            epochs=None if epochs is None else int(epochs),
+            steps_per_epoch=None if steps is None else int(steps),
+        )
 
     def _add_logs(self, logs: Any) -> None:
         """Add the guard's own numbers to the logs of an epoch."""
@@ -101,10 +114,16 @@ class FlightMixin:
             }
         logs[REFUSED] = counts.epoch_refused
 
-    def _samples_of(self, incident: Incident) -> list[BadSample]:
-        """Return the bad rows that were found in the step of an incident."""
+    def _announce(self, incident: Incident) -> None:
+        """Record and print an incident."""
+        if incident.bundle is not None:  # a new one can have taken the place of the oldest
+            self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
+        self.incidents.append(incident)
+        directory = self.session.directory if self.session is not None else None
+        self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
         step = incident.step + self._recorder.base
-        return [sample for sample in self._recorder.samples.values() if step in sample.steps]
+        samples = [sample for sample in self._recorder.samples.values() if step in sample.steps]
+        self._reporter.incident(incident, directory, samples)
 
     def _record_incident(self, incident: Incident) -> None:
         """Record an incident, and send it to the trackers of the run."""
@@ -117,20 +136,14 @@ class FlightMixin:
         """Send the report to the trackers at the end of a fit."""
         trackers, self._trackers = self._trackers, None
         if trackers is not None:
-            trackers.end(self._page)
-
-    def _page(self) -> str:
-        """Return the report as HTML."""
-        return html.page(self.recording, self.incidents, self.summary(), self.directory)
+            about = (self.incidents, self.summary(), self.directory)
+            trackers.end(lambda: html.page(self.recording, *about))
 
     def _add_counts(self, logs: Any) -> None:
         """Convert the counts in the logs from floats to integers. Add them if they are missing."""
         if isinstance(logs, dict) and REFUSED in logs:
-            logs |= {
-                key: int(logs[key])
-                for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks")
-                if key in logs
-            }
+            counts = (REFUSED, f"{OWN}refused", f"{OWN}rollbacks")
+            logs |= {key: int(logs[key]) for key in counts if key in logs}
         else:
             self._add_logs(logs)
 
@@ -139,17 +152,10 @@ class FlightMixin:
         if self.session is None:
             return
         self._reporter.bad_rows(self._bad_rows.line())
-        known = {
-            key: value if math.isfinite(value) else str(value)
-            for key, value in numbers(logs).items()
-        }
-        counts = self.session.counts
-        self._recorder.event(
-            "epoch",
-            max(counts.step - 1, 0),
-            epoch,
-            data={"logs": known, "refused": counts.epoch_refused},
-        )
+        counts, found = self.session.counts, numbers(logs).items()
+        known = {key: value if math.isfinite(value) else str(value) for key, value in found}
+        data = {"logs": known, "refused": counts.epoch_refused}
+        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         say_problem(self.session)
 
     def end_fit(self, finished: bool) -> None:
@@ -169,28 +175,45 @@ class FlightMixin:
         self._end_trackers()
         session.release()
 
-    # In a notebook
+    # Reports
+
+    def __repr__(self) -> str:
+        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
+        return f"NanGuard({self.policy.preset!r}, {incidents})"
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
-        raise NotImplementedError
+        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
+        actions.
+        """
+        return console.summary(self.incidents, *self._counted())
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report of all fits so far to a file, and return its path.
+
+        The suffix of the path selects the format. `.html` is a self-contained page with curves,
+        incidents, layers and bad rows, `.md` is text, `.json` one object with a format number, and
+        `.jsonl` one incident per line. The file is written atomically. If there are several
+        processes, the first one writes it.
+
+        Raises:
+            GuardError: if the suffix is another one.
+        """
+        if processes.index() != 0:
+            return Path(path)
+        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)
 
     def _repr_html_(self) -> str:
         title, *lines = self.summary().splitlines()
+        heads = ("times", "incident", "first at", "action or reason")
         rows = [
             (len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip")
             for g in console.kinds(self.incidents)
         ]
-        rows += [
-            (sample.times, f"bad row {sample.label}", "", sample.why)
-            for sample in self.bad_samples()
-        ]
-        return block(
-            title,
-            lines if not rows else (),
-            ("times", "incident", "first at", "action or reason"),
-            rows,
-            not self.incidents,
-        )
+        rows += [(s.times, f"bad row {s.label}", "", s.why) for s in self.bad_samples()]
+        return block(title, lines if not rows else (), heads, rows, not self.incidents)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with

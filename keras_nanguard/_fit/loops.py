@@ -26,16 +26,10 @@ class LoopMixin:
     session: Session | None
     _reporter: Reporter
     _bad_rows: BadRows
+    _session: Callable[..., Session]
+    _resume: Callable[[], None]
+    _print_policy_warnings: Callable[[], None]
     _watching: bool = False
-
-    def _session(self, model: Any, optimizers: Any = None) -> Session:
-        raise NotImplementedError
-
-    def _resume(self, steps: int | None = None) -> None:
-        raise NotImplementedError
-
-    def _print_policy_warnings(self) -> None:
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:

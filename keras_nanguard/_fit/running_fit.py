@@ -70,15 +70,11 @@ def callbacks_deferred(callbacks: Any) -> bool:
     """
     if callbacks is None:
         return False
-    others = [
-        c
-        for c in callbacks.callbacks
-        if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
-    ]
     stock = keras.callbacks.Callback
     return all(
         getattr(getattr(c, name), "__func__", None) is getattr(stock, name)
-        for c in others
+        for c in callbacks.callbacks
+        if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
         for name in _OF_A_BATCH
     )
 
@@ -137,26 +133,20 @@ class Fit:
             for name in _HOOKS:
                 overrides.set_instance(callbacks, name, self._watched(name))
 
-    @classmethod
-    def around(
-        cls,
-        cut_short: Callable[[], None],
-        around_epoch_end: Callable[[Any], AbstractContextManager[None]],
-        begun: Callable[[], None],
-    ) -> Fit:
-        """Return the fit that is calling this code."""
-        return cls(surrounding(), cut_short, around_epoch_end, begun)
+    def _list(self) -> Any:
+        """Return the `CallbackList`, `None` if there is none or it is gone."""
+        return self._callbacks() if self._callbacks is not None else None
 
     def begin(self) -> None:
         """Store that training begins, and whether `fit` runs it or a loop of the user's own."""
-        callbacks = self._callbacks() if self._callbacks is not None else None
+        callbacks = self._list()
         frame = sys._getframe(1)
         self._by_hand = callbacks is not None and not _is_inside(frame, callbacks, itself=False)
 
     @property
     def by_hand(self) -> bool:
         """Whether a loop of the user's own calls the `CallbackList`, and training has not ended."""
-        return self._by_hand and self._callbacks is not None and self._callbacks() is not None
+        return self._by_hand and self._list() is not None
 
     @property
     def known(self) -> bool:
@@ -166,7 +156,7 @@ class Fit:
     @property
     def callbacks(self) -> list[Any]:
         """The callbacks of the list."""
-        callbacks = self._callbacks() if self._callbacks is not None else None
+        callbacks = self._list()
         return list(callbacks.callbacks) if callbacks is not None else []
 
     @property
@@ -174,19 +164,18 @@ class Fit:
         """Whether a thread is inside the call that created the `CallbackList`, or of the list
         itself.
         """
-        callbacks = self._callbacks() if self._callbacks is not None else None
+        callbacks = self._list()
         if callbacks is None:
             return False
         frames = sys._current_frames()
-        frames[threading.get_ident()] = sys._getframe(
-            1
-        )  # a frame that held itself would hold the fit and its data, too
+        # A frame that held itself would hold the fit and its data, too.
+        frames[threading.get_ident()] = sys._getframe(1)
         return any(_is_inside(frame, callbacks) for frame in frames.values())
 
     def close(self) -> None:
         """Remove the watches."""
         self._by_hand = False
-        callbacks = self._callbacks() if self._callbacks is not None else None
+        callbacks = self._list()
         if self._callbacks is not None:
             self._death.detach()  # a list that dies later must not end the next fit
         if callbacks is not None:

@@ -100,8 +100,8 @@ class Ring:
     missing = 0.0
     """Bytes of the last copy if it was not made because it does not fit, else 0."""
 
-    agree_on_room: Callable[[float, int, str], tuple[float, int, str]] = staticmethod(
-        lambda missing, keep, bad: (missing, keep, bad)
+    agree_on_room: Callable[[float, str], tuple[float, str]] = staticmethod(
+        lambda missing, bad: (missing, bad)
     )
     """What several processes do about a snapshot; see `Agreement.room`."""
 
@@ -137,24 +137,16 @@ class Ring:
         views = ((v, keras_variables.view(v)) for v in variables)
         values = None if self.missing else list(views)
         bad = first_bad(views if values is None else values, tolerated)
-        self.missing, self.keep, bad = self.agree_on_room(self.missing, self.keep, bad)
+        self.missing, bad = self.agree_on_room(self.missing, bad)
         if values is not None and not (bad or self.missing):
             fresh = Snapshot(step, good, verified or proof == 0, proof, level=level)
-            self._attempt_to_store(values, fresh, size_of(variables))
+            try:
+                self._store(values, fresh)
+            except Exception as error:
+                if not memory.is_exhausted(error):
+                    raise
+                self.missing = float(size_of(variables))
         return bad
-
-    def _attempt_to_store(self, values: Values, fresh: Snapshot, size: int) -> None:
-        """Store a snapshot, unless memory is exhausted here or in another process."""
-        try:
-            self._store(values, fresh)
-        except Exception as error:
-            if not memory.is_exhausted(error):
-                raise
-            self.missing = float(size)
-        stored = any(s.step == fresh.step for s in self.snapshots)
-        missing, self.keep, _ = self.agree_on_room(0.0 if stored else 1.0, self.keep, "")
-        if missing and stored:
-            self.forget_after(fresh.step - 1)
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
         """Return the bytes of a copy that does not fit; 0 if it fits or reuses buffers."""

@@ -124,12 +124,12 @@ class DiskRing(Ring):
         atomic_files.sweep(self.folder)
         run, path = self._run, self.folder / f"snapshot-{next_number(self.folder):08d}"
         epoch, batch = run.counts.position
-        about = {"step": fresh.step, "epoch": epoch, "batch": batch, "verified": fresh.verified}
-        state = GuardState.of(run).to_dict()
+        about: dict[str, Any] = {"step": fresh.step, "epoch": epoch, "batch": batch}
+        about |= {"verified": fresh.verified, "guard_state": GuardState.of(run).to_dict()}
         with atomic_files.beside(path, "snapshot") as unfinished:
             unfinished.mkdir()
             parts = (run.model, run.train_state(), unfinished, self._unsaved)
-            record = save(*parts, guard_state=state, **about)
+            record = save(*parts, **about)
         noted = fresh.verified
         return OnDisk(**vars(fresh), path=path, record=record, noted=noted, only_files=True)
 
