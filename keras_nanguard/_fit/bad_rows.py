@@ -8,7 +8,7 @@ the values of a row. A step without an incident costs nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,14 +85,19 @@ class BadRows:
             return  # ragged tensors alone have no rows to compare
         names = self._pop_names(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
-        others = (
-            [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
-        )
-        keys = {row: self._key(arrays, row, names) for row in (*blamed, *others)}
+        looked_at = range(min(count, MAX_OTHERS) if small else 0)
+        others = [row for row in looked_at if row not in blamed]
+        keys = {
+            row: (_fingerprint(arrays, row), "" if names is None else _name(names[row]))
+            for row in (*blamed, *others)
+        }
         new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
-        places = self._places(arrays, list(new.values()))
-        for key, row in new.items():
-            known[key] = self._found(arrays, row, key, places[row], incident)
+        places: list[tuple[int, ...]] = []
+        if new:
+            data = keras_fitting.running_arrays()
+            places = self._search.indices(arrays, list(new.values()), *data)
+        for (key, row), found in zip(new.items(), places):
+            known[key] = self._found(arrays, row, key, found, incident)
         for key in dict.fromkeys(keys.values()):
             for sample in known.get(key, ()):
                 self._count(sample, incident)
@@ -104,15 +109,6 @@ class BadRows:
             name = sample.label if isinstance(self._ids, str) else ""
             known.setdefault((sample.fingerprint, name), []).append(sample)
         return known
-
-    def _key(self, arrays: Arrays, row: int, names: Array | None) -> Key:
-        return _fingerprint(arrays, row), "" if names is None else _name(names[row])
-
-    def _places(self, arrays: Arrays, rows: list[int]) -> dict[int, tuple[int, ...]]:
-        """Return all indices of each of these rows in the training arrays."""
-        if not rows:
-            return {}
-        return dict(zip(rows, self._search.indices(arrays, rows, *keras_fitting.running_arrays())))
 
     def _pop_names(self, arrays: dict[ArrayKey, Array]) -> Array | None:
         """Remove the array of names from those of a batch, and return it."""
@@ -177,11 +173,6 @@ def _row_arrays(batch: Any, count: int) -> dict[ArrayKey, Array]:
     return {key: array for key, array in arrays.items() if array.ndim and array.shape[0] == count}
 
 
-def _inputs(arrays: Arrays) -> Iterator[tuple[str, Array]]:
-    ordered = sorted(arrays.items(), key=lambda item: item[0])
-    yield from ((path, array) for (role, path), array in ordered if role == "inputs")
-
-
 def _fingerprint(arrays: Arrays, row: int) -> str:
     """Return the SHA-256 of the values of one row, including its targets. All NaN count as
     equal.
@@ -198,9 +189,8 @@ def _plain(value: Any) -> Array:
     array = np.ascontiguousarray(finiteness.widen(np.asarray(value)))
     if array.dtype.kind != "f":
         return array
-    return np.where(
-        np.isnan(array), np.array(np.nan, array.dtype), array + np.array(0.0, array.dtype)
-    )
+    nan, zero = np.array([np.nan, 0.0], array.dtype)
+    return np.asarray(np.where(np.isnan(array), nan, array + zero))
 
 
 def _why(arrays: Arrays, row: int, incident: Incident) -> str:
@@ -212,8 +202,9 @@ def _why(arrays: Arrays, row: int, incident: Incident) -> str:
             counts = " and ".join(f"{number} {name}" for number, name in named if number)
             return f"{counts} of {size} in {argument_path(path)}"
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
-    largest = {path: finiteness.largest(np.asarray(array[row])) for path, array in _inputs(arrays)}
-    worst = max(largest, key=lambda path: largest[path], default="")
-    if not worst:
+    inputs = [(path, arrays[role, path]) for role, path in sorted(arrays) if role == "inputs"]
+    if not inputs:
         return cause
+    largest = {path: finiteness.largest(np.asarray(array[row])) for path, array in inputs}
+    worst = max(largest, key=lambda path: largest[path])
     return f"{cause}; its largest magnitude in {argument_path(worst)} is {largest[worst]:.3g}"

@@ -39,19 +39,13 @@ class Firewall:
         if not session.policy.refuse:
             return
         callbacks = list(callbacks)
-        for target, name in [
-            (session.model, "save"),
-            (session.model, "save_weights"),
-            *keras_fitting.savers(callbacks),
-        ]:
-            if not hasattr(target, name):  # a trainer that is no `keras.Model`
-                continue
-            self._overrides.set(target, name, self._looked_at(getattr(target, name)))
+        own = [(session.model, "save"), (session.model, "save_weights")]
+        for target, name in [*own, *keras_fitting.savers(callbacks)]:
+            if hasattr(target, name):  # not so a trainer that is no `keras.Model`
+                self._overrides.set(target, name, self._looked_at(getattr(target, name)))
         for callback in callbacks:
-            if (
-                getattr(callback, "save_best_only", False)
-                and getattr(callback, "save_freq", "epoch") != "epoch"
-            ):
+            by_batches = getattr(callback, "save_freq", "epoch") != "epoch"
+            if by_batches and getattr(callback, "save_best_only", False):
                 self._overrides.set(callback, "on_train_batch_end", _by_batches(callback, session))
 
     def close(self) -> None:
@@ -66,17 +60,10 @@ class Firewall:
             if not self.session.scan("weights"):
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
-            counts = self.session.counts
-            self.session.recorder.event(
-                "firewall",
-                counts.step,
-                counts.epoch,
-                f"Not saved: {where}. The model has NaN or Inf.",
-            )
-            processes.print_line(
-                f"NanGuard: did not save {where}: the model has NaN or Inf. An existing file is"
-                " kept."
-            )
+            counts, text = self.session.counts, f"Not saved: {where}. The model has NaN or Inf."
+            self.session.recorder.event("firewall", counts.step, counts.epoch, text)
+            why = "the model has NaN or Inf. An existing file is kept."
+            processes.print_line(f"NanGuard: did not save {where}: {why}")
             return None
 
         return guarded
@@ -92,16 +79,12 @@ def shielded(
     Callbacks that keep the best model find no better one, and the others warn that the metric is
     missing. All other callbacks and History receive the logs unchanged.
     """
-    bad = {
-        key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured
-    }
+    found = numbers(logs).items()
+    bad = {key for key, value in found if not math.isfinite(value) or key in unmeasured}
     with Overrides() as overrides:
         for callback in callbacks if bad else ():
-            if (
-                hasattr(callback, "monitor_op")
-                and getattr(callback, "monitor", None) in bad
-                and "on_epoch_end" not in vars(callback)
-            ):
+            compares = hasattr(callback, "monitor_op") and "on_epoch_end" not in vars(callback)
+            if compares and getattr(callback, "monitor", None) in bad:
                 overrides.set(callback, "on_epoch_end", _without(callback, callback.monitor))
         yield
 
@@ -115,9 +98,8 @@ def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]
             return _never_best(callback, key, logs, lambda seen: real(epoch, seen))
         seen = {k: v for k, v in logs.items() if k != key}
         result = real(epoch, seen)
-        logs.update(
-            {k: v for k, v in seen.items() if k not in logs}
-        )  # ReduceLROnPlateau adds its rate for those that come after it
+        # ReduceLROnPlateau adds its rate for those that come after it.
+        logs.update({k: v for k, v in seen.items() if k not in logs})
         return result
 
     return on_epoch_end
@@ -130,10 +112,9 @@ def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
     real = callback.on_train_batch_end
 
     def on_train_batch_end(batch: int, logs: Any = None) -> Any:
-        if callback.monitor in session.logs.unmeasured:
-            return _never_best(
-                callback, callback.monitor, logs or {}, lambda seen: real(batch, seen)
-            )
+        key = callback.monitor
+        if key in session.logs.unmeasured:
+            return _never_best(callback, key, logs or {}, lambda seen: real(batch, seen))
         return real(batch, logs)
 
     return on_train_batch_end

@@ -22,9 +22,8 @@ class Totals(NamedTuple):
 
     def plus(self, counts: Counts) -> Totals:
         """Return the totals including another fit."""
-        return Totals(
-            *map(sum, zip(self, (counts.step, counts.refused, counts.overflows, counts.run_again)))
-        )
+        more = (counts.step, counts.refused, counts.overflows, counts.run_again)
+        return Totals(*map(sum, zip(self, more)))
 
 
 class Counts:
@@ -47,13 +46,10 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.step = self.committed = self.refused = self.overflows = self.streak = (
-            self.rollbacks
-        ) = self.skip_batches = 0
-        self.run_again = 0
-        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = (
-            self.epoch_rollbacks
-        ) = 0
+        self.step = self.committed = self.refused = self.overflows = self.run_again = 0
+        self.streak = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = 0
+        self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
         self.restored: int | None = None
         self._began = self._overflows_before = 0

@@ -35,10 +35,9 @@ def numbers(logs: Any) -> dict[str, float]:
         if isinstance(value, Mapping):
             found.update(numbers(value))
         elif np.ndim(value) == 0 and not isinstance(value, (str, bytes)):
+            plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
             try:
-                found[key] = float(
-                    value.detach() if hasattr(value, "detach") else value
-                )  # PyTorch warns of a gradient
+                found[key] = float(plain)
             except (TypeError, ValueError):  # text in a tensor, `None`, an object of the user's
                 continue
     return found
@@ -49,23 +48,17 @@ def hide_from_progress_bar(callbacks: Any) -> None:
     of refused steps.
     """
     for callback in getattr(callbacks, "callbacks", ()):
-        if isinstance(callback, keras.callbacks.ProgbarLogger) and "on_epoch_end" not in vars(
-            callback
-        ):
-            overrides.set_instance(
-                callback, "on_epoch_end", functools.partial(_without_own, callback.on_epoch_end)
-            )
+        is_bar = isinstance(callback, keras.callbacks.ProgbarLogger)
+        if is_bar and "on_epoch_end" not in vars(callback):
+            shown = functools.partial(_without_own, callback.on_epoch_end)
+            overrides.set_instance(callback, "on_epoch_end", shown)
 
 
 def _without_own(shown: Callable[..., Any], epoch: int, logs: Any = None) -> Any:
-    return shown(
-        epoch,
-        {
-            key: value
-            for key, value in (logs or {}).items()
-            if not key.startswith(OWN) and (key != REFUSED or value)
-        },
-    )
+    others = {k: v for k, v in (logs or {}).items() if not k.startswith(OWN)}
+    if not others.get(REFUSED):
+        others.pop(REFUSED, None)
+    return shown(epoch, others)
 
 
 class Logs:
@@ -95,16 +88,12 @@ class Logs:
 
         A metric gets NaN if Keras does not know whether it should grow.
         """
-        rising, falling = (
-            keras_layers.rising(self.model),
-            {"loss", *keras_layers.falling(self.model)},
-        )
+        rising = keras_layers.rising(self.model)
+        falling = {"loss", *keras_layers.falling(self.model)}
         found = [key for key, value in logs.items() if _is_float(value)]
         for key in found:
-            ends = {
-                key.removeprefix("val_"),
-                *(name for name in rising | falling if key.endswith(f"_{name}")),
-            }
+            ends = {name for name in rising | falling if key.endswith(f"_{name}")}
+            ends.add(key.removeprefix("val_"))
             logs[key] = -HUGEST if ends & rising else HUGEST if ends & falling else nan
         self.failed = frozenset(found)
 
@@ -133,9 +122,7 @@ class Logs:
             grows = grows or any(key == name or key.endswith(f"_{name}") for name in rising)
             if isinstance(value, Mapping):
                 inner = known if isinstance(known, Mapping) else {}
-                return {
-                    name: one(name, part, inner.get(name), grows) for name, part in value.items()
-                }
+                return {n: one(n, part, inner.get(n), grows) for n, part in value.items()}
             if known is not None or not _is_float(value):
                 return value if known is None else known
             if key == "loss" and isfinite(loss):
@@ -152,6 +139,5 @@ class Logs:
 
 def _is_float(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return isinstance(value, float) or finiteness.is_float(
-        str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-    )
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    return isinstance(value, float) or finiteness.is_float(name)

@@ -151,7 +151,7 @@ class FlightMixin:
         """Record the logs of an epoch."""
         if self.session is None:
             return
-        self._reporter.bad_rows(self._bad_rows.line())
+        self._reporter.line(self._bad_rows.line())
         counts, found = self.session.counts, numbers(logs).items()
         known = {key: value if math.isfinite(value) else str(value) for key, value in found}
         data = {"logs": known, "refused": counts.epoch_refused}

@@ -69,9 +69,8 @@ class Incidents:
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
-        self._diverged: tuple[int, int] | None = (
-            None  # the counts of steps and rollbacks at which a step was refused for a divergence
-        )
+        # The counts of steps and rollbacks at which a step was refused for a divergence.
+        self._diverged: tuple[int, int] | None = None
 
     # Detect
 

@@ -56,9 +56,8 @@ class _Measured:
     def lags(self, trained: float) -> bool:
         """Whether the moving statistics cause the difference, and will not recover in this fit."""
         small = FAR * max(self.anew, trained)
-        return min(self.now, self.later) > small and self.now - self.anew >= UNDONE * (
-            self.now - trained
-        )
+        removed = self.now - self.anew >= UNDONE * (self.now - trained)
+        return min(self.now, self.later) > small and removed
 
 
 class Lagging:
@@ -83,12 +82,8 @@ class Lagging:
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
         layers = learning(run.model)
         trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
-        if (
-            self._done
-            or not layers
-            or not 0.0 < FAR * trained < loss < math.inf
-            or _spread_out(run.model)
-        ):
+        far = 0.0 < FAR * trained < loss < math.inf
+        if self._done or not layers or not far or _spread_out(run.model):
             return None
         if not self._looks and remaining:
             return None
@@ -100,28 +95,23 @@ class Lagging:
         if found is None or not found.lags(trained):
             return None
         self._done = True
-        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(
-            run, layers, found, loss, trained
-        )
+        finding = Finding("validation", "out_of_range", "loss", value=loss)
+        return [finding], _diagnosis(run, layers, found, loss, trained)
 
 
 def _trained(run: Run) -> float:
     """Return the typical loss of the last steps of this epoch, NaN if there are none."""
-    losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][
-        -LAST:
-    ]
-    return statistics.median(losses) if losses else math.nan
+    start = run.counts.epoch_start
+    losses = [m.loss for m in run.history.before(run.step) if m.step >= start]
+    return statistics.median(losses[-LAST:]) if losses else math.nan
 
 
 def _spread_out(model: Any) -> bool:
     """Whether the model trains on several devices or processes, so that one batch cannot run
     alone.
     """
-    strategy = getattr(model, "distribute_strategy", None)
-    return (
-        getattr(strategy, "num_replicas_in_sync", 1) > 1
-        or keras.distribution.distribution() is not None
-    )
+    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
+    return replicas > 1 or keras.distribution.distribution() is not None
 
 
 def _measured(
@@ -140,31 +130,17 @@ def _measured(
         inputs = [keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in trained]
 
         def loss() -> float:
-            return float(
-                keras.ops.convert_to_numpy(
-                    model.compute_loss(x, y, model(x, training=False), weights)
-                )
-            )
+            found = model.compute_loss(x, y, model(x, training=False), weights)
+            return float(keras.ops.convert_to_numpy(found))
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
-        recalibrate(
-            model,
-            iter(inputs),
-            only=[name for layer in layers for name in (layer.path, layer.name)],
-        )
+        names = [name for layer in layers for name in (layer.path, layer.name)]
+        recalibrate(model, iter(inputs), only=names)
         anew, after = loss(), [keras_variables.read(v) for v in moving]
-        for variable, old, new in zip(moving, before, after):
-            share = _layer_of(layers, variable).momentum ** remaining
-            keras_variables.write(variable, new + (old - new) * share)
+        momenta = [layer.momentum for layer in layers for _ in range(2)]
+        for variable, momentum, old, new in zip(moving, momenta, before, after):
+            keras_variables.write(variable, new + (old - new) * momentum**remaining)
         return _Measured(now, anew, loss(), _worst(layers, before, after))
-
-
-def _layer_of(layers: list[Any], variable: Any) -> Any:
-    return next(
-        layer
-        for layer in layers
-        if variable is layer.moving_mean or variable is layer.moving_variance
-    )
 
 
 def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:

@@ -84,14 +84,10 @@ class LayerLooks:
                 break
             copied = self._copies[id(variable)] = np.array(value)
             if slot is not None:
-                self._slots[id(variable)] = (
-                    slot,
-                    copied if slot.variable is variable else keras_variables.read(slot.variable),
-                )
-        self._updates = {
-            id(slot.updates): int(keras_variables.read(slot.updates))
-            for slot, _ in self._slots.values()
-        }
+                same = slot.variable is variable
+                own = copied if same else keras_variables.read(slot.variable)
+                self._slots[id(variable)] = slot, own
+        self._updates = self._counted()
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self._half = True
 
@@ -109,35 +105,21 @@ class LayerLooks:
         self._half = False
         step, committed, rollbacks = self._at
         steps = run.counts.step - step
-        if (
-            steps < 1
-            or run.counts.committed - committed != steps
-            or run.counts.rollbacks != rollbacks
-        ):
+        undisturbed = run.counts.committed - committed == steps
+        if steps < 1 or not undisturbed or run.counts.rollbacks != rollbacks:
             return  # a step in between was refused or undone
-        variables, values = [], []
-        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
+        counted = self._counted()
         once = {
-            of
-            for of, counter in counters.items()
-            if int(keras_variables.read(counter)) == self._updates[of] + 1
+            counter for counter, count in counted.items() if count == self._updates[counter] + 1
         }
+        variables, values = [], []
         for variable in run.train_state().trainable:
             value, before = keras_variables.view(variable), self._copies.get(id(variable))
-            norm = sizes(value)[0]
-            moved = (
-                np.nan
-                if before is None
-                else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
-            )
+            norm, moved = sizes(value)[0], np.nan
+            if before is not None:
+                moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
             variables.append((str(getattr(variable, "path", "")), "trainable"))
-            slot = self._slots.get(id(variable))
-            updated_once = slot is not None and id(slot[0].updates) in once
-            gradient = (
-                slot[0].norm(slot[1], keras_variables.view(slot[0].variable))
-                if slot and updated_once
-                else np.nan
-            )
+            gradient = self._gradient_norm(variable, once)
             values.append((gradient, norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
@@ -145,3 +127,17 @@ class LayerLooks:
                 variables.append((str(variable.path), "statistics"))
                 values.append((float(value.min()), float(value.max()), np.nan))
         run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
+
+    def _counted(self) -> dict[int, int]:
+        """Return the counts of updates of the copied slots, by `id` of the counter."""
+        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
+        return {number: int(keras_variables.read(v)) for number, v in counters.items()}
+
+    def _gradient_norm(self, variable: Any, once: set[int]) -> float:
+        """Return the norm of the gradient that follows from the slots of a weight, NaN if it is
+        unknown: `once` has the counters of those that were updated exactly once since the copy.
+        """
+        slot, before = self._slots.get(id(variable), (None, None))
+        if slot is None or before is None or id(slot.updates) not in once:
+            return np.nan
+        return float(slot.norm(before, keras_variables.view(slot.variable)))

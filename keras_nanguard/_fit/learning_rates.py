@@ -56,9 +56,7 @@ class Rate:
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
         self._left: float | None = None  # the plain rate as the guard has left it
-        self._absolute = (
-            False  # another callback computes the plain rate anew, it does not scale what it finds
-        )
+        self._absolute = False  # whether another callback computes the plain rate anew
         self._scale: Any = None
         self.given: Any = None
         self._overrides = Overrides()
@@ -142,10 +140,8 @@ class Rate:
         return first
 
     def _install(self) -> None:
-        self._scale = keras.Variable(
-            1.0, trainable=False, dtype="float32", name="nanguard_rate_factor"
-        )
-        scale = self._scale
+        name = "nanguard_rate_factor"
+        scale = self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name=name)
 
         def scaled(real: Callable[[], Any]) -> Any:
             rate = keras.ops.convert_to_tensor(real())

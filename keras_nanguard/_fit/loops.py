@@ -89,7 +89,7 @@ class LoopMixin:
         finally:
             self._watching = False
             try:
-                self._reporter.bad_rows(self._bad_rows.line())
+                self._reporter.line(self._bad_rows.line())
                 self._reporter.end(self.session.counts, self.session.directory)
             finally:
                 self.session.end()

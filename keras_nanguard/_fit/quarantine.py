@@ -46,19 +46,14 @@ def keep(
     atomic_files.sweep(folder)
     kept = sorted(folder.glob("step-*.npz"))
     if len(kept) >= max_batches:
-        return (
-            "skipped",
-            f"{folder} already has {len(kept)} batches, and max_batches is {max_batches}",
-        )
+        there = f"{folder} already has {len(kept)} batches"
+        return "skipped", f"{there}, and max_batches is {max_batches}"
     arrays = arrays_of(batch)
     arrays["incident"] = np.array(incident.to_json())
     size = sum(array.nbytes for array in arrays.values())
-    taken = sum(path.stat().st_size for path in kept)
-    if taken + size > max_mb * 1e6:
-        return (
-            "skipped",
-            f"{folder} would have {(taken + size) / 1e6:.3g} MB, and max_mb is {max_mb:g}",
-        )
+    size += sum(path.stat().st_size for path in kept)
+    if size > max_mb * 1e6:
+        return "skipped", f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
     path = _free(folder, f"step-{incident.step:08d}")
     with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
@@ -79,14 +74,10 @@ def _free(folder: Path, name: str) -> Path:
 def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
     data = batch[0] if len(batch) == 1 else batch
-    parts = (
-        dict(zip(_NAMES, data))
-        if isinstance(data, (tuple, list)) and len(data) <= len(_NAMES)
-        else {"x": data}
-    )
-    return {
-        path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)
-    }
+    is_usual = isinstance(data, (tuple, list)) and len(data) <= len(_NAMES)
+    parts = dict(zip(_NAMES, data)) if is_usual else {"x": data}
+    leaves = (leaf for name, part in parts.items() for leaf in _leaves(name, part))
+    return {path: _plain(value) for path, value in leaves}
 
 
 def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
@@ -95,16 +86,13 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)):
         children = [(str(number), value) for number, value in enumerate(data)]
     else:
-        if hasattr(data, "todense") and (
-            sparse_arrays.fits(data) or not sparse_arrays.has_coordinates(data)
-        ):
+        too_large = sparse_arrays.has_coordinates(data) and not sparse_arrays.fits(data)
+        if hasattr(data, "todense") and not too_large:
             data = data.todense()
-        children = (
-            [(name, getattr(data, name)) for name in _RAGGED]
-            if hasattr(data, "flat_values")
-            else []
-        )
-        if sparse_arrays.is_sparse(data):
+        children = []
+        if hasattr(data, "flat_values"):
+            children = [(name, getattr(data, name)) for name in _RAGGED]
+        elif sparse_arrays.is_sparse(data):
             children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
         if not children and data is not None:
             yield path, data
@@ -115,11 +103,10 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> np.ndarray[Any, Any]:
     array = spread_arrays.as_array(value)
     if array.dtype.kind == "O":  # text, as TensorFlow hands it out
-        text = [
-            str(item, "utf-8", "replace") if isinstance(item, bytes) else str(item)
-            for item in array.flat
+        texts = [
+            i.decode("utf-8", "replace") if isinstance(i, bytes) else str(i) for i in array.flat
         ]
-        return np.array(text).reshape(array.shape)
+        return np.array(texts).reshape(array.shape)
     if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
         return array.astype(np.float32)
     return array

@@ -21,25 +21,15 @@ from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
-__all__ = [
-    "acted",
-    "begun",
-    "budgets",
-    "note_rate",
-    "returned",
-    "rolled_back",
-    "say_problem",
-]
+__all__ = ["acted", "begun", "budgets", "note_rate", "returned", "rolled_back", "say_problem"]
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
     """Begin the recording of a fit, which resumes from the snapshot of step `resumed`, if any."""
     optimizers = run.train_state().optimizers
-    path = (
-        Path(run.directory) / database.NAME
-        if run.directory is not None and processes.index() == 0
-        else None
-    )
+    path = None
+    if run.directory is not None and processes.index() == 0:
+        path = Path(run.directory) / database.NAME
     meta = {
         "model": str(getattr(run.model, "name", type(run.model).__name__)),
         "backend": current.name(),
@@ -88,22 +78,16 @@ def note_rate(run: Run, ahead: bool = False) -> None:
             _factor_changed(run)
         elif before is not None and plain and not ahead:
             data = {"before": before, "after": rate, "by": "callback"}
-            run.recorder.event(
-                "learning_rate",
-                run.step,
-                run.counts.epoch,
-                f"{optimizer.name}: {before:.3g} -> {rate:.3g}",
-                data,
-            )
+            text = f"{optimizer.name}: {before:.3g} -> {rate:.3g}"
+            run.recorder.event("learning_rate", run.step, run.counts.epoch, text, data)
 
 
 def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
     """Record that a snapshot was restored."""
-    again = (
-        None
-        if rerun is None
-        else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
-    )
+    again = None
+    if rerun is not None:
+        steps = enumerate(rerun.batches, snapshot.step)
+        again = frozenset(step for step, args in steps if args is not None)
     run.recorder.undo(snapshot.step, again)
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
     moment = f"after {snapshot.step} steps" if snapshot.step else "before the first step"

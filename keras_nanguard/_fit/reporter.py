@@ -59,10 +59,6 @@ class Reporter:
         seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
         self._print_made("a line", lambda: self._lines.epoch(epoch, *seen))
 
-    def bad_rows(self, line: str) -> None:
-        """Print the line with bad rows, if there is a new one."""
-        self._print(line)
-
     def end(self, counts: Counts, directory: str | None) -> None:
         """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
@@ -72,8 +68,9 @@ class Reporter:
             self._print_made("a table", lambda: closing.table_text(incidents, head))
 
     def line(self, text: str) -> None:
-        """Print a line about a change that is not an incident."""
-        self._print(text)
+        """Print a line that is not about an incident, if there is one."""
+        if text and self.verbose:
+            processes.print_line(text)
 
     def once(self, line: str) -> None:
         """Print a line unless it was printed before."""
@@ -82,21 +79,15 @@ class Reporter:
             processes.print_line(line)
 
     def _print_made(self, what: str, make: Callable[[], str]) -> None:
-        self.attempt(f"print {what}", lambda: self._print(make()))
-
-    def _print(self, text: str) -> None:
-        if text and self.verbose:
-            processes.print_line(text)
+        self.attempt(f"print {what}", lambda: self.line(make()))
 
     def attempt(self, what: str, do: Callable[[], None]) -> None:
         """Call a function that is not part of training. If it raises, print a warning once."""
         try:
             do()
         except Exception as error:  # noqa: BLE001  training continues
-            reason = (
-                str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            )
-            self.once(f"NanGuard: cannot {what}: {reason}.")
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            self.once(f"NanGuard: cannot {what}: {kind}{error}.")
 
 
 def _details(directory: str | None) -> str:

@@ -57,23 +57,20 @@ def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
 
 
 def _diagnosed(model: Any) -> Diagnosis | None:
+    from keras_nanguard._diagnose.examine import diagnose
+
     try:
         for x, y, weights in itertools.islice(_batches(), BATCHES):
             predicted = model(x, training=False)
-            if _finite(predicted):
-                loss = (
-                    model.compute_loss(x, y, predicted, weights)
-                    if y is not None and model.compiled
-                    else 0.0
-                )
-                if _finite(loss):
-                    continue
-                return _first_bad(model, x, y, weights)
-            return _first_bad(model, x, None, None)
+            if not _finite(predicted):
+                return diagnose(model, x, None, None).diagnosis
+            if y is None or not model.compiled:
+                continue
+            if not _finite(model.compute_loss(x, y, predicted, weights)):
+                return diagnose(model, x, y, weights).diagnosis
     except Exception as error:  # noqa: BLE001
-        return Diagnosis(
-            "unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",)
-        )
+        why = f"The diagnosis failed: {type(error).__name__}: {error}"
+        return Diagnosis("unknown", evidence=(why,))
     return None
 
 
@@ -97,9 +94,3 @@ def _batches() -> Iterator[tuple[Any, Any, Any]]:
 def _finite(value: Any) -> bool:
     arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
     return all(finiteness.is_finite(array) for array in arrays)
-
-
-def _first_bad(model: Any, x: Any, y: Any, weights: Any) -> Diagnosis:
-    from keras_nanguard._diagnose.examine import diagnose
-
-    return diagnose(model, x, y, weights).diagnosis

@@ -72,11 +72,8 @@ class Resumed:
                 optimizer.create_state()
         train_state = run.train_state()
         if self.record.untrained and self.record.signature != signature(train_state.everything):
-            text = (
-                f"NanGuard starts from the present weights: {self.path} was written before the"
-                " model was built."
-            )
-            warnings.warn(text, stacklevel=2)
+            why = f"{self.path} was written before the model was built"
+            warnings.warn(f"NanGuard starts from the present weights: {why}.", stacklevel=2)
         else:
             self._write(run.model, train_state)
 
@@ -85,21 +82,17 @@ class Resumed:
         try:
             drawn = load(model, train_state.everything, train_state.metrics, self.path, self.record)
         except FileFormatError as error:
-            remedy = (
-                "Build the model as in the previous run (call it on data once), or omit"
-                " resume=True."
-            )
-            raise GuardError(expected("the model of the snapshot", error, remedy)) from error
+            build = "Build the model as in the previous run (call it on data once)"
+            text = expected("the model of the snapshot", error, f"{build}, or omit resume=True.")
+            raise GuardError(text) from error
         for metric, value in fresh if not self.batch else ():
             keras_variables.write(metric, value)
         if drawn is not None:
             try:
                 current.host().set_generator_state(drawn)
             except (TypeError, ValueError, RuntimeError) as error:
-                remedy = "Leave resume=True out."
-                raise GuardError(
-                    expected("the state of a generator in the snapshot", plain_text(error), remedy)
-                ) from error
+                what, remedy = "the state of a generator in the snapshot", "Omit resume=True."
+                raise GuardError(expected(what, plain_text(error), remedy)) from error
 
     def after(self, epoch: int | None) -> Resumed:
         """Return the remaining state to restore after another callback has restored the start of an
@@ -119,10 +112,8 @@ class Resumed:
     def sentence(self, epochs: int | None = None) -> str:
         """Return the line to print, for a fit of this many epochs."""
         if not self.with_state:
-            return (
-                f"NanGuard: another callback resumes from epoch {self.epoch + 1}, "
-                f"which is later than {self.path}."
-            )
+            theirs = f"another callback resumes from epoch {self.epoch + 1}"
+            return f"NanGuard: {theirs}, which is later than {self.path}."
         place = f"{self.path} (epoch {self.epoch + 1}, batch {self.batch + 1})"
         if self.leaves_nothing_of(epochs):
             return f"NanGuard: restored {place}. Nothing is left to train: fit has epochs={epochs}."
@@ -145,7 +136,12 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
     """
     folder = folder_of(directory)
     faults: list[str] = []
-    for path in reversed(_written(folder)):
+    try:
+        paths = written(folder)
+    except FileFormatError as error:
+        remedy = "Give the guard a directory that it may read and write."
+        raise GuardError(expected("a folder of snapshots", error, remedy)) from error
+    for path in reversed(paths):
         try:
             record = read(path)
             if not record.verified:
@@ -165,25 +161,11 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
     return None
 
 
-def _written(folder: Path) -> list[Path]:
-    try:
-        return written(folder)
-    except FileFormatError as error:
-        raise GuardError(
-            expected(
-                "a folder of snapshots",
-                error,
-                "Give the guard a directory that it may read and write.",
-            )
-        ) from error
-
-
 def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
     """Return the last changes of the policy; if the newer file is broken, those at the snapshot."""
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
-        warnings.warn(
-            f"NanGuard resumes with the state of the policy at the snapshot: {error}.", stacklevel=3
-        )
+        text = f"NanGuard resumes with the state of the policy at the snapshot: {error}."
+        warnings.warn(text, stacklevel=3)
         return GuardState.from_dict(record.guard_state)

@@ -105,9 +105,8 @@ class Session(Run):
         counts = self.counts
         passed, batch = counts.epoch_passed, counts.batch(counts.step)
         skipped = counts.skips_batches(iterator, batches)
-        for number in range(
-            max(-passed, 0), counts.epoch_passed - passed
-        ):  # what an earlier process has trained on is not skipped
+        # What an earlier process has trained on is not skipped.
+        for number in range(max(-passed, 0), counts.epoch_passed - passed):
             self.recorder.skip(counts.step, counts.epoch, batch + number)
         if skipped:
             self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
@@ -150,13 +149,8 @@ class Session(Run):
 
     @property
     def _undisturbed(self) -> bool:
-        busy = (
-            self.stopped
-            or self.counts.skip_batches > 0
-            or self.resuming is not None
-            or self.recovery.active
-        )
-        return self.began and not busy
+        waits = self.counts.skip_batches > 0 or self.resuming is not None
+        return self.began and not (self.stopped or waits or self.recovery.active)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -201,16 +195,16 @@ class Session(Run):
         tolerated = self.tolerate(train_state)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if (tolerated and (resumed or self.transaction.reused)) or (
-                resumed and self.adjustments()
-            ):
+            old = resumed or self.transaction.reused
+            if (tolerated and old) or (resumed and self.adjustments()):
                 self.access.rebuild()
         kept = train_state.kept
-        if self.ring.take(kept, 0, 0, verified=True, tolerated=self.tolerated):
-            self.incidents.between_steps(self.scan("state"))
-        elif self.ring.missing:
+        bad = self.ring.take(kept, 0, 0, verified=True, tolerated=self.tolerated)
+        if self.ring.missing:
             what = "no snapshot of the state before the first step"
             self.lacks_memory(what, self.ring.missing)
+        if bad:
+            self.incidents.between_steps(self.scan("state"))
 
     def restore(self) -> bool:
         """Restore the state to resume from, once; return whether there was one."""
@@ -273,10 +267,8 @@ class Session(Run):
         if self.transaction.counted:
             self._after_many(verdict)
             return
-        self._judge(
-            verdict,
-            self.transaction.report_queue.take() if verdict.refused or not verdict.finite else (),
-        )
+        bad = verdict.refused or not verdict.finite
+        self._judge(verdict, self.transaction.report_queue.take() if bad else ())
         self.counts.step += 1
         if self.agreement.news:
             self.incidents.between_steps(self.agreement.pick_up())
@@ -297,19 +289,13 @@ class Session(Run):
                 break
             if verdict.halted:
                 counts.refuse()
-                self.recorder.push(
-                    counts.step, verdict.loss, verdict.gradients, verdict.scale, REFUSED
-                )
+                measured = (verdict.loss, verdict.gradients, verdict.scale)
+                self.recorder.push(counts.step, *measured, REFUSED)
             else:
-                self._judge(
-                    verdict,
-                    [reports[verdict.step]] if verdict.step in reports else (),
-                    last=counts.step == end - 1,
-                )
+                own = [reports[verdict.step]] if verdict.step in reports else ()
+                self._judge(verdict, own, last=counts.step == end - 1)
         counts.step = end
-        if (
-            self.transaction is not transaction
-        ):  # compiled anew in between, when not all steps were counted
+        if self.transaction is not transaction:  # compiled anew before all steps were counted
             self.transaction.recount(end)
         self._run_due_tasks()
 
@@ -353,9 +339,8 @@ class Session(Run):
     def _check(self) -> float:
         """Check for finite faults."""
         with self.access.variables_readable():
-            if (
-                self.recorder.wants_rate and processes.count() == 1
-            ):  # a value that is spread is read by all processes at once
+            # A value that is spread is read by all processes at once.
+            if self.recorder.wants_rate and processes.count() == 1:
                 recorded.note_rate(self)
             findings = self.agreement.between_steps(self.monitors.look(self))
         if findings:
@@ -366,9 +351,8 @@ class Session(Run):
         """Check whether the run is lost."""
         lost = None if self.running_again else self.divergence.look(self)
         if lost is not None:
-            incident = self.incidents.between_steps(
-                lost.findings, lost.diagnosis, values=lost.values
-            )
+            proof = (lost.findings, lost.diagnosis)
+            incident = self.incidents.between_steps(*proof, values=lost.values)
             done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
             self.divergence.acted(self, "rollback" in done)
         return self.divergence.due
@@ -394,7 +378,7 @@ class Session(Run):
             self.incidents.between_steps(self.scan("weights"))
         elif taken is not None:
             self.recorder.event("snapshot", step, self.counts.epoch)
-        elif self.ring.missing:
+        if self.ring.missing:
             self.lacks_memory("no snapshot", self.ring.missing)
         self.plan("proof", self._promote())
         return step + self.policy.snapshot.every

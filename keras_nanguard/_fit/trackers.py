@@ -48,12 +48,8 @@ class Trackers:
         self._causes[cause] += 1
         if self._texts < MAX_TEXTS:
             self._texts += 1
-            self._try(
-                "TensorBoard",
-                lambda: keras_fitting.write_text(
-                    self._callbacks, "nanguard/incident", str(incident), incident.step
-                ),
-            )
+            what = (self._callbacks, "nanguard/incident", str(incident), incident.step)
+            self._try("TensorBoard", lambda: keras_fitting.write_text(*what))
         if self._causes[cause] == 1 and len(self._causes) <= MAX_ALERTS:
             self._try("Weights & Biases", lambda: _alert(cause, str(incident)))
 
@@ -71,9 +67,8 @@ class Trackers:
         except Exception as error:  # noqa: BLE001
             if name not in self._failed:
                 self._failed.add(name)
-                self._say(
-                    f"NanGuard: cannot send incidents to {name}: {type(error).__name__}: {error}"
-                )
+                why = f"{type(error).__name__}: {error}"
+                self._say(f"NanGuard: cannot send incidents to {name}: {why}")
 
 
 def _alert(cause: str, text: str) -> None:
