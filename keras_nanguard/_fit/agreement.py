@@ -191,7 +191,10 @@ class Together(Agreement):
                 other = next(rank for rank in range(self.count) if rank not in done)
                 reason = known[other][number][1]
                 received = f"done on rank {done[0]}, and not on rank {other}: {reason}"
-                what, remedy = f"{outcome.action} on all processes", "Restart them from a checkpoint."
+                what, remedy = (
+                    f"{outcome.action} on all processes",
+                    "Restart them from a checkpoint.",
+                )
                 raise GuardError(expected(what, received, remedy))
         return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
 
