@@ -105,7 +105,7 @@ class GuardState(Record):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""
         state = {"policy_state": self.policy_state.to_dict()}
-        return {"format": FORMAT, **self.model_dump(mode="json"), **state}
+        return {"format": FORMAT, **self.model_dump(mode="json", warnings=False), **state}
 
     @classmethod
     def from_dict(cls, data: Any) -> GuardState:

@@ -184,8 +184,8 @@ class DiskRing(Ring):
     def note(self) -> None:
         """Save the present state of the policy."""
         if self._lock.held:
-            path, state = self.folder / GUARD_STATE, GuardState.of(self._run).to_dict()
-            self._attempt(lambda: atomic_files.write_json(path, state))
+            path, state = self.folder / GUARD_STATE, GuardState.of(self._run)
+            self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, also on disk."""
