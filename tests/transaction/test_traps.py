@@ -122,7 +122,7 @@ def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
     real = DiskRing.take
 
     def take(self, *args, **kwargs):
-        kernel = self.state.model.layers[0].kernel
+        kernel = self._run.model.layers[0].kernel
         before = kernel.numpy()
         corrupt(kernel)
         reported = real(self, *args, **kwargs)

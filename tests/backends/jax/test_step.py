@@ -614,7 +614,7 @@ def test_loop_that_is_compiled_anew():
             _, state = step(state, *batch)
             before = session.transaction
             before.tolerated.add(session.step)
-            session.state.access.rebuild()
+            session.access.rebuild()
             assert session.transaction is not before and session.transaction.tolerated == set(range(1, session.step + 1))
     assert [i.step for i in guard.incidents] == [4]
 
