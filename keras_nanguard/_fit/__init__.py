@@ -1,6 +1,6 @@
 """One guarded run on the host.
 
-`session.Session` is what a backend talks to: `before` and `after` each execution. It is a `run.Run`,
+`session.Session` is what a backend talks to, before and after each execution. It is a `run.Run`,
 the state of the run that all other files read, with the tasks that fall due between two steps
 (`session.TASKS`). The files by what they are about:
 

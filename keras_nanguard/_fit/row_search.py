@@ -68,16 +68,9 @@ class RowSearch:
         started = time.perf_counter()
         end = started + MAX_SECONDS - self.seconds
         try:
-            whole = {("inputs", path): _flat(inputs[path]) for path in sorted(paths)}
-            whole |= {
-                key: _flat(targets[key[1]])
-                for key in arrays
-                if key[0] == "targets" and key[1] in targets
-            }
-            return [
-                _found(whole, {key: array[row] for key, array in arrays.items()}, end)
-                for row in rows
-            ]
+            whole = {path: _flat(inputs[path]) for path in sorted(paths)}
+            ones = ({key: array[row] for key, array in arrays.items()} for row in rows)
+            return [_found(whole, targets, one, end) for one in ones]
         except _TooLong:
             return nowhere
         finally:
@@ -85,18 +78,21 @@ class RowSearch:
 
 
 def _found(
-    whole: Mapping[Key, Array | None], row: Mapping[Key, Array], end: float
+    inputs: Mapping[str, Array | None],
+    targets: Mapping[str, Any],
+    row: Mapping[Key, Array],
+    end: float,
 ) -> tuple[int, ...]:
     """Return the indices of all rows of the training arrays with these inputs, and of those the
     ones with the same targets, if there are several.
     """
-    first = next(array for (role, _), array in whole.items() if role == "inputs")
+    first = next(iter(inputs.values()))
     rows = np.arange(0 if first is None else len(first))
-    for key in [key for key in whole if key[0] == "inputs"]:
-        rows = _equal(whole[key], row[key], rows, end)
-    for key in [key for key in whole if key[0] == "targets"]:
-        if len(rows) > 1:
-            narrowed = _equal(whole[key], row[key], rows, end)
+    for path, whole in inputs.items():
+        rows = _equal(whole, row["inputs", path], rows, end)
+    for (role, path), one in row.items():
+        if len(rows) > 1 and role == "targets" and path in targets:
+            narrowed = _equal(_flat(targets[path]), one, rows, end)
             rows = narrowed if len(narrowed) else rows
     return tuple(int(number) for number in rows)
 

@@ -83,8 +83,9 @@ class Run:
         self.tolerated, self.nan_markers = set[int](), set[int]()
         self.counts, self.recovery = Counts(), Recovery()
         self.history, self.recent = History(), Recent()
-        self.ring = Ring(policy.snapshot.keep, policy.snapshot.good_steps)
         self.agreement = agreement(model, loop=optimizers is not None)
+        kept = policy.snapshot
+        self.ring = Ring(kept.keep, kept.good_steps, self.agreement.room)
         self.poles: dict[int, set[int]] = {}
         self.due: dict[str, float] = {}
         self.next_due = inf

@@ -66,7 +66,6 @@ class Session(Run):
         super().__init__(model, policy, **parts)
         if self.directory is not None and policy.snapshot.storage == "disk":
             self.ring = self._ring_on_disk(self.directory)
-        self.ring.agree_on_room = self.agreement.room
         self.monitors, self.logs = Monitors(policy), Logs(model)
         self.divergence = Divergence(bool(policy.divergence.action))
         self.layer_looks = LayerLooks()
@@ -199,11 +198,11 @@ class Session(Run):
             if (tolerated and old) or (resumed and self.adjustments()):
                 self.access.rebuild()
         kept = train_state.kept
-        bad = self.ring.take(kept, 0, 0, verified=True, tolerated=self.tolerated)
-        if self.ring.missing:
+        taken = self.ring.take(kept, 0, 0, verified=True, tolerated=self.tolerated)
+        if taken.missing:
             what = "no snapshot of the state before the first step"
-            self.lacks_memory(what, self.ring.missing)
-        if bad:
+            self.lacks_memory(what, taken.missing)
+        if taken.bad:
             self.incidents.between_steps(self.scan("state"))
 
     def restore(self) -> bool:
@@ -370,16 +369,15 @@ class Session(Run):
             train_state = self.train_state()
             self.history.start(self.ring.snapshots, train_state.trainable)
             level, tolerated = level_of(self.history.last(WINDOW)), self.tolerated
-            bad = self.ring.take(train_state.kept, step, good, tolerated=tolerated, level=level)
-            taken = next((s for s in self.ring.snapshots if s.step == step), None)
-            if taken is not None:
-                taken.metrics = {id(v): keras_variables.read(v) for v in train_state.metrics}
-        if bad:
+            taken = self.ring.take(train_state.kept, step, good, tolerated=tolerated, level=level)
+            if taken.snapshot is not None:
+                metrics = {id(v): keras_variables.read(v) for v in train_state.metrics}
+                taken.snapshot.metrics = metrics
+                self.recorder.event("snapshot", step, self.counts.epoch)
+        if taken.missing:
+            self.lacks_memory("no snapshot", taken.missing)
+        if taken.bad:
             self.incidents.between_steps(self.scan("weights"))
-        elif taken is not None:
-            self.recorder.event("snapshot", step, self.counts.epoch)
-        if self.ring.missing:
-            self.lacks_memory("no snapshot", self.ring.missing)
         self.plan("proof", self._promote())
         return step + self.policy.snapshot.every
 

@@ -4,7 +4,7 @@ A snapshot is taken only if the state is finite, and counts as *verified* after 
 because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
 copies of the train state, the one before the first step, and the one with the lowest loss. If a
 copy does not fit into memory, it reuses the buffers of an older one or is not made
-(`Ring.missing`).
+(`Taken.missing`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from keras_nanguard._core.levels import Level
 from keras_nanguard._keras import variables as keras_variables, whole_writes
 
 __all__ = [
-    *("Ring", "Snapshot", "compact", "first_bad", "left_as_they_are", "missing_bytes", "size_of"),
+    *("Ring", "Snapshot", "Taken", "compact", "first_bad", "left_as_they_are", "missing_bytes"),
+    "size_of",
 ]
 
 FIRST_STEP = 3
@@ -81,6 +82,24 @@ class Snapshot:
         return np.array(found) if is_compact else found
 
 
+class Taken(NamedTuple):
+    """What became of a snapshot.
+
+    Attributes:
+        bad: the path of the first variable that is not finite, `""` if all are. Then nothing is
+            stored.
+        missing: the bytes of the copy if it does not fit, else 0.
+        snapshot: the snapshot, `None` if there is none.
+    """
+
+    bad: str = ""
+    missing: float = 0.0
+    snapshot: Snapshot | None = None
+
+
+Agree = Callable[[float, str], tuple[float, str]]
+
+
 class Ring:
     """The snapshots of one fit, newest last.
 
@@ -92,21 +111,14 @@ class Ring:
         keep: maximum number of other snapshots. The newest verified one is never replaced.
         good_after: good steps that verify a snapshot. The state before the first step is always
             verified.
+        agree: returns what several processes do about a snapshot; see `Agreement.room`.
     """
 
     only_reads = True
     """Whether taking a snapshot does nothing but read variables."""
 
-    missing = 0.0
-    """Bytes of the last copy if it was not made because it does not fit, else 0."""
-
-    agree_on_room: Callable[[float, str], tuple[float, str]] = staticmethod(
-        lambda missing, bad: (missing, bad)
-    )
-    """What several processes do about a snapshot; see `Agreement.room`."""
-
-    def __init__(self, keep: int, good_after: int):
-        self.keep, self.good_after = max(keep, 1), good_after
+    def __init__(self, keep: int, good_after: int, agree: Agree = lambda *facts: facts):
+        self.keep, self.good_after, self._agree = max(keep, 1), good_after, agree
         self.snapshots: list[Snapshot] = []
 
     def take(
@@ -117,8 +129,8 @@ class Ring:
         verified: bool = False,
         tolerated: Container[int] = (),
         level: Level | None = None,
-    ) -> str:
-        """Copy the state.
+    ) -> Taken:
+        """Copy the state, if it is finite and the copy fits into memory.
 
         Args:
             variables: the variables to copy.
@@ -126,27 +138,24 @@ class Ring:
             verified: whether the copy counts as verified immediately.
             tolerated: the `id` of each variable that may be infinite.
             level: the level of the loss.
-
-        Returns:
-            `""`, or the path of the first variable that is not finite, in which case nothing is
-            stored. If a copy does not fit, `missing` is its size.
         """
         self.promote(good)
         variables, proof = list(variables), self.good_after
-        self.missing = self._missing(variables, step, level)
+        missing = self._missing(variables, step, level)
         views = ((v, keras_variables.view(v)) for v in variables)
-        values = None if self.missing else list(views)
+        values = None if missing else list(views)
         bad = first_bad(views if values is None else values, tolerated)
-        self.missing, bad = self.agree_on_room(self.missing, bad)
-        if values is not None and not (bad or self.missing):
-            fresh = Snapshot(step, good, verified or proof == 0, proof, level=level)
-            try:
-                self._store(values, fresh)
-            except Exception as error:
-                if not memory.is_exhausted(error):
-                    raise
-                self.missing = float(size_of(variables))
-        return bad
+        missing, bad = self._agree(missing, bad)
+        if values is None or bad or missing:
+            return Taken(bad, missing)
+        fresh = Snapshot(step, good, verified or proof == 0, proof, level=level)
+        try:
+            self._store(values, fresh)
+        except Exception as error:
+            if not memory.is_exhausted(error):
+                raise
+            return Taken(missing=float(size_of(variables)))
+        return Taken(snapshot=next((s for s in self.snapshots if s.step == step), None))
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
         """Return the bytes of a copy that does not fit; 0 if it fits or reuses buffers."""

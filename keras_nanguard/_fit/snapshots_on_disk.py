@@ -85,7 +85,8 @@ class DiskRing(Ring):
     only_reads = False
 
     def __init__(self, run: Run, directory: str | Path):
-        super().__init__(run.policy.snapshot.keep, run.policy.snapshot.good_steps)
+        kept = run.policy.snapshot
+        super().__init__(kept.keep, kept.good_steps, run.agreement.room)
         self.folder, self._run = folder_of(directory), run
         self._said, self._lock = set[str](), Lock(self.folder.parent / LOCK)
         self._unsaved: dict[str, frozenset[int]] = {}

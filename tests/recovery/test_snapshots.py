@@ -40,10 +40,10 @@ class TestRing:
         """A state that is not finite is never kept, and keeps none of the others from being gone back to."""
         for keep, good_after in ((1, 0), (2, 3)):
             ring, v = Ring(keep, good_after), variable(1.0, 2.0)
-            assert ring.take([v], 0, 0, verified=True) == ""
+            assert ring.take([v], 0, 0, verified=True).bad == ""
             v.assign([np.nan, 3.0])
             for step in (10, 20, 30):
-                assert ring.take([v], step, step) == v.path
+                assert ring.take([v], step, step).bad == v.path
             assert ring.newest().step == 0
             np.testing.assert_array_equal(ring.newest().value(v), [1.0, 2.0])
 
