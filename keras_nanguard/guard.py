@@ -147,11 +147,10 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         made, unused = type(self).__new__(type(self)), self._unused()
         if memo is not None:
             memo[id(self)] = made
-        made.__dict__.update(vars(unused))
+        made.__dict__.update({**vars(unused), "_resumed": True})
         for name, value in vars(self).items():
             if name not in vars(unused) and not hasattr(unused, name):
                 setattr(made, name, copied(value))
-        made._resumed = True
         return made
 
     @property
