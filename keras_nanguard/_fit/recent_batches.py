@@ -90,6 +90,7 @@ class Recent:
         known = {
             number: (given if given is None else batch(number, given), given is None)
             for number, given in self._entries
+            if number >= snapshot.step
         }
         numbers = range(snapshot.step, step + 1)
         if not all(number in known or number == step for number in numbers):
