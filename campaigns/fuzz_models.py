@@ -44,7 +44,6 @@ def look_model(path: Path) -> None:
     """Scan a model file, show what is found, list its names, and read its arrays."""
     from rich.console import Console
 
-    from keras_nanguard._cli.tables import Tables
     from keras_nanguard._files.model_names import model_names
     from keras_nanguard._files.opening import opened
     from keras_nanguard._files.scan import scan
@@ -52,7 +51,7 @@ def look_model(path: Path) -> None:
     with _here():
         report = scan(path)
         screen = io.StringIO()
-        Tables(Console(file=screen, width=200, force_terminal=False)).scan(report, True)
+        Console(file=screen, width=200, force_terminal=False).print(report)
         for shown in (str(report), repr(report), screen.getvalue(), json.dumps(report.to_dict(), allow_nan=False)):
             check_printed(shown, "scan")
         check_page(report._repr_html_(), "")

@@ -50,7 +50,11 @@ def scan(given: argparse.Namespace) -> int:
             codes.add(MISUSE)
             continue
         codes.add(CLEAN if report.ok else FOUND)
-        _show(report, given.json, "scan", given.notes)
+        _show(report, given.json)
+        for entry in report.variables if given.notes and not given.json else ():
+            for one in entry.problems:
+                if one.severity == "note":
+                    print(f"note: {entry.path}: {one.detail}")
     return max(codes)
 
 
@@ -74,7 +78,7 @@ def repair(given: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: getattr(given, name) for name in (*names, "only")}
     report = repair_file(given.path, given.output, **options, **_limits(given))
     changes = (replace(c, detail=in_options(c.detail, given.words)) for c in report.changes)
-    _show(replace(report, changes=tuple(changes)), given.json, "repair")
+    _show(replace(report, changes=tuple(changes)), given.json)
     return CLEAN if report.ok else FOUND
 
 
@@ -120,7 +124,7 @@ def lint(given: argparse.Namespace) -> int:
 
     data = data_arrays(given.data) if given.data else (None, None)
     report = lint_model(load_model(given.path), *data, ignore=tuple(given.ignore))
-    _show(report, given.json, "lint")
+    _show(report, given.json)
     return CLEAN if report.ok else FOUND
 
 
@@ -293,21 +297,14 @@ def _limits(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _show(report: Any, as_json: bool, table: str = "", *options: Any) -> None:
-    """Print a report: JSON if requested, a table on a terminal, plain lines to a pipe or file.
-
-    Args:
-        report: the report.
-        as_json: whether JSON is requested.
-        table: the method of `Tables` that prints the report, `""` if there is none.
-        options: further arguments of that method.
-    """
+def _show(report: Any, as_json: bool) -> None:
+    """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file."""
     if as_json:
         _print_json(report.to_dict())
-    elif table and sys.stdout.isatty():
-        from keras_nanguard._cli.tables import Tables
+    elif sys.stdout.isatty() and hasattr(report, "__rich__"):
+        from rich.console import Console
 
-        getattr(Tables(), table)(report, *options)
+        Console().print(report)
     else:
         print(report)
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keras_nanguard._core.errors import GuardError, expected
+
 if TYPE_CHECKING:
     from keras_nanguard._files.names import Identity
 
 __all__ = [
-    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Problem", "Statistics"),
-    *("find_problems", "magnitude_limit", "problem"),
+    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Limits", "Problem", "Statistics"),
+    *("find_problems", "problem"),
 ]
 
 SEVERITIES = ("error", "warning", "note")
@@ -127,45 +129,54 @@ class Problem:
     count: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Magnitudes above which a finite value is bad.
+
+    Attributes:
+        limit: magnitude that no value may exceed, or `None`.
+        statistics_limit: magnitude that no moving statistic may exceed.
+
+    Raises:
+        GuardError: if one is not a positive number.
+    """
+
+    limit: float | None = None
+    statistics_limit: float = STATISTICS_LIMIT
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "statistics_limit"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                remedy = "Leave it out for the default."
+                raise GuardError(expected(f"{name} above 0", f"{name}={value!r}", remedy))
+
+    def of(self, who: Identity) -> float:
+        """Return the limit of one variable, infinite if there is none. The statistics of a
+        Normalization describe the data, which may have any scale."""
+        moving = who.role == "statistics" and who.layer_class != "Normalization"
+        general = math.inf if self.limit is None else self.limit
+        return min(self.statistics_limit, general) if moving else general
+
+
 def problem(code: str, count: int = 0, **values: Any) -> Problem:
     """Return a problem with its severity and sentence filled in."""
     severity, sentence = PROBLEMS[code]
     return Problem(code, severity, sentence.format(count=count, **values), count)
 
 
-def magnitude_limit(who: Identity, limit: float | None, statistics_limit: float) -> float:
-    """Return the magnitude above which a value of a variable is bad, infinite if there is none.
-
-    The statistics of a Normalization describe the data, which may have any scale.
-
-    Args:
-        who: names and role of the variable.
-        limit: magnitude that no value may exceed, or `None`.
-        statistics_limit: magnitude that no moving statistic may exceed.
-    """
-    moving = who.role == "statistics" and who.layer_class != "Normalization"
-    return min(statistics_limit if moving else math.inf, math.inf if limit is None else limit)
-
-
 def find_problems(
-    who: Identity,
-    found: Statistics,
-    *,
-    rank: int,
-    float16: bool = False,
-    limit: float | None = None,
-    statistics_limit: float = STATISTICS_LIMIT,
+    who: Identity, found: Statistics, limits: Limits, *, rank: int, float16: bool = False
 ) -> tuple[Problem, ...]:
     """Return the problems of one variable, worst first.
 
     Args:
         who: names and role of the variable.
-        found: its statistics, taken with its `magnitude_limit`.
+        found: its statistics, taken with its limit.
+        limits: the limits.
         rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial
             value.
         float16: whether its layer computes in float16.
-        limit: magnitude that no value may exceed, or `None`.
-        statistics_limit: magnitude that no moving statistic may exceed.
     """
     if who.layer_class == "Metric":  # a result, not part of the model
         return (problem("metric", found.nonfinite),) if found.nonfinite else ()
@@ -174,8 +185,8 @@ def find_problems(
         problems += _impossible(who, found, found.min)
         largest = max(-found.min, found.max)
         if found.beyond_limit and who.role != "other":
-            bound = magnitude_limit(who, limit, statistics_limit)
-            code = "beyond_limit" if bound == limit else "out_of_range"
+            bound = limits.of(who)
+            code = "beyond_limit" if bound == limits.limit else "out_of_range"
             problems.append(problem(code, found.beyond_limit, limit=bound, value=largest))
         if found.beyond_float16 and who.role == "weight":
             code = "float16_overflow" if float16 else "beyond_float16"

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.problems import STATISTICS_LIMIT
+from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_file import checked_output, repair_file
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import RepairReport
-from keras_nanguard._files.scan import checked_limits
 
 __all__ = ["repair"]
 
@@ -82,7 +81,7 @@ def repair(
         statistics or auto or "initial",
         weights or auto or "keep",
         slots or "reset",
-        **checked_limits(limit, bound),
+        Limits(limit, bound),
         only=tuple(only),
         dry_run=dry_run,
         seed=seed,

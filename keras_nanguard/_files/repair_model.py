@@ -16,7 +16,7 @@ from keras_nanguard._files.live import live_variables, optimizers
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.repair_values import Values, repaired
 from keras_nanguard._files.reports import Change, RepairReport
-from keras_nanguard._files.scan import scan
+from keras_nanguard._files.scanner import scan_model
 
 __all__ = ["repair_model"]
 
@@ -32,13 +32,10 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     Returns:
         The report.
     """
-    limit, statistics_limit = options.limit, options.statistics_limit
-    before = scan(model, limit=limit, statistics_limit=statistics_limit)
+    before = scan_model(model, options.limits)
     wanted = {entry.path for entry in options.selected(before.bad)}
     changes = _changes(model, wanted, _values_of(source, wanted), options)
-    after = None
-    if not options.dry_run:
-        after = scan(model, limit=limit, statistics_limit=statistics_limit)
+    after = None if options.dry_run else scan_model(model, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, tuple(changes), before, after)
 
 

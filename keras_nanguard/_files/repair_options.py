@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.problems import STATISTICS_LIMIT
+from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.reports import ScannedVariable
 
 __all__ = ["CHOICES", "RepairOptions"]
@@ -29,8 +29,7 @@ class RepairOptions:
     statistics: str = "initial"
     weights: str = "keep"
     slots: str = "reset"
-    limit: float | None = None
-    statistics_limit: float = STATISTICS_LIMIT
+    limits: Limits = field(default_factory=Limits)
     only: tuple[str, ...] = ()
     dry_run: bool = False
     seed: int | None = None

@@ -21,12 +21,13 @@ from keras_nanguard._files.config_tree import optimizer_settings
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
+from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.repair_values import Values, repaired
 from keras_nanguard._files.reports import Change
 from keras_nanguard._files.rewrite import Replacements, rewrite
-from keras_nanguard._files.scanner import scan_contents, scan_stored
+from keras_nanguard._files.scanner import scan_contents, scan_file
 from keras_nanguard._files.stored import MAX_UNBACKED, Contents, StoredArray
 
 __all__ = ["copy_values", "repair_stored", "write_values"]
@@ -60,11 +61,11 @@ def repair_stored(
     Returns:
         The scan before, the changes, and the scan of the new file, `None` if there is none.
     """
-    chosen = RepairOptions(**{**options, "only": tuple(options["only"])})
-    limits = (chosen.limit, chosen.statistics_limit)
+    limits = Limits(**options["limits"])
+    chosen = RepairOptions(**{**options, "limits": limits, "only": tuple(options["only"])})
     with ExitStack() as stack:
         contents = stack.enter_context(opened(path))
-        before, bad = scan_contents(contents, progress, *limits)
+        before, bad = scan_contents(contents, progress, limits)
         good = {} if source is None else _by_name(stack.enter_context(opened(source)))
         plan = FileRepair(contents, chosen, good)
         changes = plan.changes(entry.location for entry in chosen.selected(bad))
@@ -72,7 +73,7 @@ def repair_stored(
         if written:
             rewrite(path, scratch, output, contents.kind, plan.replacements)
     new = os.path.join(scratch, os.path.basename(output))
-    after = scan_stored(new, progress, *limits) if written else None
+    after = scan_file(new, progress, options["limits"]) if written else None
     return {"before": before, "changes": [asdict(change) for change in changes], "after": after}
 
 

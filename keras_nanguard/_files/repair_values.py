@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.names import Identity
-from keras_nanguard._files.problems import magnitude_limit
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import Change
 
@@ -98,7 +97,7 @@ def bad_values(
         Mask of the shape of `values`: non-finite, beyond a limit, or a negative variance.
     """
     wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
-    bound = magnitude_limit(identity, options.limit, options.statistics_limit)
+    bound = options.limits.of(identity)
     with np.errstate(all="ignore"):
         bad = np.asarray(~np.isfinite(wide))
         if math.isfinite(bound):

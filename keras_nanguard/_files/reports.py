@@ -5,10 +5,11 @@ Imports neither NumPy nor a backend, so that a program that only shows a report 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._core.notebook import block
+from keras_nanguard._core.notebook import MAX_ROWS, block
 from keras_nanguard._files.problems import (
     SEVERITIES as SEVERITIES,
     Problem as Problem,
@@ -17,7 +18,7 @@ from keras_nanguard._files.problems import (
 
 __all__ = [
     *("FORMAT", "SEVERITIES", "Change", "Problem", "RecalibrateReport", "Recalibrated"),
-    *("RepairReport", "ScanReport", "ScannedLayer", "ScannedVariable", "Statistics", "Verdict"),
+    *("RepairReport", "ScanReport", "ScannedLayer", "ScannedVariable", "Statistics", "Report"),
     "variable_of",
 ]
 
@@ -28,8 +29,14 @@ the new one."""
 _SHOWN_LAYERS = 20
 
 
-class Verdict:
-    """A report with one verdict, `ok`."""
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+_STYLES |= {"done": "green", "skipped": "yellow"}
+"""Colours of words in tables on a terminal."""
+
+
+class Report:
+    """A report with one verdict, `ok`, which a notebook and a terminal show as a table. Names in it
+    are plain text, never markup."""
 
     __slots__ = ()
 
@@ -38,10 +45,26 @@ class Verdict:
         """Whether nothing is wrong; notes are not."""
         raise NotImplementedError
 
-    @property
-    def clean(self) -> bool:
-        """The same as `ok`."""
-        return self.ok
+    def _table(self) -> tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
+        """Return a headline, further lines, and head and rows of the table."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return block(*self._table(), self.ok)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        headline, lines, head, rows = self._table()
+        table = Table(*head, box=None, pad_edge=False, header_style="bold")
+        for row in rows[:MAX_ROWS]:
+            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        more = [f"and {len(rows) - MAX_ROWS} more; --json lists all of them"]
+        below = (more if len(rows) > MAX_ROWS else []) + list(lines)
+        texts = (*map(Text, below), Text(headline, style="green" if self.ok else "bold red"))
+        return Group(*([table] if rows else []), *texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +143,7 @@ class ScannedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class ScanReport(Verdict):
+class ScanReport(Report):
     """The result of `scan`.
 
     Attributes:
@@ -220,11 +243,18 @@ class ScanReport(Verdict):
             lines.append(f"and {len(bad) - _SHOWN_LAYERS} more layers")
         return "\n".join([*lines, *self.notes])
 
-    def _repr_html_(self) -> str:
-        found = [(entry, problem) for entry in self.bad for problem in entry.problems]
-        rows = [(entry.layer, entry.name, one.severity, one.detail) for entry, one in found]
-        head = ("layer", "variable", "severity", "problem")
-        return block(self.headline, self.notes, head, rows, self.ok)
+    def _table(self) -> Any:
+        head = ("layer", "variable", "severity", "problem", "dtype", "range")
+        rows = []
+        for entry in self.bad:
+            about = (f"{entry.dtype}{list(entry.shape)}", _range(entry.statistics))
+            for one in entry.problems:
+                rows.append((entry.layer, entry.name, one.severity, one.detail, *about))
+        return self.headline, self.notes, head, rows
+
+
+def _range(found: Statistics | None) -> str:
+    return "" if found is None or found.min is None else f"{found.min:.4g} to {found.max:.4g}"
 
 
 def _counted(count: int, word: str) -> str:
@@ -253,7 +283,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairReport(Verdict):
+class RepairReport(Report):
     """The result of `repair`.
 
     Attributes:
@@ -326,10 +356,10 @@ class RepairReport(Verdict):
         listed = [f"{change.status} {change.path}: {change.detail}" for change in self.changes]
         return "\n".join([*listed, *self.closing])
 
-    def _repr_html_(self) -> str:
-        title = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} left alone"
+    def _table(self) -> Any:
+        headline = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} left alone"
         rows = [(change.path, change.status, change.detail) for change in self.changes]
-        return block(title, self.closing, ("variable", "", "what was done"), rows, self.ok)
+        return headline, self.closing, ("variable", "", "what was done"), rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,16 @@ layer, worst first."""
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
-from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files import reading
-from keras_nanguard._files.problems import STATISTICS_LIMIT
+from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.reports import ScanReport, variable_of
 
-__all__ = ["checked_limits", "report_of", "scan"]
+__all__ = ["report_of", "scan"]
 
 
 def scan(
@@ -48,33 +48,16 @@ def scan(
         if not report.ok:
             print(report)
     """
-    limits = checked_limits(limit, statistics_limit)
+    limits = Limits(limit, statistics_limit)
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fsdecode(model_or_path)
-        return report_of(path, reading.ask("scan", path, progress, **limits))
-    from keras_nanguard._files.live import live_variables  # with NumPy, as is the next one
-    from keras_nanguard._files.scanner import Scanner
+        return report_of(path, reading.ask("scan", path, progress, limits=asdict(limits)))
+    from keras_nanguard._files.scanner import scan_model  # with NumPy
 
-    scanner = Scanner(**limits)
-    variables = tuple(map(scanner.live, live_variables(model_or_path)))
-    return ScanReport(str(model_or_path.name), "model", variables)
-
-
-def checked_limits(limit: float | None, statistics_limit: float) -> dict[str, Any]:
-    """Return the limits as keyword arguments.
-
-    Raises:
-        GuardError: if one is not a positive number.
-    """
-    limits = {"limit": limit, "statistics_limit": statistics_limit}
-    for name, value in limits.items():
-        if value is not None and not value > 0:
-            remedy = "Leave it out for the default."
-            raise GuardError(expected(f"{name} above 0", f"{name}={value!r}", remedy))
-    return limits
+    return scan_model(model_or_path, limits)
 
 
 def report_of(path: str, found: dict[str, Any]) -> ScanReport:
-    """Return the report of a file from what `scanner.scan_stored` has found in it."""
+    """Return the report of a file from what `scanner.scan_file` has found in it."""
     variables = tuple(map(variable_of, found["variables"]))
     return ScanReport(plain_text(path), found["kind"], variables, tuple(found["notes"]))

@@ -22,7 +22,7 @@ from keras_nanguard._files.orbax import is_orbax
 from keras_nanguard._files.reading import Progress, size_on_disk
 from keras_nanguard._files.repair_stored import copy_values, repair_stored
 from keras_nanguard._files.rewrite import Unwritable
-from keras_nanguard._files.scanner import scan_stored
+from keras_nanguard._files.scanner import scan_file
 from keras_nanguard._files.stored import readable
 
 __all__ = ["TASKS", "answer"]
@@ -49,7 +49,7 @@ def _configuration(path: str, progress: Progress) -> dict[str, Any]:
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
-    "scan": scan_stored,
+    "scan": scan_file,
     "repair": repair_stored,
     "values": copy_values,
     "names": names_in,

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
-from keras_nanguard._files.reports import SEVERITIES, Verdict
+from keras_nanguard._files.reports import SEVERITIES, Report
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import REGISTERED, Hazard, Rule
 from keras_nanguard._lint.subject import Subject
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class LintReport(Verdict):
+class LintReport(Report):
     """The hazards of one model, worst first.
 
     Attributes:
@@ -67,6 +67,11 @@ class LintReport(Verdict):
             at = f" at {one.path}" if one.path else ""
             lines.append(f"{one.severity} {one.code}{at}: {one.detail}. {one.fix}")
         return "\n".join(lines)
+
+    def _table(self) -> Any:
+        rows = [(one.severity, one.code, one.path, one.detail, one.fix) for one in self.hazards]
+        head = ("", "hazard", "where", "observation", "remedy")
+        return f"{self.model}: {len(rows)} hazards.", (), head, rows
 
 
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:

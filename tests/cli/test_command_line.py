@@ -337,11 +337,10 @@ def test_shells_complete(typed, offered):
     }, done.stderr
 
 
-def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
+def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path, capsys):
     """On a terminal: a table with the worst first; square brackets in a name are not markup."""
     from rich.console import Console
 
-    from keras_nanguard._cli.tables import Tables
     from keras_nanguard._files.repair import repair
     from keras_nanguard._files.scan import scan
 
@@ -350,12 +349,13 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
         file["[red]x[/red]/kernel"] = np.full((2, 2), np.nan)
         file["zero/kernel"] = np.zeros((2, 2))
     console = Console(record=True, width=160, file=io.StringIO())
-    Tables(console).scan(scan(path), notes=True)
-    Tables(console).repair(repair(bad, dry_run=True))
+    console.print(scan(path))
+    console.print(repair(bad, dry_run=True))
     text = console.export_text()
     assert "[red]x[/red]" in text
-    assert "all 4 values are 0" in text
     assert "Dry run" in text
+    assert main(["scan", str(path), "--notes"]) == FOUND
+    assert "note: zero/kernel: all 4 values are 0" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):

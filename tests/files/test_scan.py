@@ -12,9 +12,8 @@ from keras_nanguard._files.names import Identity
 from keras_nanguard._files.problems import (
     PROBLEMS,
     SEVERITIES,
-    STATISTICS_LIMIT,
+    Limits,
     find_problems,
-    magnitude_limit,
 )
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
@@ -39,8 +38,8 @@ CASES = {
 def judged(name, role, values, layer_class="", **options):
     array = np.array(values)
     who = Identity("", name, role, layer_class)
-    limit = magnitude_limit(who, options.get("limit"), STATISTICS_LIMIT)
-    return find_problems(who, statistics(array, limit), rank=array.ndim, **options)
+    limits = Limits(options.pop("limit", None))
+    return find_problems(who, statistics(array, limits.of(who)), limits, rank=array.ndim, **options)
 
 
 @pytest.mark.parametrize("code", sorted(set(PROBLEMS) - {"unread"}))
@@ -111,7 +110,7 @@ def test_float16_layers_are_reported_by_the_configuration(make):
     }
     assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow", "constant"]
     elsewhere = scan(make.weights({make.KERNEL: 7e4}))
-    assert elsewhere.clean
+    assert elsewhere.ok
 
 
 def test_the_limit_holds_for_every_float_but_counters(make):
@@ -164,7 +163,7 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
         "adam", "mse", run_eagerly=True
     )  # some releases of Keras cannot trace a stateful LSTM
     model.fit(np.zeros((4, 3, 2)), np.zeros((4, 2)), verbose=0)
-    assert scan(model).clean
+    assert scan(model).ok
     model.layers[0].states[1].assign(np.full((4, 2), np.nan))
     model.optimizer.variables[3].assign(np.full((2, 8), -1.0))
     model.metrics_variables[0].assign(np.inf)
@@ -195,7 +194,7 @@ def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
     assert {(found.code, found.severity) for found in noted.values()} == {("metric", "note")}
     assert report.ok and report.bad == ()
     repaired = repair(model)
-    assert repaired.clean and repaired.changes == () and "Still bad" not in str(repaired)
+    assert repaired.ok and repaired.changes == () and "Still bad" not in str(repaired)
     model.layers[0].kernel.assign(np.full((4, 1), np.nan))
     assert [entry.role for entry in scan(model).bad] == ["weight"]
 
