@@ -22,6 +22,7 @@ from keras_nanguard._cli.commands import CLEAN, FOUND, MISUSE
 from keras_nanguard._cli.wording import option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
 from keras_nanguard._files.repair_options import CHOICES
+from keras_nanguard._version import __version__
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
 
@@ -103,26 +104,14 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="keras-nanguard", description=description, epilog=_EXIT_CODES, allow_abbrev=False
     )
-    root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = "print the version and exit"
+    root.add_argument("--version", action="version", version=__version__, help=version)
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report):
         add(commands)
     _watch(commands)
     _demo(commands)
     return root
-
-
-class _Version(argparse.Action):
-    """Prints the installed version, which is looked up only on request."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(version("keras-nanguard"))
-        except PackageNotFoundError:
-            print("unknown: not installed")
-        parser.exit()
 
 
 def _command(

@@ -14,7 +14,7 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.reports import SEVERITIES, Report
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
-from keras_nanguard._lint.rule import REGISTERED, Hazard, Rule
+from keras_nanguard._lint.rule import Hazard, Rule, rules_of
 from keras_nanguard._lint.subject import Subject
 
 __all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
@@ -24,9 +24,7 @@ FORMAT = 1
 
 _MODULES = (rules_outputs, rules_optimizer, rules_layers, rules_data)
 
-RULES: tuple[Rule, ...] = tuple(
-    one for module in _MODULES for one in REGISTERED if one.check.__module__ == module.__name__
-)
+RULES: tuple[Rule, ...] = tuple(one for module in _MODULES for one in rules_of(module))
 """Every rule."""
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
-from keras_nanguard._lint.subject import Subject
+from keras_nanguard._lint.subject import Output, Placed, Subject
 
-__all__ = ["REGISTERED", "Check", "Hazard", "Rule", "Site", "rule"]
+__all__ = [
+    *("Check", "Hazard", "Rule", "Site", "layers", "operations", "outputs", "rule", "rules_of"),
+]
 
 Site = tuple[str, str]
 """Path of the layer, variable, loss or metric (`""` for the model as a whole), and the
@@ -69,25 +73,55 @@ class Rule:
         return [Hazard(self.code, self.severity, path, detail, self.fix) for path, detail in sites]
 
 
-REGISTERED: list[Rule] = []
-"""Every rule of the modules that were imported, in the order of their lines."""
-
-
 def rule(
-    severity: str, title: str, *, why: str, fix: str, invalid: str, valid: str, program: str = "{}"
-) -> Callable[[Check], Check]:
-    """Make a rule of the function below, which yields the sites of the hazard.
+    severity: str,
+    title: str,
+    *,
+    why: str,
+    fix: str,
+    invalid: str,
+    valid: str,
+    program: str = "{}",
+    each: Callable[[Subject], Iterable[Any]] | None = None,
+) -> Callable[[Callable[[Any], Any]], Rule]:
+    """Make a rule of the function below.
 
     Args:
         severity, title, why, fix: see `Rule`.
         invalid, valid: what distinguishes the two sample programs.
         program: both programs, with the placeholder `{}` for what distinguishes them.
+        each: returns layers or outputs, for each of which the function returns the observation,
+            or `""`. Without it the function takes the subject and yields the sites of the hazard.
     """
 
-    def register(check: Check) -> Check:
+    def register(function: Callable[[Any], Any]) -> Rule:
+        def check(subject: Subject) -> Iterable[Site]:
+            if each is not None:
+                return [(one.path, found) for one in each(subject) if (found := function(one))]
+            sites: Iterable[Site] = function(subject)
+            return sites
+
         programs = (program.replace("{}", invalid), program.replace("{}", valid))
-        code = getattr(check, "__name__", "")
-        REGISTERED.append(Rule(code, severity, title, why, fix, *programs, check))
-        return check
+        return Rule(function.__name__, severity, title, why, fix, *programs, check)
 
     return register
+
+
+def rules_of(module: ModuleType) -> list[Rule]:
+    """Return the rules of a module, in the order of its lines."""
+    return [one for one in vars(module).values() if isinstance(one, Rule)]
+
+
+def layers(*kinds: str) -> Callable[[Subject], list[Placed]]:
+    """Return the argument `each` of a rule about the layers of some classes, or about all."""
+    return lambda subject: [one for one in subject.layers if not kinds or one.kind in kinds]
+
+
+def operations(*kinds: str) -> Callable[[Subject], list[Placed]]:
+    """Return the argument `each` of a rule about the operations of some classes."""
+    return lambda subject: [one for one in subject.operations if one.kind in kinds]
+
+
+def outputs(subject: Subject) -> tuple[Output, ...]:
+    """Return the outputs: the argument `each` of a rule about them."""
+    return subject.outputs

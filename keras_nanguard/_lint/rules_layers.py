@@ -12,12 +12,10 @@ import numpy as np
 from keras_nanguard._files.arrays import float_name, statistics
 from keras_nanguard._files.live import live_variables
 from keras_nanguard._keras.structure import arguments_of, source_of
-from keras_nanguard._lint.rule import Site, rule
-from keras_nanguard._lint.subject import PlacedLayer, Subject, activation_name
+from keras_nanguard._lint.rule import Site, layers, operations, rule
+from keras_nanguard._lint.subject import Placed, Subject, activation_name
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
-
-_RECURRENT = ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
 
 _MAX_GAIN = 25.0
 """Maximum of the variance of the initializer times fan-in. At 1 (Glorot) or 2 (He) signals keep
@@ -25,6 +23,12 @@ their scale; at 25 they grow by a factor of five per layer, and of two million i
 
 _MIN_GAIN = 1e-4
 """Minimum. At 1e-4 signals shrink by a factor of a hundred per layer."""
+
+_DOMAINS = {
+    **dict.fromkeys(("Log", "Log2", "Log10", "Rsqrt", "Reciprocal"), 0),
+    **dict.fromkeys(("Divide", "TrueDivide"), 1),
+}
+"""Operations that are not defined for every number, and the place of the argument that counts."""
 
 _SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
 """Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away
@@ -38,12 +42,6 @@ _TOWER = (
 )
 
 
-def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
-    for placed in subject.layers:
-        if placed.kind == "BatchNormalization":
-            yield placed
-
-
 @rule(
     "error",
     "BatchNormalization with momentum 0 or 1",
@@ -54,12 +52,11 @@ def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
     "model = keras.Sequential([keras.Input((8,)), *layers])",
     invalid="1.0",
     valid="0.99",
+    each=layers("BatchNormalization"),
 )
-def batchnorm_momentum(subject: Subject) -> Iterator[Site]:
-    for placed in _batchnorms(subject):
-        momentum = float(placed.layer.momentum)
-        if not 0.0 < momentum < 1.0:
-            yield placed.path, f"momentum {momentum:g}"
+def batchnorm_momentum(placed: Placed) -> str:
+    momentum = float(placed.layer.momentum)
+    return "" if 0.0 < momentum < 1.0 else f"momentum {momentum:g}"
 
 
 @rule(
@@ -71,20 +68,18 @@ def batchnorm_momentum(subject: Subject) -> Iterator[Site]:
     "model = keras.Sequential([inputs, keras.layers.BatchNormalization()])",
     invalid="1",
     valid="32",
+    each=operations("BatchNormalization"),
 )
-def batchnorm_batch_of_one(subject: Subject) -> Iterator[Site]:
-    for path, operation in subject.operations:
-        if type(operation).__name__ != "BatchNormalization":
-            continue
-        shape = getattr(getattr(operation, "input", None), "shape", ())
-        if shape and shape[0] == 1 and all(length == 1 for length in shape[1:-1]):
-            yield path, f"inputs of shape {tuple(shape)}: one value per channel"
+def batchnorm_batch_of_one(placed: Placed) -> str:
+    shape: tuple[Any, ...] = getattr(getattr(placed.layer, "input", None), "shape", ())
+    single = bool(shape) and shape[0] == 1 and all(length == 1 for length in shape[1:-1])
+    return f"inputs of shape {tuple(shape)}: one value per channel" if single else ""
 
 
-def _towers(subject: Subject) -> Iterator[tuple[str, list[PlacedLayer], list[PlacedLayer]]]:
+def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]]:
     """Yield each model within the model (and the model itself) with its own BatchNorms and layers
     with kernels."""
-    groups: dict[str, tuple[list[PlacedLayer], list[PlacedLayer]]] = {}
+    groups: dict[str, tuple[list[Placed], list[Placed]]] = {}
     for placed in subject.layers:
         norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
         names = ("kernel", "depthwise_kernel")
@@ -190,17 +185,17 @@ def nonfinite_weights(subject: Subject) -> Iterator[Site]:
     "model = keras.Sequential([keras.Input((9, 9, 1)), pooling])",
     invalid="2, strides=3",
     valid="3, strides=2",
+    each=layers(),
 )
-def pooling_stride(subject: Subject) -> Iterator[Site]:
-    for placed in subject.layers:
-        if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
-            continue
-        window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
-        if max(window) == 1:
-            continue  # subsampling, which is intentional
-        if any(step > size for step, size in zip(strides, window, strict=False)):
-            detail = f"stride {strides} above the window {window}"
-            yield placed.path, f"{detail}: values in between are never used"
+def pooling_stride(placed: Placed) -> str:
+    if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
+        return ""
+    window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
+    subsampling = max(window) == 1  # which is intentional
+    above = any(step > size for step, size in zip(strides, window, strict=False))
+    if subsampling or not above:
+        return ""
+    return f"stride {strides} above the window {window}: values in between are never used"
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
@@ -216,13 +211,12 @@ def _tuple(value: Any) -> tuple[int, ...]:
     program="model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8{})])",
     invalid=", activation='relu'",
     valid="",
+    each=layers("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
-def unbounded_recurrence(subject: Subject) -> Iterator[Site]:
-    for placed in subject.layers:
-        if placed.kind in _RECURRENT:
-            name = activation_name(placed.layer.activation)
-            if name is not None and name not in _BOUNDED:
-                yield placed.path, f"{placed.kind} with the activation {name}"
+def unbounded_recurrence(placed: Placed) -> str:
+    name = activation_name(placed.layer.activation)
+    bounded = name is None or name in _BOUNDED
+    return "" if bounded else f"{placed.kind} with the activation {name}"
 
 
 @rule(
@@ -236,17 +230,18 @@ def unbounded_recurrence(subject: Subject) -> Iterator[Site]:
     "model = keras.Sequential([keras.Input((512,)), dense])",
     invalid="keras.initializers.RandomNormal(stddev=1.0)",
     valid="'he_normal'",
+    each=layers(),
 )
-def initialiser_variance(subject: Subject) -> Iterator[Site]:
-    for placed in subject.layers:
-        given = getattr(placed.layer, "kernel_initializer", None)
-        shape = tuple(getattr(getattr(placed.layer, "kernel", None), "shape", ()))
-        if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
-            continue
-        variance, fan_in = _variance(given), math.prod(shape[:-1])
-        if variance is not None and not _MIN_GAIN <= variance * fan_in <= _MAX_GAIN:
-            times = f"{variance * fan_in:.3g} times the variance 1 / {fan_in}"
-            yield placed.path, f"{type(given).__name__} has {times}"
+def initialiser_variance(placed: Placed) -> str:
+    given = getattr(placed.layer, "kernel_initializer", None)
+    shape = tuple(getattr(getattr(placed.layer, "kernel", None), "shape", ()))
+    if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
+        return ""
+    variance, fan_in = _variance(given), math.prod(shape[:-1])
+    if variance is None or _MIN_GAIN <= variance * fan_in <= _MAX_GAIN:
+        return ""
+    times = f"{variance * fan_in:.3g} times the variance 1 / {fan_in}"
+    return f"{type(given).__name__} has {times}"
 
 
 def _variance(initializer: Any) -> float | None:
@@ -270,17 +265,13 @@ def _variance(initializer: Any) -> float | None:
     "model = keras.Model(inputs, keras.ops.log({}))",
     invalid="hidden",
     valid="keras.ops.maximum(hidden, 1e-6)",
+    each=operations(*_DOMAINS),
 )
-def unprotected_operation(subject: Subject) -> Iterator[Site]:
-    places = {
-        **dict.fromkeys(("Log", "Log2", "Log10", "Rsqrt", "Reciprocal"), 0),
-        **dict.fromkeys(("Divide", "TrueDivide"), 1),
-    }
-    for path, operation in subject.operations:
-        kind = type(operation).__name__
-        source = _argument(operation, places[kind]) if kind in places else None
-        if source is not None and not _protected(source):
-            yield path, f"{kind} of the output of {source.name}, which may be 0 or negative"
+def unprotected_operation(placed: Placed) -> str:
+    source = _argument(placed.layer, _DOMAINS[placed.kind])
+    if source is None or _protected(source):
+        return ""
+    return f"{placed.kind} of the output of {source.name}, which may be 0 or negative"
 
 
 def _argument(operation: Any, place: int) -> Any:

@@ -155,8 +155,8 @@ def no_clipping(subject: Subject) -> Iterator[Site]:
     optimizer, names = subject.optimizer, ("clipnorm", "global_clipnorm", "clipvalue")
     if optimizer is None or any(getattr(optimizer, name, None) for name in names):
         return
-    for path, operation in subject.operations:
-        if type(operation).__name__ in _RECURRENT:
-            steps = (*getattr(getattr(operation, "input", None), "shape", ()), None, None)[1]
+    for placed in subject.operations:
+        if placed.kind in _RECURRENT:
+            steps = (*getattr(getattr(placed.layer, "input", None), "shape", ()), None, None)[1]
             if isinstance(steps, int) and steps > _LONG_RECURRENCE:
-                yield path, f"{steps} steps of recurrence and no gradient clipping"
+                yield placed.path, f"{steps} steps of recurrence and no gradient clipping"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_nanguard._keras.structure import loss_options
-from keras_nanguard._lint.rule import Site, rule
+from keras_nanguard._lint.rule import Site, outputs, rule
 from keras_nanguard._lint.subject import Output, Subject, as_loss
 
 _CROSSENTROPIES = (
@@ -78,13 +78,13 @@ def _expects_logits(loss: Any) -> bool | None:
     program=_FLOAT16 + _MODEL % ("activation='softmax'{}", "'categorical_crossentropy'"),
     invalid="",
     valid=", dtype='float32'",
+    each=outputs,
 )
-def low_precision_output(subject: Subject) -> Iterator[Site]:
-    for output in subject.outputs:
-        counts = output.loss is not None or output.activation in _PROBABILITIES
-        if output.dtype == "float16" and counts:
-            detail = f"the output {output.name!r} and the loss on it are computed in float16"
-            yield output.path, detail
+def low_precision_output(output: Output) -> str:
+    counts = output.loss is not None or output.activation in _PROBABILITIES
+    if output.dtype != "float16" or not counts:
+        return ""
+    return f"the output {output.name!r} and the loss on it are computed in float16"
 
 
 @rule(
@@ -96,12 +96,12 @@ def low_precision_output(subject: Subject) -> Iterator[Site]:
     program=_MODEL % ("{}", _FROM_LOGITS),
     invalid="activation='softmax'",
     valid="",
+    each=outputs,
 )
-def probabilities_as_logits(subject: Subject) -> Iterator[Site]:
-    for output in subject.outputs:
-        if output.activation in _PROBABILITIES and _expects_logits(output.loss) is True:
-            followed = f"{kind_of(output.loss)}(from_logits=True)"
-            yield output.path, f"{output.activation} is followed by {followed}"
+def probabilities_as_logits(output: Output) -> str:
+    if output.activation not in _PROBABILITIES or _expects_logits(output.loss) is not True:
+        return ""
+    return f"{output.activation} is followed by {kind_of(output.loss)}(from_logits=True)"
 
 
 @rule(
@@ -114,12 +114,13 @@ def probabilities_as_logits(subject: Subject) -> Iterator[Site]:
     program=_MODEL % ("", "{}"),
     invalid="'categorical_crossentropy'",
     valid=_FROM_LOGITS,
+    each=outputs,
 )
-def logits_as_probabilities(subject: Subject) -> Iterator[Site]:
-    for output in subject.outputs:
-        if output.activation == "linear" and _expects_logits(output.loss) is False:
-            followed = f"{kind_of(output.loss)}(from_logits=False)"
-            yield output.path, f"a layer without activation is followed by {followed}"
+def logits_as_probabilities(output: Output) -> str:
+    if output.activation != "linear" or _expects_logits(output.loss) is not False:
+        return ""
+    followed = f"{kind_of(output.loss)}(from_logits=False)"
+    return f"a layer without activation is followed by {followed}"
 
 
 @rule(
@@ -131,11 +132,10 @@ def logits_as_probabilities(subject: Subject) -> Iterator[Site]:
     program=_MODEL % ("activation='{}'", "'categorical_crossentropy'"),
     invalid="relu",
     valid="softmax",
+    each=outputs,
 )
-def activation_does_not_fit(subject: Subject) -> Iterator[Site]:
-    for output in subject.outputs:
-        if output.loss is not None and (sentence := _misfit(output, output.loss)):
-            yield output.path, sentence
+def activation_does_not_fit(output: Output) -> str:
+    return "" if output.loss is None else _misfit(output, output.loss)
 
 
 def _misfit(output: Output, loss: Any) -> str:
@@ -167,11 +167,11 @@ def _misfit(output: Output, loss: Any) -> str:
     program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='{}')])",
     invalid="softmax",
     valid="sigmoid",
+    each=outputs,
 )
-def softmax_of_one(subject: Subject) -> Iterator[Site]:
-    for output in subject.outputs:
-        if output.activation == "softmax" and output.units == 1:
-            yield output.path, "softmax over one unit is 1 for any weights"
+def softmax_of_one(output: Output) -> str:
+    single = output.activation == "softmax" and output.units == 1
+    return "softmax over one unit is 1 for any weights" if single else ""
 
 
 @rule(

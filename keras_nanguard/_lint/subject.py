@@ -19,7 +19,7 @@ from keras_nanguard._keras.structure import (
     symbolic_arguments,
 )
 
-__all__ = ["Output", "PlacedLayer", "Subject", "as_loss"]
+__all__ = ["Output", "Placed", "Subject", "as_loss"]
 
 _SHAPE_ONLY = (
     *("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze"),
@@ -36,15 +36,16 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedLayer:
-    """A layer and its path: the names of its outer layers and its own, joined by `/`."""
+class Placed:
+    """A layer or operation, and its path: the names of its outer layers and its own, joined by
+    `/`."""
 
     path: str
     layer: Any
 
     @property
     def kind(self) -> str:
-        """Name of the layer's class."""
+        """Name of its class."""
         return type(self.layer).__name__
 
 
@@ -85,7 +86,7 @@ class Subject:
         self.model, self.x, self.y = model, x, y
 
     @cached_property
-    def layers(self) -> tuple[PlacedLayer, ...]:
+    def layers(self) -> tuple[Placed, ...]:
         """Every layer of the model, at any depth, once."""
         return tuple(_walk(self.model, (), set()))
 
@@ -102,11 +103,11 @@ class Subject:
         return getattr(self.scaler, "inner_optimizer", self.scaler)
 
     @cached_property
-    def operations(self) -> tuple[tuple[str, Any], ...]:
-        """Every operation of the functional graphs in the model, layers included, with its path."""
+    def operations(self) -> tuple[Placed, ...]:
+        """Every operation of the functional graphs in the model, layers included."""
         graphs = [("", self.model), *((f"{one.path}/", one.layer) for one in self.layers)]
         return tuple(
-            (f"{path}{operation.name}", operation)
+            Placed(f"{path}{operation.name}", operation)
             for path, graph in graphs
             for operation in graph_operations(graph)
         )
@@ -157,13 +158,13 @@ def activation_name(activation: Any) -> str | None:
     return str(name) if name else None
 
 
-def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[PlacedLayer]:
+def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed]:
     for child in children(layer):
         if id(child) in seen:
             continue
         seen.add(id(child))
         path = (*outer, str(child.name))
-        yield PlacedLayer("/".join(path), child)
+        yield Placed("/".join(path), child)
         yield from _walk(child, path, seen)
 
 
