@@ -22,7 +22,6 @@ from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.trackers import Trackers
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording import samples_file
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BadSample
@@ -85,7 +84,7 @@ class FlightMixin:
         """
         found = tuple(self._recorder.samples.values())
         if path is not None:
-            samples_file.write(found, path)
+            files.write_samples(found, path)
         return found
 
     def _note_fit(self, params: Mapping[str, Any] | None, callbacks: Iterable[Any]) -> None:

@@ -20,13 +20,14 @@ from keras_nanguard._recording.database import path_of
 from keras_nanguard._recording.records import (
     BIN_COLUMNS,
     MEASURED,
+    REFUSED,
     STEP_COLUMNS,
     BadSample,
     Event,
     empty,
 )
 
-__all__ = ["Recording", "from_database", "incidents"]
+__all__ = ["Recording", "from_database", "incidents", "measured"]
 
 Array = np.ndarray[Any, Any]
 
@@ -121,12 +122,8 @@ class Recording:
         if points < 1:
             received = repr(points)
             raise GuardError(expected("points to be at least 1", received, "Pass a larger number."))
-        bins, steps = self.bins, self.steps
-        step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
-        low = np.concatenate([bins[f"{name}_min"], steps[name]])
-        high = np.concatenate([bins[f"{name}_max"], steps[name]])
-        finite = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
-        order = finite[np.argsort(step[finite], kind="stable")]
+        step, low, high, _ = measured(self, name)
+        order = np.argsort(step, kind="stable")
         return _envelope(step[order], low[order], high[order], points)
 
     def to_pandas(self, table: str = "steps") -> Any:
@@ -169,6 +166,27 @@ def _cell(value: Any) -> Any:
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     return json.dumps(list(value)) if isinstance(value, tuple) else value
+
+
+def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Array]:
+    """Return the finite values of a measured column, of bins first: steps, smallest and largest
+    values, and whether a rollback has undone a step, which is not known of bins."""
+    bins, steps = recording.bins, recording.steps
+    step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
+    low = np.concatenate([bins[f"{name}_min"], steps[name]])
+    high = np.concatenate([bins[f"{name}_max"], steps[name]])
+    undone = np.concatenate([np.zeros(len(bins["first"]), bool), _undone(steps)])
+    finite = np.isfinite(low) & np.isfinite(high)
+    return step[finite], low[finite], high[finite], undone[finite]
+
+
+def _undone(steps: Mapping[str, Any]) -> Any:
+    """Return which steps were undone. A refused step counts if the step before it was undone: its
+    values belong to the abandoned run.
+    """
+    refused = steps["status"] == REFUSED
+    before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
+    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
 
 
 def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array, Array, Array]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import base64
 import struct
-import tokenize
-import zipfile
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import numpy as np
 
 from keras_nanguard._core import plain_json
 from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
+from keras_nanguard._files.archives import read_arrays
+from keras_nanguard._files.stored import PARSE_ERRORS
 
 __all__ = ["bundle_folder", "layer_table", "shown"]
 
@@ -99,35 +100,24 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
     return next(iter((*blamed, *bad, *inputs)), None)
 
 
-_UNREADABLE = (
-    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError),
-    *(RuntimeError, MemoryError, SyntaxError),
-    *(struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
-)
-
-
 def _parts(folder: Path) -> list[tuple[str, Array]]:
     """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis (`""` if
     unknown).
     """
     try:
-        file = _regular(folder / "batch.npz", MAX_BYTES)
-        with zipfile.ZipFile(file) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
+        with closing(read_arrays(str(_regular(folder / "batch.npz", MAX_BYTES)))) as contents:
+            if sum(array.nbytes for array in contents.arrays) > MAX_BYTES:
                 return []
-        with np.load(file, allow_pickle=False) as stored:
-            names = sorted(stored.files, key=lambda name: (len(name), name))
-            found = {name: stored[name] for name in names}
-    except _UNREADABLE:
+            found = {array.location: array.read() for array in contents.arrays if not array.unread}
+    except PARSE_ERRORS:
         return []
     paths, dtypes = _reported(folder)
     parts = []
-    for name, array in found.items():
-        if isinstance(array, np.ndarray):  # of another member it is the bytes
-            array = _widened(array, dtypes.get(name, ""))
-            fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
-            if array.ndim and fits and array.dtype.kind in "fiu":
-                parts.append((paths.get(name, ""), array))
+    for name in sorted(found, key=lambda name: (len(name), name)):
+        array = _widened(found[name], dtypes.get(name, ""))
+        fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
+        if array.ndim and fits and array.dtype.kind in "fiu":
+            parts.append((paths.get(name, ""), array))
     return parts
 
 
@@ -137,7 +127,7 @@ def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         about = _document(folder / "bundle.json")
         found = list(arguments(_packed(about["batch"])))
         dtypes = {str(number): str(name) for number, name in enumerate(about["dtypes"])}
-    except _UNREADABLE:
+    except PARSE_ERRORS:
         return {}, {}
     names = _input_names(folder)
     return {number: named(path, names) for _, path, number in found}, dtypes
@@ -162,7 +152,7 @@ def _input_names(folder: Path) -> tuple[str, ...]:
         entries = [layers] if isinstance(layers[0], str) else layers
         names = [str(entry[0]) for entry in entries if isinstance(entry, list)]
         return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
-    except _UNREADABLE:
+    except PARSE_ERRORS:
         return ()
 
 
@@ -178,12 +168,11 @@ def _widened(array: Array, dtype: str) -> Array:
 
 
 def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]:
+    """Return index, value, smallest and largest finite value of the other rows, and whether it is
+    unusual, for some columns, the unusual ones first."""
+    finite = np.ma.masked_invalid(np.vstack([others, np.full(len(row), np.nan)]))
+    low, high = finite.min(axis=0).filled(np.nan), finite.max(axis=0).filled(np.nan)
     with np.errstate(all="ignore"):
-        finite = np.where(np.isfinite(others), others, np.nan)
-        empty = np.isnan(finite).all(axis=0) if len(finite) else np.ones(len(row), bool)
-        filled = np.where(empty, 0.0, finite)  # NumPy warns of columns without a number
-        low = np.where(empty, np.nan, np.nanmin(filled, axis=0, initial=np.inf))
-        high = np.where(empty, np.nan, np.nanmax(filled, axis=0, initial=-np.inf))
         unusual = ~np.isfinite(row) | (row < low - (high - low)) | (row > high + (high - low))
     order = np.argsort(~unusual, kind="stable")[:MAX_COLUMNS]
     found = []

@@ -13,7 +13,7 @@ from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report.brief import brief_line
 
 __all__ = [
-    *("Lines", "closing_line", "epoch_line", "incident_line", "kinds", "markdown", "printable"),
+    *("Lines", "closing_line", "incident_line", "kinds", "markdown", "printable"),
     *("summary", "times", "why"),
 ]
 
@@ -52,11 +52,9 @@ class Lines:
         if self.every:
             return incident_line(incident)
         repeats = count if round_number and not new else 0
-        return (
-            printable(brief_line(incident, samples, details, repeats))
-            if new or round_number
-            else ""
-        )
+        if not new and not round_number:
+            return ""
+        return printable(brief_line(incident, samples, details, repeats))
 
     def epoch(
         self,
@@ -80,7 +78,16 @@ class Lines:
         if not (refused and (refused >= 2 * self._most_printed or not committed or self.every)):
             return ""
         self._most_printed = max(refused, self._most_printed)
-        return epoch_line(epoch, refused, committed, unmeasured, committed_before)
+        head = f"NanGuard: epoch {epoch + 1}"
+        if committed:
+            total = refused + committed
+            return f"{head} metrics exclude {times(refused, 'skipped step')} of {total}."
+        head = f"{head}: all {times(refused, 'step')} skipped"
+        if unmeasured:
+            return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
+        if committed_before:
+            return f"{head}; the logs are those of the last good step."
+        return f"{head}; the logs have the loss of the last skipped step."
 
 
 def incident_line(incident: Incident) -> str:
@@ -93,27 +100,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def epoch_line(
-    epoch: int,
-    refused: int,
-    committed: int,
-    unmeasured: Sequence[str] = (),
-    committed_before: bool = True,
-) -> str:
-    """Return the line about the refused steps of an epoch, or `""`."""
-    if not refused:
-        return ""
-    head = f"NanGuard: epoch {epoch + 1}"
-    if committed:
-        return f"{head} metrics exclude {times(refused, 'skipped step')} of {refused + committed}."
-    head = f"{head}: all {times(refused, 'step')} skipped"
-    if unmeasured:
-        return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
-    if committed_before:
-        return f"{head}; the logs are those of the last good step."
-    return f"{head}; the logs have the loss of the last skipped step."
-
-
 def times(count: int, word: str) -> str:
     """Return a count with its word: `1 step`, `2 steps`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
@@ -122,8 +108,8 @@ def times(count: int, word: str) -> str:
 def closing_line(steps: int, refused: int, run_again: int, incidents: int, details: str) -> str:
     """Return the line at the end of a run with incidents."""
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
-    replayed = f", {refused_before(run_again)}" if run_again else ""
-    return f"NanGuard: {counted}{replayed}, {times(incidents, 'incident')}. Details: {details}"
+    found = f"{counted}{_replayed(run_again)}, {times(incidents, 'incident')}"
+    return f"NanGuard: {found}. Details: {details}"
 
 
 def summary(
@@ -135,9 +121,8 @@ def summary(
 ) -> str:
     """Return the numbers of steps (if known), refused steps, incidents by cause, and actions."""
     counted = "" if steps is None else f"{steps} steps, "
-    more = f", {refused_before(run_again)}" if run_again else ""
     found = times(len(incidents), "incident")
-    lines = [f"NanGuard: {counted}{refused} refused{more}, {found}."]
+    lines = [f"NanGuard: {counted}{refused} refused{_replayed(run_again)}, {found}."]
     if overflows:
         ordinary = "of those were ordinary float16 overflows, which loss scaling handled."
         lines.append(f"  {overflows} {ordinary}")
@@ -148,9 +133,8 @@ def summary(
     return printable("\n".join(lines))
 
 
-def refused_before(run_again: int) -> str:
-    """Return the words for steps that were replayed after a rollback."""
-    return f"{times(run_again, 'step')} replayed after a rollback"
+def _replayed(run_again: int) -> str:
+    return f", {times(run_again, 'step')} replayed after a rollback" if run_again else ""
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

@@ -1,28 +1,39 @@
-"""Files of incidents: written by a guard, read by the command line. Nothing in them is executed."""
+"""Files of incidents and bad samples: written by a guard, read by the command line. Nothing in them
+is executed."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files, plain_json
-from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._recording import database, reading
 from keras_nanguard._recording.recording import Recording, incidents as incidents_of
+from keras_nanguard._recording.records import BadSample
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
 
-__all__ = ["read", "recorded", "save", "without_removed_bundles", "write"]
+__all__ = [
+    *("SAMPLE_COLUMNS", "read", "recorded", "save", "without_removed_bundles", "write"),
+    "write_samples",
+]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
 
 _SQLITE = Path(database.NAME).suffix
+
+SAMPLE_COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
+"""The header of a table of bad samples."""
 
 _BUNDLES = ("incident.json", "*/incident.json", "incidents/*/incident.json")
 
@@ -75,8 +86,27 @@ def save(text: str, path: Path) -> Path:
         OSError: if it cannot be written; it names `path`.
     """
     with atomic_files.beside(Path(os.path.realpath(path))) as unfinished:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        unfinished.write_bytes(text.encode("utf-8", "replace"))
     return path
+
+
+def write_samples(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
+    """Write bad samples to a `.csv` file atomically, one per row, with a header.
+
+    Raises:
+        GuardError: if the suffix is another one.
+        OSError: if it cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".csv":
+        received, remedy = repr(os.fspath(path)), 'Write guard.bad_samples("bad.csv").'
+        raise GuardError(expected("a file that ends in .csv", received, remedy))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, SAMPLE_COLUMNS)
+    writer.writeheader()
+    for one in samples:
+        writer.writerow({**one.to_dict(), "steps": " ".join(map(str, one.steps))})
+    save(table.getvalue(), path)
 
 
 def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
@@ -150,44 +180,39 @@ def _of_folder(path: Path) -> list[Incident]:
 def _of_recording(path: Path) -> list[Incident]:
     if not path.exists():
         raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
-    try:
+    with _expecting("a recording of incidents", path):
         return [incident for incident, _ in incidents_of(recorded(path))]
-    except FileFormatError as error:
-        raise GuardError(f"{path}: {error}") from error
 
 
 def _text(path: Path) -> str:
-    try:
+    with _expecting("a readable report", path):
         if path.exists() and not path.is_file():  # a pipe would block
-            received = f"{str(path)!r}, which is neither"
-            raise GuardError(expected("a file or a folder", received, _REMEDY))
+            raise ValueError("neither a file nor a folder")
         if path.stat().st_size > MAX_BYTES:
-            received = f"{str(path)!r}, which is larger"
-            raise GuardError(expected(f"a file of at most {MAX_BYTES} bytes", received, _REMEDY))
+            raise ValueError(f"larger than {MAX_BYTES} bytes")
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        if isinstance(error, GuardError):
-            raise
-        reason: object = error.strerror if isinstance(error, OSError) else error
-        if isinstance(error, UnicodeDecodeError):
-            reason = "not a text file"
-        received = f"{str(path)!r}: {reason}"
-        raise GuardError(expected("a readable report", received, _REMEDY)) from error
 
 
 def _document(text: str, path: Path) -> Any:
-    try:
+    with _expecting("JSON", path):
         return plain_json.loads(text)
-    except ValueError as error:
-        received = f"{str(path)!r}: {plain_text(error)}"
-        raise GuardError(expected("JSON", received, _REMEDY)) from error
 
 
 def _incident(data: Any, path: Path) -> Incident:
-    try:
+    with _expecting("an incident", path):
         return Incident.from_dict(data)
-    except GuardError as error:
-        raise GuardError(f"{path}: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        received = f"{str(path)!r}: {plain_text(error)}"
-        raise GuardError(expected("an incident", received, _REMEDY)) from error
+
+
+@contextmanager
+def _expecting(what: str, path: Path) -> Iterator[None]:
+    """Convert whatever a damaged or missing file raises to a `GuardError` that says what was
+    expected."""
+    try:
+        yield
+    except GuardError:
+        raise
+    except (OSError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or plain_text(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "not a text file"
+        raise GuardError(expected(what, f"{str(path)!r}: {reason}", _REMEDY)) from error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording.recording import Recording, incidents as incidents_of
+from keras_nanguard._recording.recording import Recording, incidents as incidents_of, measured
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._report.cards import cards
 
@@ -155,13 +155,7 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
 
     Values that a rollback has undone are in a curve of their own, unless they are in bins.
     """
-    bins, steps = recording.bins, recording.steps
-    step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
-    low = np.concatenate([bins[f"{name}_min"], steps[name]])
-    high = np.concatenate([bins[f"{name}_max"], steps[name]])
-    undone = np.concatenate([np.zeros(len(bins["first"]), bool), _undone(steps)])
-    finite = np.isfinite(low) & np.isfinite(high)
-    step, low, high, undone = (column[finite] for column in (step, low, high, undone))
+    step, low, high, undone = measured(recording, name)
     if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):
         return None
     first, last = step.argmin(), step.argmax()
@@ -196,15 +190,6 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     }
 
 
-def _undone(steps: Mapping[str, Any]) -> Any:
-    """Return which steps were undone. A refused step counts if the step before it was undone: its
-    values belong to the abandoned run.
-    """
-    refused = steps["status"] == REFUSED
-    before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
-    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
-
-
 def _short(values: Any) -> list[float | None]:
     return [
         float(f"{v:.6g}") if math.isfinite(v) else None
@@ -217,22 +202,16 @@ def _marks(
 ) -> dict[str, Any]:
     """Return the marks on the timeline. Steps count from 1, as on the console."""
     steps, bins = recording.steps, recording.bins
-    thinned = bins["overflows"] > 0
-    overflows = ((bins["first"] + bins["last"])[thinned] // 2 + 1).tolist() + (
-        steps["step"][steps["status"] == OVERFLOW] + 1
-    ).tolist()
+    thinned = ((bins["first"] + bins["last"]) // 2)[bins["overflows"] > 0]
+    overflows = np.concatenate([thinned, steps["step"][steps["status"] == OVERFLOW]]) + 1
     known = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     events = recording.events
     rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
     return {
-        "incidents": [
-            [step + 1 for step in at],
-            list(numbers),
-            [int(i.refused) for i in incidents],
-        ],
+        "incidents": [[step + 1 for step in at], [*numbers], [int(i.refused) for i in incidents]],
         "refused": refused,
-        "overflows": overflows,
+        "overflows": overflows.tolist(),
         "overflow_count": _overflows(recording),
         "rollbacks": _rollbacks(recording),
         "rates": rates,

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def frame(
     for name in MEASURED:
         _, low, high = recording.series(name, room)
         if len(high):
-            bars = curve(high.tolist(), room, _ASCII_BARS if ascii_only else _BARS)
+            bars = curve(high.tolist(), _ASCII_BARS if ascii_only else _BARS)
             cells = (_text(name.replace("_", " "), "bold"), _text(bars, "cyan"))
             curves.add_row(*cells, _text(f"{low[-1]:.4g}"))
     for rule, actions, count, times in budgets(recording):
@@ -169,16 +168,11 @@ def _incidents(incidents: Sequence[Incident]) -> Any:
     return Group(table, Text(""), *lines)
 
 
-def curve(values: Sequence[float], width: int, bars: str = _BARS) -> str:
-    """Return a curve as one line of at most `width` blocks, from lowest to highest."""
-    if not values:
-        return ""
-    picked = values
-    if len(values) > width:
-        ends = [len(values) * n // width for n in range(width + 1)]
-        picked = [max(values[first:end]) for first, end in pairwise(ends)]
-    low, span = min(picked), max(picked) - min(picked)
-    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in picked)
+def curve(values: Sequence[float], bars: str = _BARS) -> str:
+    """Return a curve as one line, a block for each value, from lowest to highest."""
+    low = min(values, default=0.0)
+    span = max(values, default=0.0) - low
+    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in values)
 
 
 def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:

@@ -57,8 +57,7 @@ def test_a_run_that_may_have_died():
 
 
 def test_curve():
-    assert watch.curve([0.0, 1.0, 7.0], 10) == "▁▂█" and watch.curve([], 5) == "" and watch.curve([2.0] * 3, 5) == "▁▁▁"
-    assert (len(watch.curve([float(n) for n in range(1000)], 40)) == 40 and watch.curve([1.0, 9.0, 1.0] * 100, 10) == "█" * 10) or True
+    assert watch.curve([0.0, 1.0, 7.0]) == "▁▂█" and watch.curve([]) == "" and watch.curve([2.0] * 3) == "▁▁▁"
 
 
 def test_budgets():

@@ -145,7 +145,7 @@ def recording() -> Iterator[str]:
     for table, columns in (("steps", records.STEP_COLUMNS), ("bins", records.BIN_COLUMNS)):
         yield from (f"recording {table}.{name}" for name in columns)
     yield from (f"recording status {number}: {name}" for number, name in enumerate(records.STATUSES))
-    yield f"bad samples: {', '.join(importlib.import_module('keras_nanguard._recording.samples_file').COLUMNS)}"
+    yield f"bad samples: {', '.join(importlib.import_module('keras_nanguard._report.files').SAMPLE_COLUMNS)}"
     for statement in importlib.import_module("keras_nanguard._recording.database").SCHEMA.values():
         yield f"recording.sqlite: {statement}"
 
