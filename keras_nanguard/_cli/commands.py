@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._cli.wording import in_options
+from keras_nanguard._core.plain_text import one_line
 
 __all__ = [
     *("CHECKED_POLICY", "CLEAN", "COMPARED_RUNS", "FOUND", "MISUSE", "Command", "check_policy"),
@@ -60,14 +60,7 @@ def scan(given: argparse.Namespace) -> int:
 
 def print_error(error: Exception, words: Mapping[str, str]) -> None:
     """Print an error in one line, with the options of the command line in place of arguments."""
-    print(f"keras-nanguard: {in_options(_one_line(str(error)), words)}", file=sys.stderr)
-
-
-def _one_line(text: str) -> str:
-    """Return a text in one line, without control characters: what it quotes may come from a
-    file."""
-    words = " ".join(text.split())
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+    print(f"keras-nanguard: {in_options(one_line(error), words)}", file=sys.stderr)
 
 
 def repair(given: argparse.Namespace) -> int:
@@ -112,7 +105,7 @@ def _taking_data(path: str) -> Iterator[None]:
     except NanGuardError:
         raise
     except Exception as error:
-        received = f"{path}: {type(error).__name__}: {_one_line(str(error))[:200]}"
+        received = f"{path}: {type(error).__name__}: {one_line(error)[:200]}"
         remedy = "Check shapes and names of its inputs."
         raise GuardError(expected("data that the model takes", received, remedy)) from error
 
@@ -256,7 +249,7 @@ def _compared(given: argparse.Namespace) -> int:
             runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
-            print(f"keras-nanguard: skipped {_one_line(str(error))}", file=sys.stderr)
+            print(f"keras-nanguard: skipped {one_line(error)}", file=sys.stderr)
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
@@ -311,16 +304,9 @@ def _show(report: Any, as_json: bool) -> None:
 
 def _print_json(document: Any) -> None:
     """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
-    print(json.dumps(_finite(document), allow_nan=False))
+    from keras_nanguard._core.plain_json import plain
 
-
-def _finite(value: Any) -> Any:
-    """Return plain JSON values with NaN and Inf as strings."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(plain(document), allow_nan=False))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["markdown_text", "plain_text"]
+__all__ = ["markdown_text", "one_line", "plain_text"]
 
 
 def plain_text(text: object, max_length: int = 300) -> str:
@@ -23,6 +23,12 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
+def one_line(text: object) -> str:
+    """Return a text in one line, without control characters."""
+    line = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
 def markdown_text(text: object) -> str:
     """Return a text as one line of Markdown that shows it as it is: no HTML, no link, no emphasis.
 
@@ -30,9 +36,6 @@ def markdown_text(text: object) -> str:
     with `http://` or `www.`; an e-mail address remains a link after a backslash, so its `@` is
     shown as code.
     """
-    line = "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split())
-    )
-    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", line)
+    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", one_line(text))
     line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
     return re.sub("@+", r"`\g<0>`", line)

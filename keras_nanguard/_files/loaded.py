@@ -18,7 +18,7 @@ from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files import reading
 from keras_nanguard._files.archives import read_arrays
 from keras_nanguard._files.hdf5 import SIGNATURE
-from keras_nanguard._files.repair_file import checked_output
+from keras_nanguard._files.repair import checked_output
 from keras_nanguard._files.stored import first_line, plain_text, readable
 
 __all__ = ["data_arrays", "first_rows", "load_model", "refuse_code_in_hdf5", "save_model"]
@@ -103,7 +103,11 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     with readable(path):
         with open(path, "rb") as file:
             is_archive = file.read(2) == b"PK"
-        arrays = _archived(path) if is_archive else {"x": _single(path)}
+        if is_archive:
+            with closing(read_arrays(path)) as contents:
+                arrays = {array.location: array.read() for array in contents.arrays}
+        else:  # mapped into memory, it cannot declare more than it contains
+            arrays = {"x": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
     _refuse_no_data(arrays, path)
     targets = arrays.pop("y", None)
     if not arrays:
@@ -112,16 +116,6 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     if "x" in arrays or len(arrays) == 1:
         return arrays.get("x", next(iter(arrays.values()))), targets
     return arrays, targets
-
-
-def _archived(path: str) -> dict[str, NDArray[Any]]:
-    with closing(read_arrays(path)) as contents:
-        return {array.location: array.read() for array in contents.arrays}
-
-
-def _single(path: str) -> NDArray[Any]:
-    """Load an `.npy` file; mapped into memory, it cannot declare more than it contains."""
-    return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def _refuse_no_data(arrays: Mapping[str, NDArray[Any]], path: str) -> None:
