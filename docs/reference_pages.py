@@ -1,5 +1,4 @@
-"""Write the pages of the reference that are made from the code: fields of a policy, actions, the command line, lint
-rules.
+"""Write the pages of the reference that are made from the code: fields of a policy, actions, the command line.
 
     python docs/reference_pages.py
 
@@ -17,8 +16,6 @@ from typing import Any
 
 from keras_nanguard._cli.parser import parser
 from keras_nanguard._core.incident import CAUSES, SITES
-from keras_nanguard._lint import RULES
-from keras_nanguard._lint.rule import Rule
 from keras_nanguard._policy.policy import json_schema
 from keras_nanguard.actions import ACTIONS
 
@@ -163,53 +160,7 @@ def _argument(action: argparse.Action) -> str:
     return f"| {', '.join(names)} | {(action.help or '').replace('|', chr(92) + '|')} |"
 
 
-# The lint rules
-
-LINT_HEAD = """# Hazards that lint finds
-
-`lint(model)` checks a model before it is trained, `lint(model, x, y)` its data, too; on the command
-line `keras-nanguard lint model.keras --data data.npz`. Each rule below has a sample program with
-the hazard and the corrected program. An **error** certainly causes a failure, a **warning** may
-cause one, a **note** is for information; the report is `ok` if there are only notes.
-`ignore=["no_clipping"]` disables a rule. The model is neither called nor changed.
-
-This page is generated from the rules by `python docs/reference_pages.py`.
-
-<!-- run by: tests/lint/test_lint.py -->
-
-| rule | severity | hazard |
-|---|---|---|
-"""
-
-
-def lint_rules() -> str:
-    """Return the page about every lint rule, with its two sample programs."""
-    rows = [f"| [`{rule.code}`](#{rule.code}) | {rule.severity} | {rule.title} |" for rule in RULES]
-    return LINT_HEAD + "\n".join([*rows, *map(_section, RULES)]) + "\n"
-
-
-def _section(rule: Rule) -> str:
-    return f"""
-## {rule.code}
-
-**{rule.title}** ({rule.severity}). {rule.why}
-
-*Instead:* {rule.fix}
-
-Found here:
-
-```python
-{rule.invalid.strip()}
-```
-
-and not here:
-
-```python
-{rule.valid.strip()}
-```"""
-
-
-PAGES = {"policy_fields.md": policy_fields, "command_line.md": command_line, "../lint.md": lint_rules}
+PAGES = {"policy_fields.md": policy_fields, "command_line.md": command_line}
 
 
 def main() -> None:

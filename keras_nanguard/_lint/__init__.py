@@ -1,7 +1,7 @@
 """`lint`: numeric hazards that are visible in a model before training.
 
-Every rule has a sample program with the hazard and the corrected program; the tests run both, and
-`docs/lint.md` is generated from them.
+`docs/lint.md` explains every rule, with a program that has the hazard and the corrected one; the
+tests run both.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Lint rules: a hazard that is visible before training, its consequences, the remedy, and two
-sample programs."""
+"""Lint rules: a hazard that is visible before training, and the remedy."""
 
 from __future__ import annotations
 
@@ -44,27 +43,21 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of hazard.
+    """One kind of hazard. `docs/lint.md` has its consequences, a program with the hazard and the
+    corrected program; the tests run both.
 
     Attributes:
         code: short name in snake case, by which the rule is ignored: that of its function.
         severity: severity of its hazards.
-        title: the hazard in a few words.
-        why: the consequences, and how they arise.
+        title: the hazard in a few words: the docstring of its function.
         fix: the remedy.
-        invalid: a program for which the rule, and no other rule of its severity or worse, reports a
-            hazard.
-        valid: the corrected program, for which no rule reports a hazard.
         check: yields the sites of the hazard.
     """
 
     code: str
     severity: str
     title: str
-    why: str
     fix: str
-    invalid: str
-    valid: str
     check: Check
 
     def find(self, subject: Subject) -> list[Hazard]:
@@ -74,24 +67,15 @@ class Rule:
 
 
 def rule(
-    severity: str,
-    title: str,
-    *,
-    why: str,
-    fix: str,
-    invalid: str,
-    valid: str,
-    program: str = "{}",
-    each: Callable[[Subject], Iterable[Any]] | None = None,
+    severity: str, *, fix: str, each: Callable[[Subject], Iterable[Any]] | None = None
 ) -> Callable[[Callable[[Any], Any]], Rule]:
     """Make a rule of the function below.
 
     Args:
-        severity, title, why, fix: see `Rule`.
-        invalid, valid: what distinguishes the two sample programs.
-        program: both programs, with the placeholder `{}` for what distinguishes them.
-        each: returns layers or outputs, for each of which the function returns the observation,
-            or `""`. Without it the function takes the subject and yields the sites of the hazard.
+        severity, fix: see `Rule`.
+        each: returns layers, operations or outputs, for each of which the function returns the
+            observation, or `""`. Without it the function takes the subject and yields the sites of
+            the hazard.
     """
 
     def register(function: Callable[[Any], Any]) -> Rule:
@@ -101,8 +85,8 @@ def rule(
             sites: Iterable[Site] = function(subject)
             return sites
 
-        programs = (program.replace("{}", invalid), program.replace("{}", valid))
-        return Rule(function.__name__, severity, title, why, fix, *programs, check)
+        title = (function.__doc__ or "").removesuffix(".")
+        return Rule(function.__name__, severity, title, fix, check)
 
     return register
 

@@ -36,41 +36,19 @@ from 0."""
 
 _POSITIVE = ("softplus", "exponential", "sigmoid", "softmax")
 
-_TOWER = (
-    "layers = [keras.layers.Dense(8, trainable=%s), keras.layers.BatchNormalization(trainable={})]"
-    "\nmodel = keras.Sequential([keras.Input((8,)), *layers])"
-)
 
-
-@rule(
-    "error",
-    "BatchNormalization with momentum 0 or 1",
-    why="With momentum 1 the moving statistics never change, and inference ignores the data; with "
-    "momentum 0 they are the statistics of the last batch.",
-    fix="Use a momentum between 0.9 and 0.999.",
-    program="layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(momentum={})]\n"
-    "model = keras.Sequential([keras.Input((8,)), *layers])",
-    invalid="1.0",
-    valid="0.99",
-    each=layers("BatchNormalization"),
-)
+@rule("error", fix="Use a momentum between 0.9 and 0.999.", each=layers("BatchNormalization"))
 def batchnorm_momentum(placed: Placed) -> str:
+    """BatchNormalization with momentum 0 or 1."""
     momentum = float(placed.layer.momentum)
     return "" if 0.0 < momentum < 1.0 else f"momentum {momentum:g}"
 
 
 @rule(
-    "error",
-    "BatchNormalization over a single value",
-    why="The variance of one value is 0: in training every output equals beta, whatever the input.",
-    fix="Use larger batches, or LayerNormalization.",
-    program="inputs = keras.Input((8,), batch_size={})\n"
-    "model = keras.Sequential([inputs, keras.layers.BatchNormalization()])",
-    invalid="1",
-    valid="32",
-    each=operations("BatchNormalization"),
+    "error", fix="Use larger batches, or LayerNormalization.", each=operations("BatchNormalization")
 )
 def batchnorm_batch_of_one(placed: Placed) -> str:
+    """BatchNormalization over a single value."""
     shape: tuple[Any, ...] = getattr(getattr(placed.layer, "input", None), "shape", ())
     single = bool(shape) and shape[0] == 1 and all(length == 1 for length in shape[1:-1])
     return f"inputs of shape {tuple(shape)}: one value per channel" if single else ""
@@ -92,17 +70,9 @@ def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]
             yield tower or str(subject.model.name), norms, kernels
 
 
-@rule(
-    "warning",
-    "Frozen BatchNormalization among trainable layers",
-    why="A frozen BatchNormalization keeps the old statistics of its inputs, while the layers "
-    "before it change them: activations drift and can overflow.",
-    fix="Freeze all layers of the tower, or none.",
-    program=_TOWER % "True",
-    invalid="False",
-    valid="True",
-)
+@rule("warning", fix="Freeze all layers of the tower, or none.")
 def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
+    """Frozen BatchNormalization among trainable layers."""
     for tower, norms, kernels in _towers(subject):
         frozen = [placed for placed in norms if not placed.layer.trainable]
         if frozen and all(placed.layer.trainable for placed in kernels):
@@ -110,17 +80,9 @@ def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
             yield frozen[0].path, f"{counted} in {tower}, whose kernels are trained"
 
 
-@rule(
-    "warning",
-    "Trainable BatchNormalization in a frozen tower",
-    why="The statistics of a pretrained tower are overwritten by those of small new batches, while "
-    "its kernels expect the old ones: training metrics look good, validation metrics do not.",
-    fix="Call the tower with training=False, and freeze all of its layers.",
-    program=_TOWER % "False",
-    invalid="True",
-    valid="False",
-)
+@rule("warning", fix="Call the tower with training=False, and freeze all of its layers.")
 def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
+    """Trainable BatchNormalization in a frozen tower."""
     for tower, norms, kernels in _towers(subject):
         thawed = [placed for placed in norms if placed.layer.trainable]
         if thawed and not any(placed.layer.trainable for placed in kernels):
@@ -128,18 +90,9 @@ def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
             yield thawed[0].path, f"{counted} in {tower}, whose kernels are frozen"
 
 
-@rule(
-    "error",
-    "Normalization that was never adapted, or with zero variance",
-    why="Without adapt() the layer does nothing, and inputs of any scale reach the model; a "
-    "feature of zero variance is divided by 1e-7.",
-    fix="Call adapt() on the training data, and drop constant features.",
-    program="norm = keras.layers.Normalization()\n{}"
-    "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])",
-    invalid="",
-    valid="norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n",
-)
+@rule("error", fix="Call adapt() on the training data, and drop constant features.")
 def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
+    """Normalization that was never adapted, or with zero variance."""
     rescaled = any(placed.kind == "Rescaling" for placed in subject.layers)
     for placed in subject.layers:
         if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
@@ -155,16 +108,12 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
 
 @rule(
     "error",
-    "NaN or Inf in weights, statistics or slots",
-    why="Every step and every prediction computes NaN from such a value, and training never makes "
-    "it finite again.",
-    fix="Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad "
-    "value.",
-    program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n{}",
-    invalid="model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
-    valid="",
+    fix=(
+        "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value."
+    ),
 )
 def nonfinite_weights(subject: Subject) -> Iterator[Site]:
+    """NaN or Inf in weights, statistics or slots."""
     trained = {id(variable) for variable in subject.model.trainable_variables}
     for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
         if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
@@ -175,19 +124,9 @@ def nonfinite_weights(subject: Subject) -> Iterator[Site]:
             yield live.keras_path, f"{found.nonfinite} of {values.size} values are NaN or Inf"
 
 
-@rule(
-    "warning",
-    "Pooling stride above its window",
-    why="Rows and columns between two windows affect no output and get no gradient: usually two "
-    "numbers were swapped.",
-    fix="Make the stride at most the pool size.",
-    program="pooling = keras.layers.MaxPooling2D({})\n"
-    "model = keras.Sequential([keras.Input((9, 9, 1)), pooling])",
-    invalid="2, strides=3",
-    valid="3, strides=2",
-    each=layers(),
-)
+@rule("warning", fix="Make the stride at most the pool size.", each=layers())
 def pooling_stride(placed: Placed) -> str:
+    """Pooling stride above its window."""
     if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
         return ""
     window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
@@ -204,35 +143,21 @@ def _tuple(value: Any) -> tuple[int, ...]:
 
 @rule(
     "warning",
-    "Unbounded activation in a recurrence",
-    why="The state is multiplied by the recurrent kernel at every step; without an upper bound it "
-    "grows exponentially with the length of the sequence.",
     fix="Use tanh (the default).",
-    program="model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8{})])",
-    invalid=", activation='relu'",
-    valid="",
     each=layers("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
 def unbounded_recurrence(placed: Placed) -> str:
+    """Unbounded activation in a recurrence."""
     name = activation_name(placed.layer.activation)
     bounded = name is None or name in _BOUNDED
     return "" if bounded else f"{placed.kind} with the activation {name}"
 
 
-@rule(
-    "warning",
-    "Initializer variance far from 1 / fan",
-    why="The variance of a layer's output is that of its input times fan-in times that of the "
-    "kernel. If that factor is far from 1, the signal grows or vanishes exponentially with depth "
-    "(Glorot and Bengio, 2010; He et al., 2015).",
-    fix="Use GlorotUniform (the default), or HeNormal before relu.",
-    program="dense = keras.layers.Dense(8, kernel_initializer={})\n"
-    "model = keras.Sequential([keras.Input((512,)), dense])",
-    invalid="keras.initializers.RandomNormal(stddev=1.0)",
-    valid="'he_normal'",
-    each=layers(),
-)
+@rule("warning", fix="Use GlorotUniform (the default), or HeNormal before relu.", each=layers())
 def initialiser_variance(placed: Placed) -> str:
+    """Initializer variance far from 1 / fan."""
+    # The variance of a layer's output is that of its input times fan-in times that of the kernel
+    # (Glorot and Bengio, 2010; He et al., 2015).
     given = getattr(placed.layer, "kernel_initializer", None)
     shape = tuple(getattr(getattr(placed.layer, "kernel", None), "shape", ()))
     if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
@@ -257,17 +182,11 @@ def _variance(initializer: Any) -> float | None:
 
 @rule(
     "warning",
-    "Logarithm or division without epsilon",
-    why="log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients "
-    "are not finite either.",
     fix="Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
-    program="inputs = keras.Input((4,))\nhidden = keras.layers.Dense(4)(inputs)\n"
-    "model = keras.Model(inputs, keras.ops.log({}))",
-    invalid="hidden",
-    valid="keras.ops.maximum(hidden, 1e-6)",
     each=operations(*_DOMAINS),
 )
 def unprotected_operation(placed: Placed) -> str:
+    """Logarithm or division without epsilon."""
     source = _argument(placed.layer, _DOMAINS[placed.kind])
     if source is None or _protected(source):
         return ""

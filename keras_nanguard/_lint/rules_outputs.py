@@ -28,15 +28,6 @@ _KINDS = {
 }
 """Classes of losses that rules name, by their names in lower case without underscores."""
 
-_MODEL = (
-    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, %s)])\n"
-    "model.compile('adam', %s)"
-)
-
-_FLOAT16 = "keras.config.set_dtype_policy('mixed_float16')\n"
-
-_FROM_LOGITS = "keras.losses.CategoricalCrossentropy(from_logits=True)"
-
 
 def kind_of(loss: Any) -> str:
     """Return the class name of a loss or metric: `"KLDivergence"` for `kl_divergence`, `"kld"` and
@@ -71,16 +62,11 @@ def _expects_logits(loss: Any) -> bool | None:
 
 @rule(
     "warning",
-    "Outputs or loss in float16",
-    why="The largest float16 is 65504 and the smallest positive one 6e-8: a softmax rounds small "
-    "probabilities to 0, whose logarithm is infinite, and a mean over many values overflows.",
     fix="Set dtype='float32' on the last layer; the rest of the model stays in float16.",
-    program=_FLOAT16 + _MODEL % ("activation='softmax'{}", "'categorical_crossentropy'"),
-    invalid="",
-    valid=", dtype='float32'",
     each=outputs,
 )
 def low_precision_output(output: Output) -> str:
+    """Outputs or loss in float16."""
     counts = output.loss is not None or output.activation in _PROBABILITIES
     if output.dtype != "float16" or not counts:
         return ""
@@ -89,34 +75,19 @@ def low_precision_output(output: Output) -> str:
 
 @rule(
     "error",
-    "Softmax or sigmoid before a loss that expects logits",
-    why="The loss applies softmax or sigmoid again: gradients shrink, the loss cannot reach 0, "
-    "training stalls.",
     fix="Remove the activation of the last layer, or remove from_logits=True.",
-    program=_MODEL % ("{}", _FROM_LOGITS),
-    invalid="activation='softmax'",
-    valid="",
     each=outputs,
 )
 def probabilities_as_logits(output: Output) -> str:
+    """Softmax or sigmoid before a loss that expects logits."""
     if output.activation not in _PROBABILITIES or _expects_logits(output.loss) is not True:
         return ""
     return f"{output.activation} is followed by {kind_of(output.loss)}(from_logits=True)"
 
 
-@rule(
-    "error",
-    "No activation before a loss that expects probabilities",
-    why="The loss takes the logarithm of numbers that are not probabilities. Keras clips them to "
-    "[1e-7, 1 - 1e-7], so negative logits give a constant loss and zero gradients; normalizing by "
-    "a sum near 0 gives Inf or NaN.",
-    fix="Pass from_logits=True to the loss.",
-    program=_MODEL % ("", "{}"),
-    invalid="'categorical_crossentropy'",
-    valid=_FROM_LOGITS,
-    each=outputs,
-)
+@rule("error", fix="Pass from_logits=True to the loss.", each=outputs)
 def logits_as_probabilities(output: Output) -> str:
+    """No activation before a loss that expects probabilities."""
     if output.activation != "linear" or _expects_logits(output.loss) is not False:
         return ""
     followed = f"{kind_of(output.loss)}(from_logits=False)"
@@ -125,16 +96,11 @@ def logits_as_probabilities(output: Output) -> str:
 
 @rule(
     "error",
-    "Last activation and loss do not match",
-    why="The loss takes the logarithm of values that the last activation allows to be 0, negative "
-    "or above 1.",
     fix="Use softmax or sigmoid for crossentropy, softplus or exponential for Poisson.",
-    program=_MODEL % ("activation='{}'", "'categorical_crossentropy'"),
-    invalid="relu",
-    valid="softmax",
     each=outputs,
 )
 def activation_does_not_fit(output: Output) -> str:
+    """Last activation and loss do not match."""
     return "" if output.loss is None else _misfit(output, output.loss)
 
 
@@ -158,34 +124,19 @@ def _misfit(output: Output, loss: Any) -> str:
     return ""
 
 
-@rule(
-    "error",
-    "Softmax over a single unit",
-    why="Softmax normalizes over the last axis; over one unit it is always 1, and its gradient "
-    "always 0.",
-    fix="Use sigmoid with BinaryCrossentropy, or one unit per class.",
-    program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='{}')])",
-    invalid="softmax",
-    valid="sigmoid",
-    each=outputs,
-)
+@rule("error", fix="Use sigmoid with BinaryCrossentropy, or one unit per class.", each=outputs)
 def softmax_of_one(output: Output) -> str:
+    """Softmax over a single unit."""
     single = output.activation == "softmax" and output.units == 1
     return "softmax over one unit is 1 for any weights" if single else ""
 
 
 @rule(
     "warning",
-    "A metric that may become NaN",
-    why="A metric is a running mean: one NaN or Inf in one batch persists until the epoch ends. "
-    "Metrics that take the logarithm or a quotient of unbounded outputs produce one sooner or "
-    "later.",
     fix="Set from_logits=True on the metric, or use one that matches the last activation.",
-    program=_MODEL % ("", f"{_FROM_LOGITS},\n              metrics=[{{}}]"),
-    invalid="'categorical_crossentropy'",
-    valid="keras.metrics.CategoricalCrossentropy(from_logits=True)",
 )
 def metric_does_not_fit(subject: Subject) -> Iterator[Site]:
+    """A metric that may become NaN."""
     for output in subject.outputs:
         for metric in output.metrics:
             kind = kind_of(metric)

@@ -3,6 +3,8 @@ left in peace."""
 
 import functools
 import json
+import pathlib
+import re
 
 import keras
 import numpy as np
@@ -12,6 +14,18 @@ from keras_nanguard._core.errors import GuardError
 from keras_nanguard._lint import RULES, lint
 
 layers = keras.layers
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "lint.md").read_text(encoding="utf-8")
+
+
+def section(rule):
+    """Return what the page in the docs says of a rule."""
+    return PAGE.partition(f"\n## {rule.code}\n\n")[2].partition("\n## ")[0]
+
+
+def samples(rule):
+    """Return the program with the hazard, and the corrected one."""
+    return re.findall(r"```python\n(.*?)```", section(rule), re.S)
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +46,18 @@ def examine(program):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_sample_put_right(rule):
     """The samples that stand in the docs do what the docs say."""
-    found = examine(rule.invalid).hazards
+    invalid, valid = samples(rule)
+    found = examine(invalid).hazards
     assert rule.code in {hazard.code for hazard in found}
     assert all(hazard.fix == rule.fix for hazard in found if hazard.code == rule.code)
-    assert examine(rule.valid).hazards == ()
+    assert examine(valid).hazards == ()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
     """Leaving a rule out takes its hazards, and only its, out of the report."""
     made = {"keras": keras, "np": np}
-    exec(rule.invalid, made)
+    exec(samples(rule)[0], made)
     model, data = made["model"], (made.get("x"), made.get("y"))
     rest = lint(model, *data, ignore=[rule.code]).hazards
     assert rest == tuple(
@@ -50,13 +65,21 @@ def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
     )
 
 
-def test_codes_are_unique_and_texts_are_whole_sentences():
-    """Every rule has a code of its own, a known severity, and explains itself."""
-    assert len({rule.code for rule in RULES}) == len(RULES)
+def test_the_page_in_the_docs_has_every_rule_and_says_what_it_says():
+    """A row and a section for each rule, in the same order, with its severity, title and remedy."""
+    rows = [f"| [`{one.code}`](#{one.code}) | {one.severity} | {one.title} |" for one in RULES]
+    assert re.findall(r"^\| \[.*$", PAGE, re.M) == rows
+    assert re.findall(r"^## (.*)$", PAGE, re.M) == [rule.code for rule in RULES]
     for rule in RULES:
-        assert rule.severity in ("error", "warning", "note")
-        assert rule.why.endswith(".")
-        assert rule.fix.endswith(".")
+        lines = section(rule).split("\n\n")
+        reason = lines[0].removeprefix(f"**{rule.title}** ({rule.severity}). ")
+        assert reason != lines[0] and reason.endswith(".")
+        assert lines[1] == f"*Instead:* {rule.fix}" and rule.fix.endswith(".")
+
+
+def test_codes_are_unique_and_severities_known():
+    assert len({rule.code for rule in RULES}) == len(RULES)
+    assert {rule.severity for rule in RULES} == {"error", "warning", "note"}
 
 
 def head(activation, loss, units=3, **options):
@@ -238,12 +261,13 @@ def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_se
 
 def test_the_report_is_json_with_a_format_number():
     """Hazards come worst first, as text and as strict JSON."""
-    report = examine(RULES[1].invalid)
+    invalid, valid = samples(RULES[1])
+    report = examine(invalid)
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert document["format"] == 1
     assert document["clean"] is False
     assert str(report).startswith("error probabilities_as_logits at ")
-    assert "no hazard" in str(examine(RULES[1].valid))
+    assert "no hazard" in str(examine(valid))
 
 
 def test_wrong_arguments_are_refused():
