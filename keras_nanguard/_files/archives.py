@@ -25,7 +25,6 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._files.arrays import float_name
 from keras_nanguard._files.hdf5 import Window, open_hdf5, stored_arrays
 from keras_nanguard._files.stored import (
     BOMB_FLOOR,
@@ -190,26 +189,14 @@ def _member(
     read_header = {1: npy.read_array_header_1_0}.get(npy.read_magic(head)[0])
     shape, _, dtype = (read_header or npy.read_array_header_2_0)(head)
     start, size = head.tell(), math.prod(shape) * dtype.itemsize
+    reason = ""
     if dtype.hasobject:
-        raise ValueError("an array of pickled Python objects, which is never loaded")
-    if dtype.kind == "V":
-        raise ValueError(f"values of the unnamed kind {dtype}, which no reader can interpret")
-    if min(shape, default=0) < 0 or size != info.file_size - start:
-        raise ValueError(f"its header declares {size} bytes, but {info.file_size - start} follow")
-    name = float_name(dtype)
-    pieces = partial(_pieces, archive, info, dtype, start)
-    whole = partial(_whole, archive, info)
-    return StoredArray(
-        location,
-        name or plain_text(dtype, 40),
-        shape,
-        size,
-        info.compress_size,
-        name is not None,
-        pieces=pieces,
-        whole=whole,
-        key=info.filename,
-    )
+        reason = "an array of pickled Python objects, which is never loaded"
+    elif min(shape, default=0) < 0 or size != info.file_size - start:
+        reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
+    pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
+    reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
+    return StoredArray.found(location, info.filename, dtype, shape, reason, **reading)
 
 
 def _pieces(

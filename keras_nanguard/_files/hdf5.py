@@ -180,20 +180,12 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
         return StoredArray(location, unread=f"damaged ({plain_text(error, 120)})", key=key)
     if shape is None:
         return StoredArray(location, str(dtype), (0,), key=key)
-    name = float_name(dtype)
-    shown = name or plain_text(dtype, 40)
     reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
     if elsewhere:
         reason = "its values are in another file, which is not opened"
-    elif dtype.kind == "V" and name is None:
-        reason = f"values of the unnamed kind {shown}, which no reader can interpret"
-    if reason:
-        return StoredArray(location, shown, shape, unread=reason, key=key)
-    size = math.prod(shape) * dtype.itemsize
     pieces, whole = partial(_pieces, file, key, dtype), partial(_whole, file, key, dtype)
-    return StoredArray(
-        location, shown, shape, size, stored, name is not None, "", pieces, whole, key
-    )
+    reading = {"stored": stored, "pieces": pieces, "whole": whole}
+    return StoredArray.found(location, key, dtype, shape, reason, **reading)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.arrays import float_name, tiles
+from keras_nanguard._files.arrays import tiles
 from keras_nanguard._files.stored import (
     MAX_JSON,
     PARSE_ERRORS,
@@ -123,9 +123,7 @@ def _stored_array(
         dtype = np.dtype(array.dtype.numpy_dtype)
     except PARSE_ERRORS as error:
         return StoredArray(location, unread=plain_text(error, 200), key=name)
-    kind, size = float_name(dtype), math.prod(shape) * dtype.itemsize
-    if reason := declared_too_much(shape, chunk, dtype.itemsize, before, file_size):
-        return StoredArray(location, kind or str(dtype), shape, unread=reason, key=name)
+    reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
 
     def pieces() -> Iterator[NDArray[Any]]:
         for part in tiles(shape, chunk):  # a chunk is unpacked as a whole
@@ -134,7 +132,5 @@ def _stored_array(
     def whole() -> NDArray[Any]:
         return np.asarray(array.read().result())
 
-    is_float = kind is not None
-    return StoredArray(
-        location, kind or str(dtype), shape, size, size, is_float, "", pieces, whole, name
-    )
+    reading = {"stored": math.prod(shape) * dtype.itemsize, "pieces": pieces, "whole": whole}
+    return StoredArray.found(location, name, dtype, shape, reason, **reading)

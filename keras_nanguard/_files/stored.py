@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
 from keras_nanguard._core.plain_text import plain_text as plain_text
+from keras_nanguard._files.arrays import float_name
 
 __all__ = [
     *("BOMB_FLOOR", "MAX_EXPANSION", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "READ_BYTES"),
@@ -96,6 +98,32 @@ class StoredArray:
     pieces: Callable[[], Iterator[NDArray[Any]]] = lambda: iter(())
     whole: Callable[[], NDArray[Any]] | None = None
     key: str = ""
+
+    @classmethod
+    def found(
+        cls,
+        location: str,
+        key: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        reason: str,
+        **reading: Any,
+    ) -> StoredArray:
+        """Return an array of this dtype and shape.
+
+        Args:
+            location, key, dtype, shape: see above.
+            reason: why it is not read, `""` if nothing is wrong.
+            reading: `stored`, `pieces` and `whole`.
+        """
+        name = float_name(dtype)
+        shown = name or plain_text(dtype, 40)
+        if dtype.kind == "V" and name is None:
+            reason = reason or f"values of the unnamed kind {shown}, which no reader can interpret"
+        if reason:
+            return cls(location, shown, shape, unread=reason, key=key)
+        size = math.prod(shape) * dtype.itemsize
+        return cls(location, shown, shape, size, is_float=name is not None, key=key, **reading)
 
     @property
     def unbacked(self) -> int:
