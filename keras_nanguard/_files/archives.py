@@ -53,10 +53,7 @@ _UNNAMED = "layers are named by their location in the file"
 
 
 def read_archive(path: str) -> Contents:
-    """Read a `.keras` or `.npz` archive.
-
-    Returns:
-        Its contents, open until `close` is called.
+    """Return the contents of a `.keras` or `.npz` archive, open until `close` is called.
 
     Raises:
         FileFormatError: if the archive contains neither weights nor arrays, or is malicious.
@@ -78,11 +75,8 @@ def read_archive(path: str) -> Contents:
 
 
 def read_arrays(path: str) -> Contents:
-    """Read an archive of `.npy` arrays and nothing else: no part of it reaches the HDF5 library, so
-    it may be read in this process.
-
-    Returns:
-        Its contents, open until `close` is called.
+    """Return the contents of an archive of `.npy` arrays, open until `close` is called: no part of
+    it reaches the HDF5 library, so it may be read in this process.
 
     Raises:
         FileFormatError: if it contains anything else.

@@ -163,14 +163,8 @@ def _opened(file: h5py.File, key: str) -> Any:
 
 
 def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int) -> StoredArray:
-    """Return the array of a dataset, or the reason why it is not read.
-
-    Args:
-        file: the file.
-        dataset: the dataset.
-        key: its exact location.
-        before: bytes that the arrays before it declare.
-    """
+    """Return the array of a dataset at this exact location; the arrays before it declare `before`
+    bytes."""
     location = plain_text(key)
     try:
         dtype, shape, chunk = _dtype(dataset), dataset.shape, dataset.chunks

@@ -39,13 +39,10 @@ def is_orbax(path: str) -> bool:
 
 
 def read_orbax(path: str) -> Contents:
-    """Read the last step of an Orbax checkpoint.
+    """Return the contents of the last step of an Orbax checkpoint.
 
     Args:
         path: folder of the checkpoint, of one of its steps, or of the tree within a step.
-
-    Returns:
-        Its contents.
 
     Raises:
         FileFormatError: if TensorStore is not installed, or the checkpoint cannot be read.
@@ -106,15 +103,7 @@ def _metadata(tree: str) -> dict[str, Any]:
 def _stored_array(
     tensorstore: Any, spec: dict[str, Any], name: str, before: int, file_size: int
 ) -> StoredArray:
-    """Return an array of a checkpoint, or the reason why it is not read.
-
-    Args:
-        tensorstore: the module.
-        spec: how TensorStore opens the array.
-        name: its name in the checkpoint.
-        before: bytes that the arrays before it declare.
-        file_size: size of all files of the checkpoint.
-    """
+    """Return an array of a checkpoint. For `before` and `file_size` see `declared_too_much`."""
     location = plain_text(name.replace(".", "/"))
     try:
         array = tensorstore.open(spec, open=True, read=True).result()

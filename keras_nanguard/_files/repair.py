@@ -110,14 +110,7 @@ def repair(
 
 def _repair_file(path: str, output: str, source: Any, options: RepairOptions) -> RepairReport:
     """Replace the bad values of a file: a new one is written beside it and scanned, and then gets
-    its name.
-
-    Args:
-        path: the file.
-        output: absolute path of the new file; that of the old one replaces it.
-        source: a good model or file, or `None`.
-        options: how each role is repaired.
-    """
+    its name. If the absolute path `output` is that of the file, it replaces the file."""
     # Through links that the user named: the target of a link is replaced, and the link stays.
     final = os.path.realpath(output) if os.path.isfile(output) else output
     scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")

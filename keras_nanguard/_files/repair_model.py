@@ -22,16 +22,7 @@ __all__ = ["repair_model"]
 
 
 def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
-    """Replace the bad values of a model's variables.
-
-    Args:
-        model: a built model.
-        source: a good model or file, or `None`.
-        options: how each role is repaired.
-
-    Returns:
-        The report.
-    """
+    """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
     before = scan_model(model, options.limits)
     wanted = {entry.path for entry in options.selected(before.bad)}
     changes = _changes(model, wanted, _values_of(source, wanted), options)

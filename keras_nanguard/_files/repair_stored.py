@@ -51,10 +51,9 @@ def repair_stored(
     """Scan a file, plan its repair, and write and scan the new one if anything is to be replaced.
 
     Args:
-        path: the file.
+        path, source: the file, and a good file or `None`.
         progress: called with the number of bytes read so far and of all bytes.
         options: a `RepairOptions` as a dict.
-        source: a good file, or `None`.
         scratch: a folder that is made for the new file.
         output: final path of the new file, whose name it gets in the folder.
 
@@ -106,12 +105,7 @@ def _by_name(contents: Contents) -> dict[str, StoredArray]:
 
 
 class FileRepair:
-    """The plan of the repair of one open file.
-
-    Args:
-        contents: the file.
-        options: how each role is repaired.
-        good: arrays of the source, by path or location.
+    """The plan of the repair of one open file, with the arrays of a good one by path or location.
 
     Attributes:
         replacements: for each array to replace, a function that returns its new values.

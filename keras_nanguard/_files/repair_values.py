@@ -42,12 +42,10 @@ def repaired(
     is not repaired.
 
     Args:
-        identity: names and role of the variable.
-        location: its Keras path, or its place in the file.
+        identity, location: names, role and place of the variable, as in a `Change`.
         values: the old values, of any float or complex dtype.
         options: how each role is repaired.
-        initial: returns initial values.
-        source: returns the good values of the source.
+        initial, source: return initial values, and the good values of the source.
     """
     method = options.method(identity.role)
     bad = bad_values(values, identity, options)

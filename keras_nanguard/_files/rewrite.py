@@ -40,8 +40,7 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Replacements) 
         path: the old file.
         scratch: the folder, which is made.
         output: final path of the new file, whose name it gets in the folder.
-        kind: kind of the file, as in `Contents`.
-        new: the new arrays.
+        kind, new: kind of the file, as in `Contents`, and the new arrays.
 
     Raises:
         FileFormatError: if the kind cannot be rewritten, or the old file is damaged.

@@ -43,7 +43,7 @@ def scan_file(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str
     Args:
         path: any model file.
         progress: called with the number of bytes read so far and of all bytes.
-        limits: the `Limits` as a dict.
+        limits: a `Limits` as a dict.
     """
     with opened(path) as contents:
         return scan_contents(contents, progress, Limits(**limits))[0]
@@ -85,11 +85,9 @@ def _scanned(
     """Scan one variable.
 
     Args:
-        who: its names and role.
-        about: its location, dtype and shape.
+        who, about: its names and role; its location, dtype and shape.
         pieces: its values, or `None` if they are no floats.
-        limits: the limits.
-        float16: whether its layer computes in float16.
+        limits, float16: see `find_problems`.
     """
     own = (who.path, who.layer, who.name, who.role, *about)
     if pieces is None:

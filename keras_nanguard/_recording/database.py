@@ -132,12 +132,8 @@ def upsert_sample() -> str:
 
 
 def copied(connection: sqlite3.Connection, max_text: int) -> dict[str, list[Row]]:
-    """Return the last rows of each table in order, of events those with the newest texts.
-
-    Args:
-        connection: the database.
-        max_text: maximum number of characters of all events.
-    """
+    """Return the last rows of each table in order, of events the newest ones with at most
+    `max_text` characters in all."""
     found: dict[str, list[Row]] = {}
     for table in SCHEMA:
         found[table] = []

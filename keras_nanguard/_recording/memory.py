@@ -30,10 +30,7 @@ _MINOR = """kind IN ('epoch', 'snapshot') OR data LIKE '%"by": "callback"%'"""
 
 
 class Memory:
-    """The tables of one recording.
-
-    Args:
-        rows: the rows of each table.
+    """The tables of one recording, with these rows at first.
 
     Attributes:
         connection: the database.
@@ -92,11 +89,7 @@ class Memory:
         self._unwritten = None
 
     def add_steps(self, rows: Sequence[Row]) -> None:
-        """Append steps, and move the oldest ones into bins.
-
-        Args:
-            rows: the values of `STEP_COLUMNS` of each step.
-        """
+        """Append steps, each with the values of `STEP_COLUMNS`; move the oldest ones into bins."""
         with transaction(self.connection):
             self.run(insert("steps"), [(self.end + place, *row) for place, row in enumerate(rows)])
             self.end += len(rows)

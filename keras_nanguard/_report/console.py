@@ -37,13 +37,7 @@ class Lines:
         self._most_printed = 0
 
     def line(self, incident: Incident, samples: Sequence[BadSample] = (), details: str = "") -> str:
-        """Return the line of an incident, or `""` if it is only counted.
-
-        Args:
-            incident: the incident.
-            samples: the bad rows of its step.
-            details: how to see all details.
-        """
+        """Return the line of an incident, or `""` if it is only counted. See `brief_line`."""
         kind = _kind(incident)
         self._seen[kind] += 1
         count = self._seen[kind]

@@ -58,13 +58,7 @@ def _environment() -> Any:
 
 
 def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
-    """Return a page.
-
-    Args:
-        template: name of the template.
-        data: plain JSON values for its script.
-        **values: values for the template.
-    """
+    """Return a page from a template, plain JSON values for its script, and values for itself."""
     from markupsafe import Markup
 
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
