@@ -136,7 +136,12 @@ def check_policy(given: argparse.Namespace) -> int:
         lines, warnings = list(error.problems), []
         document |= {"valid": False, "problems": lines, "warnings": []}
     else:
-        warnings = list(warnings_about(policy, _names_in(given.model)))
+        names = None
+        if given.model is not None:
+            from keras_nanguard._files.model_names import model_names
+
+            names = model_names(given.model)
+        warnings = list(warnings_about(policy, names))
         lines = [str(policy), *(f"warning: {warning}" for warning in warnings)]
         document |= {"warnings": warnings, "policy": policy.to_dict()}
     if given.json:
@@ -144,15 +149,6 @@ def check_policy(given: argparse.Namespace) -> int:
     else:
         print("\n".join(lines))
     return CLEAN if document["valid"] and not warnings else FOUND
-
-
-def _names_in(path: str | None) -> Any:
-    """Return the names in a model file that a policy can refer to, `None` if there is no file."""
-    if path is None:
-        return None
-    from keras_nanguard._files.model_names import model_names
-
-    return model_names(path)
 
 
 def diagnose(given: argparse.Namespace) -> int:

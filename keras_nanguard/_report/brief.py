@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report.snippets import ADVICE, REASONS
 
 __all__ = ["WIDTH", "brief_line", "shortened"]
 
@@ -22,32 +23,6 @@ MAX_PLACE = 44
 """Maximum number of characters of a path in it."""
 
 _RATE_OF = re.compile("learning rate of [^:]*: ")
-
-REASONS = {
-    "input_nonfinite": "{bad} in {rows}",
-    "target_nonfinite": "{bad} in {rows}",
-    "target_out_of_range": "{rows} outside the range of the loss",
-    "input_scale": "huge values in {rows}",
-    "forward_domain": "{bad} from {place}",
-    "loss_domain": "{bad} from the loss {place}",
-    "gradient_domain": "{bad} in the gradient of {place}",
-    "divergence": "training diverged",
-    "float16_overflow": "float16 overflow in {place}",
-    "float16_underflow": "float16 underflow in {place}",
-    "loss_scale_collapsed": "the loss scale collapsed",
-    "optimizer_domain": "{bad} in the update of {place}",
-    "state_nonfinite": "{bad} in {place} before the step",
-    "batchnorm_statistics": "wrong BatchNormalization statistics in {place}",
-    "training_flag": "{place} runs in inference mode",
-}
-"""The reason in words, by cause. For other causes the first finding is used."""
-
-ADVICE = {
-    "input_nonfinite": "Clean {data}.",
-    "target_nonfinite": "Clean {data}.",
-    "target_out_of_range": "Check {data}.",
-    "input_scale": "Scale {data}.",
-}
 
 CHANGES = {
     "fix_loss_scale": "loss scale reset",
