@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,48 +53,39 @@ def watch(
         received = f"{str(directory)!r}, which is not a folder"
         raise GuardError(expected("the directory of a run", received, remedy))
     screen = screen or Console(highlight=False)
-    seen = _Seen.look(directory)
+    seen = _read(directory)
     if once or not screen.is_terminal:
-        screen.print(seen.shown(screen))
-        return bool(seen.incidents)
-    with Live(seen.shown(screen), console=screen, auto_refresh=False) as live:
+        screen.print(_shown(seen, screen))
+        return bool(seen[1])
+    with Live(_shown(seen, screen), console=screen, auto_refresh=False) as live:
         try:
-            while seen.recording.meta.get("status", "running") == "running":
+            while seen[0].meta.get("status", "running") == "running":
                 time.sleep(interval)
-                seen = seen.next(directory)
-                live.update(seen.shown(screen), refresh=True)
+                problem = ""
+                try:
+                    seen = _read(directory)
+                except GuardError as error:  # what cannot be read now may be read later
+                    problem = str(error)
+                live.update(_shown(seen, screen, problem), refresh=True)
         except KeyboardInterrupt:
             pass
-    return bool(seen.incidents)
+    return bool(seen[1])
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The present content of the files, and the parts that cannot be read."""
+Seen = tuple[Recording, Sequence[Incident]]
 
-    recording: Recording
-    incidents: Sequence[Incident]
-    problem: str = ""
 
-    @classmethod
-    def look(cls, directory: str | os.PathLike[str]) -> _Seen:
-        """Read the files. Before the first step there may be none."""
-        if not any(Path(directory).iterdir()):
-            return cls(Recording(), ())
-        return cls(files.recorded(directory), files.read(directory))
+def _read(directory: str | os.PathLike[str]) -> Seen:
+    """Read the files. Before the first step there may be none."""
+    if not any(Path(directory).iterdir()):
+        return Recording(), ()
+    return files.recorded(directory), files.read(directory)
 
-    def next(self, directory: str | os.PathLike[str]) -> _Seen:
-        """Read the files again. Files that cannot be read now may be read later."""
-        try:
-            return self.look(directory)
-        except GuardError as error:
-            return replace(self, problem=str(error))
 
-    def shown(self, screen: Console) -> Group:
-        ascii_only = screen.options.ascii_only
-        found = frame(self.recording, self.incidents, screen.width, ascii_only=ascii_only)
-        problem = [_text(f"Cannot be read: {self.problem}", "bold red")] if self.problem else []
-        return Group(found, *problem)
+def _shown(seen: Seen, screen: Console, problem: str = "") -> Group:
+    found = frame(*seen, screen.width, ascii_only=screen.options.ascii_only)
+    lines = [_text(f"Cannot be read: {problem}", "bold red")] if problem else []
+    return Group(found, *lines)
 
 
 def _text(text: str, style: str = "") -> Text:
