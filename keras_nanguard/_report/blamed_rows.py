@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import struct
+import tokenize
+import zipfile
 import zlib
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ import numpy as np
 
 from keras_nanguard._core import plain_json
 from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
-from keras_nanguard._files.archives import read_arrays
-from keras_nanguard._files.stored import PARSE_ERRORS
 
 __all__ = ["bundle_folder", "layer_table", "shown"]
 
@@ -100,24 +99,35 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
     return next(iter((*blamed, *bad, *inputs)), None)
 
 
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError),
+    *(RuntimeError, MemoryError, SyntaxError),
+    *(struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
+)
+
+
 def _parts(folder: Path) -> list[tuple[str, Array]]:
     """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis (`""` if
     unknown).
     """
     try:
-        with closing(read_arrays(str(_regular(folder / "batch.npz", MAX_BYTES)))) as contents:
-            if sum(array.nbytes for array in contents.arrays) > MAX_BYTES:
+        file = _regular(folder / "batch.npz", MAX_BYTES)
+        with zipfile.ZipFile(file) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
                 return []
-            found = {array.location: array.read() for array in contents.arrays if not array.unread}
-    except PARSE_ERRORS:
+        with np.load(file, allow_pickle=False) as stored:
+            names = sorted(stored.files, key=lambda name: (len(name), name))
+            found = {name: stored[name] for name in names}
+    except _UNREADABLE:
         return []
     paths, dtypes = _reported(folder)
     parts = []
-    for name in sorted(found, key=lambda name: (len(name), name)):
-        array = _widened(found[name], dtypes.get(name, ""))
-        fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
-        if array.ndim and fits and array.dtype.kind in "fiu":
-            parts.append((paths.get(name, ""), array))
+    for name, array in found.items():
+        if isinstance(array, np.ndarray):  # of another member it is the bytes
+            array = _widened(array, dtypes.get(name, ""))
+            fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
+            if array.ndim and fits and array.dtype.kind in "fiu":
+                parts.append((paths.get(name, ""), array))
     return parts
 
 
@@ -127,7 +137,7 @@ def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         about = _document(folder / "bundle.json")
         found = list(arguments(_packed(about["batch"])))
         dtypes = {str(number): str(name) for number, name in enumerate(about["dtypes"])}
-    except PARSE_ERRORS:
+    except _UNREADABLE:
         return {}, {}
     names = _input_names(folder)
     return {number: named(path, names) for _, path, number in found}, dtypes
@@ -152,7 +162,7 @@ def _input_names(folder: Path) -> tuple[str, ...]:
         entries = [layers] if isinstance(layers[0], str) else layers
         names = [str(entry[0]) for entry in entries if isinstance(entry, list)]
         return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
-    except PARSE_ERRORS:
+    except _UNREADABLE:
         return ()
 
 
