@@ -25,6 +25,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._files.arrays import float_name
 from keras_nanguard._files.hdf5 import Window, open_hdf5, stored_arrays
 from keras_nanguard._files.stored import (
     BOMB_FLOOR,
@@ -190,7 +191,8 @@ def _member(
         reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
     pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
     reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, info.filename, dtype, shape, reason, **reading)
+    name = float_name(dtype)
+    return StoredArray.found(location, info.filename, dtype, name, shape, reason, **reading)
 
 
 def _pieces(

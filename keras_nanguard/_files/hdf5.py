@@ -179,7 +179,7 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
         reason = "its values are in another file, which is not opened"
     pieces, whole = partial(_pieces, file, key, dtype), partial(_whole, file, key, dtype)
     reading = {"stored": stored, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, key, dtype, shape, reason, **reading)
+    return StoredArray.found(location, key, dtype, float_name(dtype), shape, reason, **reading)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:

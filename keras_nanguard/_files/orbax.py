@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.arrays import tiles
+from keras_nanguard._files.arrays import float_name, tiles
 from keras_nanguard._files.stored import (
     MAX_JSON,
     PARSE_ERRORS,
@@ -122,4 +122,4 @@ def _stored_array(
         return np.asarray(array.read().result())
 
     reading = {"stored": math.prod(shape) * dtype.itemsize, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, name, dtype, shape, reason, **reading)
+    return StoredArray.found(location, name, dtype, float_name(dtype), shape, reason, **reading)

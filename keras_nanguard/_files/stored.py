@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
 from keras_nanguard._core.plain_text import plain_text as plain_text
-from keras_nanguard._files.arrays import float_name
 
 __all__ = [
     *("BOMB_FLOOR", "MAX_EXPANSION", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "READ_BYTES"),
@@ -105,6 +104,7 @@ class StoredArray:
         location: str,
         key: str,
         dtype: np.dtype[Any],
+        name: str | None,
         shape: tuple[int, ...],
         reason: str,
         **reading: Any,
@@ -113,10 +113,10 @@ class StoredArray:
 
         Args:
             location, key, dtype, shape: see above.
+            name: the name of a dtype of floats, else `None`.
             reason: why it is not read, `""` if nothing is wrong.
             reading: `stored`, `pieces` and `whole`.
         """
-        name = float_name(dtype)
         shown = name or plain_text(dtype, 40)
         if dtype.kind == "V" and name is None:
             reason = reason or f"values of the unnamed kind {shown}, which no reader can interpret"
