@@ -109,8 +109,8 @@ def repair(
 
 
 def _repair_file(path: str, output: str, source: Any, options: RepairOptions) -> RepairReport:
-    """Replace the bad values of a file: a new one is written beside it and scanned, and then gets
-    its name. If the absolute path `output` is that of the file, it replaces the file."""
+    """Replace the bad values of a file: a temporary file is written, scanned, and then renamed to
+    the absolute path `output`, which may be that of the file."""
     # Through links that the user named: the target of a link is replaced, and the link stays.
     final = os.path.realpath(output) if os.path.isfile(output) else output
     scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")
