@@ -63,13 +63,15 @@ class TrainerState:
         self.synced = self.reading = False
         self._ids: list[int] | None = None
 
-    def receive(self, state: Any) -> None:
-        """Store the state that Keras passes to a step; if it is not the stored one, it was gathered
-        from the variables.
+    def receive(self, state: Any) -> bool:
+        """Store the state that Keras passes to a step; return whether it is not the stored one, but
+        was gathered from the variables.
         """
-        if state is not self.state:
+        gathered = state is not self.state
+        if gathered:
             self._ids = None
         self.hold(state)
+        return gathered
 
     def hold(self, state: Any) -> None:
         """Store the present state, also where Keras looks for it when `fit` is cut short."""

@@ -90,20 +90,28 @@ class ModelAttachment(attach.Attachment):
         return self.inner(*args)
 
     def step(self, state: Any, data: Any) -> Any:
-        """Run one guarded step, or start one whose verdict is read later.
+        """Run one guarded step, or start one whose verdict is read after the next one has started.
 
         Returns:
             The logs and the state.
         """
         session, trainer_state = self.session, self.trainer_state
-        self._gathered = state is not trainer_state.state
-        trainer_state.receive(state)
+        self._gathered = trainer_state.receive(state)
         ahead = session.may_run_ahead or self.pending is not None
-        if self._gathered:  # a callback has had it in between, or this is `train_on_batch`
+        if self._gathered or not (ahead and session.transaction.may_run_ahead):
             self.resolve_pending()
-        elif ahead and session.transaction.may_run_ahead and self._run_ahead(data):
+            return self.run_guarded(data), trainer_state.take()
+        started = self._start(data, after=self.pending)
+        if self.pending is None or (self._read_pending(last=False) and session.may_run_ahead):
+            self.pending = started
+            session.logs_for_callbacks(started.outputs)
             return session.logs.shown, trainer_state.take()
-        self.resolve_pending()
+        if not session.healed:
+            result = self._finished(started)
+            if not result.verdict.halted:
+                session.after(result.verdict)
+                return session.logs_for_callbacks(result.outputs), trainer_state.take()
+        # The step was halted, or the host has replaced its state: it runs again.
         return self.run_guarded(data), trainer_state.take()
 
     def _before_step(self, data: Any) -> None:
@@ -146,35 +154,13 @@ class ModelAttachment(attach.Attachment):
         """Return logs without a step, because Keras has already taken the batch."""
         return self._shown()
 
-    def _run_ahead(self, data: Any) -> bool:
-        """Start a step, and read the verdict of the one before.
-
-        Returns:
-            `False` if the step on this data has to run again: it was halted, or the host has
-                replaced its state.
-        """
-        session, before = self.session, self.pending
-        started = self._start(data, after=before)
-        session.healed = False
-        if before is None or (self._resolve(last=False) and session.may_run_ahead):
-            self.pending = started
-        elif session.healed:
-            return False
-        else:
-            verdict = self._finished(started).verdict
-            if verdict.halted:
-                return False
-            session.after(verdict)
-        session.logs_for_callbacks(started.outputs)
-        return True
-
     def resolve_pending(self) -> None:
         """Read the verdict of the last step, if it is pending, and act on it."""
         if self.pending is not None:
-            self._resolve()
+            self._read_pending(last=True)
 
-    def _resolve(self, last: bool = True) -> bool:
-        """The same; `last` if no other step was started since.
+    def _read_pending(self, last: bool) -> bool:
+        """The same for a step that is pending; `last` if no other step was started since.
 
         Returns:
             Whether the step is healthy and has not run a second time. If it has, the next step was
@@ -182,6 +168,7 @@ class ModelAttachment(attach.Attachment):
         """
         pending = self.pending
         assert pending is not None
+        self.session.healed = False
         result = self._finished(pending)
         self.pending = None
         return self.session.after(result.verdict, last=last) and result is pending

@@ -20,6 +20,12 @@ __all__ = ["DeferredUpdates", "ImmediateUpdates"]
 Place = tuple[str, str, Any]
 """Site, path and array of something that is counted."""
 
+Counts = dict[tuple[str, str, int], Any]
+"""Counts of NaN and of infinite entries, an int32 array `(2,)`, under `(site, path, size)`.
+
+A compiled program returns the keys, too: they belong to the structure of its result.
+"""
+
 
 class StepTrace:
     """One trace (or one eager run) of the transaction.
@@ -47,8 +53,8 @@ class StepTrace:
         """Return the first five fields of `step.StepResult`."""
         raise NotImplementedError
 
-    def counts(self) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
-        """Return the counts of bad entries, and of each place `(site, path, size)`."""
+    def counts(self) -> list[Counts]:
+        """Return the counts of bad entries of each place."""
         raise NotImplementedError
 
     def _call(self, leaves: Any, args: Any, holders: Any, trace: Any) -> tuple[Any, Any, Any]:
@@ -135,10 +141,6 @@ class StepTrace:
     def _path(self, index: int) -> str:
         return str(getattr(self.variables[index], "path", "") or f"state/{index}")
 
-    def _counted(self, places: Sequence[Place]) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
-        known = tuple((site, path, array.size) for site, path, array in places)
-        return reductions.counts([array for _, _, array in places]), known
-
     def _chosen(self, new: list[Any], changed: Iterable[int], done: Any = ()) -> list[Any]:
         """Return the new state if the step commits, else the old one.
 
@@ -184,9 +186,9 @@ class DeferredUpdates(StepTrace):
         sums = [jnp.where(self.may_commit, number, zero) for number in sums]
         return self._result(outputs, chosen, ~self.may_commit, sums)
 
-    def counts(self) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
+    def counts(self) -> list[Counts]:
         _, new = self._run()
-        return self._counted(self._places(self.named, self.records, new))
+        return _counted(self._places(self.named, self.records, new))
 
     def _run(self) -> tuple[Any, list[Any]]:
         """Run the body and compute the verdict; return the outputs, and the flat new state without
@@ -287,7 +289,7 @@ class ImmediateUpdates(StepTrace):
         chosen = self._chosen(new, self.changed)
         return self._result(self.outputs, chosen, ~self.may_commit, sums)
 
-    def counts(self) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
+    def counts(self) -> list[Counts]:
         new = self._run()
         places = self._places(self.seen.outputs, self.seen.records, new)
         slots = {id(v) for v in self.train_state.slots}
@@ -295,7 +297,7 @@ class ImmediateUpdates(StepTrace):
             if reductions.can_be_bad(new[i]):
                 site = "slots" if id(self.variables[i]) in slots else "weights"
                 places.append((site, self._path(i), new[i]))
-        return self._counted(places)
+        return _counted(places)
 
     def _run(self) -> list[Any]:
         """Run the body and compute the verdict; return the flat new state."""
@@ -321,6 +323,10 @@ class ImmediateUpdates(StepTrace):
 
     def _known(self, variables: Iterable[Any]) -> list[int]:
         return [self.place[id(v)] for v in variables if id(v) in self.place]
+
+
+def _counted(places: Sequence[Place]) -> list[Counts]:
+    return [{(site, path, array.size): reductions.count(array)} for site, path, array in places]
 
 
 def _trace_of(arrays: Sequence[Any]) -> Any:

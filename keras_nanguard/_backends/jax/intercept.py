@@ -35,7 +35,6 @@ class Update:
     Attributes:
         slots, grads, weights: its arguments.
         real: the method itself.
-        holders: the placeholders that the body received for the results, or `None`.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Update:
     ):
         self.optimizer, self.real = optimizer, real
         self.slots, self.grads, self.weights = list(slots), list(grads), list(weights)
-        self.holders: tuple[list[Any], list[Any]] | None = None
 
     @property
     def paths(self) -> list[str]:
@@ -151,20 +149,17 @@ class Intercept:
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             record = Update(optimizer, real, optimizer_variables, grads, trainable_variables)
-            here = all(
-                primal(a, self.trace) is a
-                for a in (*record.grads, *record.weights)
-                if a is not None
-            )
+            arrays = [a for a in (*record.grads, *record.weights) if a is not None]
+            here = all(primal(array, self.trace) is array for array in arrays)
             if self.holders is None:
                 if here:
                     self.records.append(record)
                 return real(optimizer_variables, grads, trainable_variables)
-            record.holders = self.holders.pop(id(optimizer), None)
-            if not here or record.holders is None or not _alike(record):
+            held = self.holders.pop(id(optimizer), None)
+            if not here or held is None or not _alike(record, *held):
                 raise Retrace
             self.records.append(record)
-            return list(record.holders[0]), list(record.holders[1])
+            return list(held[0]), list(held[1])
 
         return stateless_apply
 
@@ -174,24 +169,17 @@ class Intercept:
             value = primal(loss, self.trace)
             if value is not None:
                 self.losses.append(value)
-                outputs = [
-                    primal(leaf, self.trace)
-                    for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))
-                ]
-                self.outputs += [
-                    pair
-                    for pair in named_outputs(self.model, outputs)
-                    if reductions.can_be_bad(pair[1])
-                ]
+                leaves = jax.tree_util.tree_leaves(predicted(args, kwargs))
+                named = named_outputs(self.model, [primal(leaf, self.trace) for leaf in leaves])
+                self.outputs += [pair for pair in named if reductions.can_be_bad(pair[1])]
             return loss
 
         return compute_loss
 
 
-def _alike(record: Update) -> bool:
+def _alike(record: Update, weights: Sequence[Any], slots: Sequence[Any]) -> bool:
     """Whether the arguments of an update have the expected shapes of its results."""
-    assert record.holders is not None
-    pairs = ((record.weights, record.holders[0]), (record.slots, record.holders[1]))
+    pairs = ((record.weights, weights), (record.slots, slots))
     return all([a.shape for a in given] == [a.shape for a in held] for given, held in pairs)
 
 

@@ -39,7 +39,7 @@ __all__ = [
     "all_finite",
     "can_be_bad",
     "cond",
-    "counts",
+    "count",
     "kind",
     "mesh_of",
     "of_all",
@@ -179,14 +179,8 @@ def of_all(number: Any, mesh: Any) -> Any:
     return mean(number)
 
 
-def counts(arrays: Sequence[Any]) -> Any:
-    """Return an int32 array `(len(arrays), 2)`: NaN entries and infinite entries of each."""
-    if not arrays:
-        return jnp.zeros((0, 2), jnp.int32)
-    return jnp.stack([_count(array) for array in arrays])
-
-
-def _count(array: Any) -> Any:
+def count(array: Any) -> Any:
+    """Return an int32 array `(2,)`: the number of NaN entries and of infinite entries."""
     if not can_be_bad(array):
         return jnp.zeros((2,), jnp.int32)
     bad = jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)

@@ -36,7 +36,7 @@ from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpd
 from keras_nanguard._backends.jax.intercept import Retrace, calls_host
 from keras_nanguard._backends.jax.reports import ReportQueue
 from keras_nanguard._backends.shared.batch_memory import owned
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["StepResult", "Transaction"]
@@ -125,7 +125,6 @@ class Transaction:
         self.given: Any = None
         self.mesh: Any = None
         self._last: Any = None
-        self._places: dict[Any, Any] = {}
         self._compile(ImmediateUpdates if not (jit and refuse) else DeferredUpdates)
 
     def _compile(self, updates: type[StepTrace]) -> None:
@@ -217,7 +216,8 @@ class Transaction:
             return False
         result.verdict = verdict
         self.given, self._last = result.args, state if result.given is None else result.given
-        self.report_queue.put(verdict, functools.partial(self._rows, result, state), result.args)
+        healthy = verdict.finite and not verdict.refused
+        self.report_queue.put(None if healthy else functools.partial(self._report, result, state))
         return True
 
     def adopt(self, state: Any) -> None:
@@ -254,12 +254,17 @@ class Transaction:
     # What is bad in a refused step
 
     def _count(self, state: Any, *args: Any) -> Any:
-        trace = self._updates(self, state, args, jnp.zeros((), bool))
-        counts, self._places[_signature(args)] = trace.counts()
-        return counts
+        return self._updates(self, state, args, jnp.zeros((), bool)).counts()
+
+    def _report(self, result: StepResult, state: Any) -> Report:
+        """Return the report of a bad step; `state` is the present one."""
+        found = self._rows(result, state)
+        places = tuple((site, path) for site, path, *_ in found)
+        numbers = np.array([row[2:] for row in found], np.int64).reshape(-1, 3)
+        return Report(result.verdict, places, numbers, result.args)
 
     def _rows(self, result: StepResult, state: Any) -> list[tuple[Any, ...]]:
-        """Return `(site, path, nan, inf, size)` of a bad step.
+        """Return `(site, path, nan, inf, size)` of everything that a bad step has checked.
 
         The step runs again from its initial state, without side effects. A step that has committed
         is not run again if its state was donated.
@@ -272,9 +277,8 @@ class Transaction:
         for i, scale in zip(scales, result.scales):
             leaves[i] = scale
         counts = self._counts(result.factors, tree.unflatten(leaves), *result.args)
-        places = self._places[_signature(result.args)]
-        numbers = np.asarray(counts).tolist()
-        return [(site, path, *pair, size) for (site, path, size), pair in zip(places, numbers)]
+        places = [place for one in counts for place in one.items()]
+        return [(site, path, *np.asarray(n).tolist(), size) for (site, path, size), n in places]
 
     # What a diagnosis asks of it
 
@@ -319,7 +323,7 @@ class Transaction:
         self.scaling = lambda factors: contextlib.nullcontext()
         self._last = self.given = None
         self.unpublished.clear()
-        self.report_queue.forget()
+        self.report_queue.put(None)
 
     def rebind(
         self,
@@ -344,11 +348,6 @@ class Transaction:
 
     def recount(self, step: int) -> None:
         """Do nothing: here steps are not counted."""
-
-
-def _signature(args: Any) -> tuple[Any, ...]:
-    """Return the shapes of a batch, which identify its trace."""
-    return tuple(np.shape(leaf) for leaf in jax.tree_util.tree_leaves(args))
 
 
 def _scalar(value: bool, place: Any) -> Any:

@@ -109,17 +109,9 @@ class ModelAttachment(attach.Attachment):
         before = transaction.steps
         logs = self.inner(data)
         if transaction.steps == before:
-            remedy = (
-                "Train without NanGuard, or with a version of Keras that docs/compatibility.md"
-                " lists."
-            )
-            raise GuardError(
-                expected(
-                    "Keras to run the guarded step",
-                    f"Keras {keras.__version__}, which ran another one",
-                    remedy,
-                )
-            )
+            remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
+            found = f"Keras {keras.__version__}, which ran another one"
+            raise GuardError(expected("Keras to run the guarded step", found, remedy))
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
         return logs, transaction.verdict

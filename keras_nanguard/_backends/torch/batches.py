@@ -29,15 +29,11 @@ class Given:
         self._args = self._structure(args)
 
     def _structure(self, value: Any) -> Any:
-        if (
-            type(value) is tuple
-        ):  # as nearly all arguments are; `keras.tree` takes ten times as long for it
+        if isinstance(value, torch.Tensor):
+            return self._held(value)
+        if type(value) is tuple:  # as nearly all are; `keras.tree` takes ten times as long
             return tuple([self._structure(part) for part in value])
-        return (
-            self._held(value)
-            if isinstance(value, torch.Tensor)
-            else keras.tree.map_structure(self._held, value)
-        )
+        return keras.tree.map_structure(self._held, value)
 
     def _held(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -55,11 +51,8 @@ class Given:
     @property
     def args(self) -> Any:
         """The arguments, or `None` if one of them was written since."""
-        return (
-            self._args
-            if all(value._version == version for value, version in self._versions)
-            else None
-        )
+        unchanged = all(value._version == version for value, version in self._versions)
+        return self._args if unchanged else None
 
 
 def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -69,8 +62,5 @@ def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _as_tensor(value: Any) -> Any:
-    return (
-        keras.ops.convert_to_tensor(value)
-        if isinstance(value, np.ndarray) and value.dtype.kind != "O"
-        else value
-    )
+    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind != "O"
+    return keras.ops.convert_to_tensor(value) if has_numbers else value

@@ -48,9 +48,6 @@ class Compiled:
 
 
 def _update(optimizer: Any) -> Callable[..., Any]:
-    update: Callable[..., Any] = (
-        optimizer.apply
-        if keras_optimizers.is_loss_scaled(optimizer)
-        else torch.compile(optimizer.apply)
-    )
+    scaled = keras_optimizers.is_loss_scaled(optimizer)
+    update: Callable[..., Any] = optimizer.apply if scaled else torch.compile(optimizer.apply)
     return update

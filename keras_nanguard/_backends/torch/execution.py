@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.torch import group, reductions, reports
+from keras_nanguard._backends.torch import group, reductions
+from keras_nanguard._backends.torch.batches import as_tensors
 from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
+from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
@@ -25,7 +27,7 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["FRESH", "Parts", "StepRun"]
+__all__ = ["FRESH", "Parts", "StepResult", "StepRun"]
 
 FRESH = 2
 """Number of first steps for which the train state is read each time and everything is kept, to find
@@ -40,6 +42,26 @@ REFUSED, UNDOABLE, COMMITTED = range(3)
 """Decisions about a step, the most careful first. `UNDOABLE`: it is updated with the old values
 kept, and checked again.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a guarded step.
+
+    Attributes:
+        outputs: what the body returned; `None` if it raised an exception about a bad number.
+        verdict: the numbers of the step; means over all processes, if there are several.
+        report: its report, `None` if it is healthy.
+        unread: the sums over the updated weights and slots, if they are still on a device. They are
+            read with the verdict of the next step.
+        has_created: whether it has created variables, so that the train state has to be read again.
+    """
+
+    outputs: Any
+    verdict: Verdict
+    report: Report | None
+    unread: tuple[Any, ...]
+    has_created: bool
 
 
 class Parts:
@@ -70,18 +92,14 @@ class Parts:
                 self.unlisted.append(variable.value)
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
         self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
-        self.expected = Expected()
-        self.statistics_rows, self.update_rows = (
-            reductions.StandingRows(),
-            reductions.StandingRows(),
-        )
         self.kind = reductions.kind(self.weights_and_slots)
         self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
         self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
         self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
-        attributes = keras_layers.attributes_of(train_state.layers)
         self._tensors = [
-            (held, name) for held, name, value in attributes if isinstance(value, torch.Tensor)
+            (held, name)
+            for held, name, value in keras_layers.attributes_of(train_state.layers)
+            if isinstance(value, torch.Tensor)
         ]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
@@ -103,84 +121,52 @@ def _equal(tensor: Any, other: Any, nan: bool) -> bool:
 
 
 class StepRun:
-    """One run of the transaction."""
+    """One run of the transaction.
 
-    seen: Any
+    Args:
+        owner: the `Transaction`.
+        args: the arguments of the body.
 
-    def __init__(self, owner: Any):
-        self.owner, self.parts = owner, owner.parts
-        self.train_state = self.parts.train_state
+    Attributes:
+        may_commit: the decision, `None` before it was made.
+        undoable: whether the update runs with the old values kept, and is checked.
+        verdict: the numbers so far.
+        own: the same of this process alone.
+        error: the exception about a bad number that ended the body, if any.
+        statistics: the written statistics that are judged.
+        seen: the calls of optimizers and loss.
+    """
+
+    seen: Intercept
+    statistics: list[Any]
+
+    def __init__(self, owner: Any, args: Sequence[Any]):
+        self.owner, self.parts, self.args = owner, owner.parts, args
+        self.fresh = owner.steps < FRESH
         self.may_commit: bool | None = None
+        self.undoable = self.left_by_previous = self.has_created = False
+        self.verdict = self.own = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.error: BaseException | None = None
-        self.created_count = 0
-        self.update_sums = [0.0, 0.0]
-        self.undoable = False
         self.is_shared = owner.agreement is not None and owner.agreement.count > 1
-        self.left_by_previous = False
-        self.compiled: Any = None
 
-    def complete(self, args: Sequence[Any]) -> Any:
+    def complete(self) -> StepResult:
+        """Run the step; commit or refuse it."""
         owner, parts = self.owner, self.parts
-        fresh = owner.steps < FRESH
-        kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
-        adds = not owner.stock and (
-            fresh or owner.adds_to_gradients or owner.model is None
-        )  # what a step finds stays alive until its end
-        held = [(t, t.grad) for t in parts.holders if t.grad is not None] if adds else []
-        self.grads = [(t, grad, local(grad)._version) for t, grad in held]
-        if fresh and not owner.stock and owner.refuse:
-            kept += parts.weights_and_slots
-        if (fresh or owner.adds_to_gradients) and owner.refuse:
-            kept += [local(grad) for _, grad, _ in self.grads]
-        if owner.jit and not fresh:
-            self.compiled = owner.compiled = owner.compiled or Compiled(
-                owner.body, owner.model, self.train_state.optimizers
-            )
-            self.undo_log = UndoLog(
-                (), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False
-            )
-        else:
-            writes = (
-                None
-                if owner.stock
-                else lambda tensor: self.seen.before_write(tensor, parts.metrics)
-            )
-            self.undo_log = UndoLog(
-                kept,
-                self._note_created,
-                parts.unlisted,
-                writes=writes,
-                expected=None if fresh else parts.expected,
-            )
+        adds = self.fresh or owner.adds_to_gradients or owner.model is None
+        found = [] if owner.stock or not adds else [(t, t.grad) for t in parts.holders]
+        # What a step finds stays alive until its end.
+        self.grads = [(t, grad, local(grad)._version) for t, grad in found if grad is not None]
+        self.compiled = self._compiled_body()
+        self.undo_log = self._undo_log()
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
-        self.attributes = parts.attributes(every=fresh)
-        outputs = None
-        body = self.compiled.body if self.compiled else owner.body
-        stand_ins = (
-            self.compiled.stand_ins
-            if self.compiled
-            else StandIns(owner.model, self.train_state.optimizers)
-        )
-        with (
-            self.undo_log,
-            Intercept(stand_ins, self._asked, parts.paths, parts.tensors) as self.seen,
-        ):
-            try:
-                outputs = body(*args)
-            except Exception as error:
-                if not (owner.refuse and self.may_commit is not True and is_numeric(error)):
-                    self._abandon()
-                    if self.is_shared:
-                        group.leave(error)
-                    raise
-                self.error = error
+        self.attributes = parts.attributes(every=self.fresh)
+        outputs = self._run_body()
         versions = [(local(grad)._version, version) for _, grad, version in self.grads]
         owner.adds_to_gradients |= any(now != version for now, version in versions)
-        if self.created_count:
-            owner.stale = True
         if self.may_commit is None:
             self._judge(outputs)
-        return self._conclude(outputs, args, before)
+        self._find_untracked(before)
+        return self._concluded(outputs)
 
     def close(self) -> None:
         """Release the gradients. A run and the replacements of its body refer to each other and
@@ -188,12 +174,58 @@ class StepRun:
         """
         vars(self).clear()
 
+    # Running the body
+
+    def _compiled_body(self) -> Compiled | None:
+        """Return the compiled body, once the first steps have shown what it writes."""
+        owner = self.owner
+        if not owner.jit or self.fresh:
+            return None
+        if owner.compiled is None:
+            optimizers = self.parts.train_state.optimizers
+            owner.compiled = Compiled(owner.body, owner.model, optimizers)
+        compiled: Compiled = owner.compiled
+        return compiled
+
+    def _undo_log(self) -> UndoLog:
+        """Return the undo log, with what has to be kept before the body runs."""
+        owner, parts = self.owner, self.parts
+        kept = [*owner.untracked.values(), *(parts.other if self.fresh else ())]
+        if self.fresh and not owner.stock and owner.refuse:
+            kept += parts.weights_and_slots
+        if (self.fresh or owner.adds_to_gradients) and owner.refuse:
+            kept += [local(grad) for _, grad, _ in self.grads]
+        if self.compiled is not None:
+            uncounted = [*parts.unlisted, *parts.small_state, *kept]
+            return UndoLog((), self._note_created, uncounted, watch=False)
+        writes = None if owner.stock else lambda t: self.seen.before_write(t, parts.metrics)
+        return UndoLog(kept, self._note_created, parts.unlisted, writes=writes)
+
+    def _run_body(self) -> Any:
+        """Run the body and return its outputs; `None` if it raised an exception about a bad
+        number.
+        """
+        owner, parts = self.owner, self.parts
+        body, stand_ins = owner.body, None
+        if self.compiled is not None:
+            body, stand_ins = self.compiled.body, self.compiled.stand_ins
+        stand_ins = stand_ins or StandIns(owner.model, parts.train_state.optimizers)
+        self.seen = Intercept(stand_ins, self._asked, parts.paths, parts.tensors, self.undo_log)
+        with self.undo_log, self.seen:
+            try:
+                return body(*self.args)
+            except Exception as error:
+                if not (owner.refuse and self.may_commit is not True and is_numeric(error)):
+                    self._abandon(error)
+                    raise
+                self.error = error
+                return None
+
     def _asked(self, record: Update) -> str:
         """Return when an update runs, and build its optimizer now, as Keras would, so that its
         variables are noted.
         """
-        if record.build():
-            self.owner.stale = True
+        self.has_created |= record.build()
         if not self.owner.refuse:
             return "now"
         if not self.owner.stock:
@@ -205,87 +237,81 @@ class StepRun:
     def _note_created(self, variable: Any) -> None:
         tensor = variable.value
         if not tensor.is_meta:
-            self.created_count += 1
+            self.has_created = True
             self.owner.note_created(tensor, keras_variables.read(variable))
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
         be undone.
         """
         if self.owner.refuse and not self.may_commit:
             self._undo()
+        if self.is_shared:
+            group.leave(error)
 
     def _undo(self) -> None:
         """Undo every write, and every replacement of a tensor in an attribute of a layer."""
-        self.seen.give_back()
         self.undo_log.give_back()
         keras_layers.give_back_tensors(self.attributes)
+
+    # The verdict
 
     def _judge(self, outputs: Any) -> None:
         """Compute and read the verdict: the only place where the host waits for the device."""
         owner, seen = self.owner, self.seen
-        if self.created_count:
+        if self.has_created:
             self._read_anew()
         kind = self.parts.kind
-        apart = (
-            self.parts.judged_elsewhere | owner.tolerated
-            if owner.tolerated
-            else self.parts.judged_elsewhere
-        )
-        written = self.undo_log.written
-        self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
+        self.statistics = self._written_statistics()
         losses = seen.losses or owner.outputs.losses(outputs)
         gradients = self._gradients()
         sums = [reductions.added(losses, kind), reductions.squares(gradients, kind)]
-        sums.append(reductions.total(self.statistics, kind, self.parts.statistics_rows))
-        scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
-        early = bool(seen.undo) or not owner.refuse
+        sums.append(reductions.total(self.statistics, kind))
+        scales = [self._before(s.value).to(kind) for s, _ in self.parts.train_state.scales]
+        early = seen.early or not owner.refuse
         update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
         numbers, scales, now, previous = reductions.looked_at(
             sums, scales, update_sums, owner.unread
         )
-        owner.unread = ()
         if not math.isfinite(numbers[2]) and self._tolerate_constants():
             numbers[2] = float(reductions.total(self.statistics, kind))
-        self.loss = reductions.confirmed(numbers[0], losses)
-        self.gradients = reductions.confirmed(numbers[1], gradients, power=2)
-        self.statistic = reductions.confirmed(numbers[2], self.statistics)
-        if self.error is not None and math.isfinite(self.gradients):
-            self.loss = math.nan
-        self.scale = min(scales, default=1.0)
-        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
-        may_commit = self.error is None and valid
-        may_commit = may_commit and rules.may_commit(
-            rules.NUMBERS, [self.loss, self.gradients, self.statistic]
-        )
+        loss = reductions.confirmed(numbers[0], losses)
+        squares = reductions.confirmed(numbers[1], gradients, power=2)
+        statistic = reductions.confirmed(numbers[2], self.statistics)
+        if self.error is not None and math.isfinite(squares):
+            loss = math.nan
+        self.verdict = Verdict(False, loss, squares, statistic, 0.0, 0.0, min(scales, default=1.0))
         if early:
-            may_commit = self._read_update_sums(now) and may_commit
+            self._read_update_sums(now)
         if not math.isfinite(sum(previous)) and not all(
             bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots
         ):
-            self.update_sums, self.left_by_previous, may_commit = previous, True, False
-        self.own = self.loss, self.gradients, self.statistic, *self.update_sums
+            self.left_by_previous = True
+            self.verdict = self.verdict._replace(weights=previous[0], slots=previous[1])
+        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
+        may_commit = self.error is None and valid and self.verdict.finite
+        self.own = self.verdict
         overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
-        self._agree(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
+        self._decide(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
 
-    def _agree(self, outcome: int) -> None:
-        """Return the common decision of all processes: the most careful one."""
+    def _decide(self, outcome: int) -> None:
+        """Decide as all processes do: the most careful one counts. The numbers of the verdict
+        become the means over all of them. One message.
+        """
         if self.is_shared:
-            outcome = self._agreed(outcome)
+            agreement, verdict = self.owner.agreement, self.verdict
+            flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
+            numbers = [*map(float, flags), *verdict[1:7]]
+            sums = group.summed(numbers, "their verdict on a step")
+            refused, undoable, agreement.news = (number > 0 for number in sums[:3])
+            self.verdict = Verdict(False, *(number / agreement.count for number in sums[3:]))
+            outcome = REFUSED if refused else UNDOABLE if undoable else COMMITTED
         self.may_commit, self.undoable = outcome > REFUSED, outcome == UNDOABLE
 
-    def _agreed(self, outcome: int) -> int:
-        """Return the common decision; the numbers of the verdict become the means over all
-        processes. One message.
-        """
-        agreement = self.owner.agreement
-        flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
-        numbers = [self.loss, self.gradients, self.statistic, self.scale, *self.update_sums]
-        sums = group.summed([*map(float, flags), *numbers], "their verdict on a step")
-        means = (number / agreement.count for number in sums[len(flags) :])
-        self.loss, self.gradients, self.statistic, self.scale, *self.update_sums = means
-        refused, undoable, agreement.news = (number > 0 for number in sums[: len(flags)])
-        return REFUSED if refused else UNDOABLE if undoable else COMMITTED
+    def _written_statistics(self) -> list[Any]:
+        apart = self.parts.judged_elsewhere | self.owner.tolerated
+        written = self.undo_log.written
+        return [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
 
     def _gradients(self) -> list[Any]:
         """Return the gradients of this step: of its updates, or those left by an exception before
@@ -315,131 +341,145 @@ class StepRun:
 
     def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
         """Return the weights and slots to read after the updates; see `reductions.updated`."""
-        known, steps = self.parts.slots, self.owner.steps
-        return reductions.updated(self.train_state, self.seen.records, known, gradients, steps)
+        parts, steps = self.parts, self.owner.steps
+        records = self.seen.records
+        return reductions.updated(parts.train_state, records, parts.slots, gradients, steps)
 
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
-        return reductions.update_sums(
-            self._updated(gradients), self.parts.kind, self.parts.update_rows
-        )
+        return reductions.update_sums(self._updated(gradients), self.parts.kind)
 
-    def _read_anew(self) -> None:
-        """Read the train state, of which the step has created a part."""
-        self.parts = Parts(self.owner.read_train_state())
-        self.train_state = self.parts.train_state
-
-    def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
-        owner = self.owner
-        self._find_untracked(before)
-        self.parts.expected.add(self.undo_log.owner)
-        owner.keeps_undo |= bool(self.seen.undo) and not self.undoable
-        if self.may_commit and self.undoable and owner.refuse:
-            self.seen.make()
-            self._agree(COMMITTED if self._read_update_sums() else REFUSED)
-            self.undoable = True
-        if not self.may_commit:
-            places = reports.places(self)
-            owner.report_queue.places = tuple((site, path) for site, path, _ in places)
-            counts = reductions.counts([tensor for _, _, tensor in places])
-            loss, gradients, statistic, weights, slots = self.own
-            own = Verdict(owner.refuse, loss, gradients, statistic, weights, slots, self.scale)
-            owner.report_queue.put(own, counts, args, left_by_previous=self.left_by_previous)
-        if self.may_commit or not owner.refuse:
-            self.seen.make(keep=False)
-            if self._note_slots():
-                self._read_anew()
-            if owner.refuse and not self.undoable:
-                self._read_later()
-            owner.verdict = self._verdict(False)
-            return outputs
-        self._undo()
-        self._clear_gradients()
-        self._learn_scale()
-        owner.verdict = self._verdict(True)
-        return outputs
-
-    def _note_slots(self) -> bool:
-        """Store variables that the updates have created outside of Keras; return whether there are
-        any.
-        """
-        created = [found for record in self.seen.records for found in record.created()]
-        for tensor, value in created:
-            self.owner.note_created(tensor, value)
-        self.owner.stale |= bool(created)
-        return bool(created)
-
-    def _read_update_sums(self, numbers: Sequence[float] = ()) -> bool:
-        """Read the sums over the updated state now; return whether all of its entries are finite.
+    def _read_update_sums(self, numbers: Sequence[float] = ()) -> None:
+        """Read the sums over the updated state into the verdict.
 
         Args:
             numbers: the sums, if they have been read.
         """
+        gradients = self.verdict.gradients
         if not numbers:
-            (numbers,) = reductions.looked_at(self._update_sums(self.gradients))
-        if not math.isfinite(sum(numbers)):
-            read = self._updated(self.gradients)
-            numbers = [
-                reductions.confirmed(number, tensors) for number, tensors in zip(numbers, read)
-            ]
-        self.update_sums = list(numbers)
-        return math.isfinite(sum(numbers))
+            (numbers,) = reductions.looked_at(self._update_sums(gradients))
+        if not _finite(numbers):
+            read = zip(numbers, self._updated(gradients))
+            numbers = [reductions.confirmed(number, tensors) for number, tensors in read]
+        self.verdict = self.verdict._replace(weights=numbers[0], slots=numbers[1])
 
-    def _read_later(self) -> None:
-        """Read the sums over the updated state.
+    def _read_anew(self) -> None:
+        """Read the train state, of which the step has created a part."""
+        self.parts = Parts(self.owner.read_train_state())
+
+    # Commit or refuse
+
+    def _concluded(self, outputs: Any) -> StepResult:
+        """Commit or refuse the step; return its result."""
+        owner = self.owner
+        owner.keeps_undo |= self.seen.early and not self.undoable
+        if self.may_commit and self.undoable and owner.refuse:
+            self.seen.make()
+            self._read_update_sums()
+            self._decide(COMMITTED if _finite(self.verdict[4:6]) else REFUSED)
+            self.undoable = True
+        report = None if self.may_commit else self._report()
+        unread: tuple[Any, ...] = ()
+        if self.may_commit or not owner.refuse:
+            unread = self._commit()
+        else:
+            self._refuse()
+        return StepResult(outputs, self.verdict, report, unread, self.has_created)
+
+    def _commit(self) -> tuple[Any, ...]:
+        """Run the deferred updates; return the sums over the updated state, if they are not read
+        now.
 
         They are read with the verdict of the next step if the host would otherwise wait for the
         device again, or if other processes need them.
         """
-        update_sums = self._update_sums(self.gradients)
+        self.seen.make(keep=False)
+        created = [found for record in self.seen.records for found in record.created()]
+        for tensor, value in created:
+            self.owner.note_created(tensor, value)
+        if created:
+            self.has_created = True
+            self._read_anew()
+        if not self.owner.refuse or self.undoable:
+            return ()
+        update_sums = self._update_sums(self.verdict.gradients)
         if self.is_shared or reductions.is_away(update_sums[0]):
-            self.owner.unread = update_sums
-        else:
-            (self.update_sums,) = reductions.looked_at(update_sums)
+            return update_sums
+        (numbers,) = reductions.looked_at(update_sums)
+        self.verdict = self.verdict._replace(weights=numbers[0], slots=numbers[1])
+        return ()
 
-    def _verdict(self, refused: bool) -> Verdict:
-        weights, slots = self.update_sums
-        return Verdict(
-            refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale
-        )
-
-    def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
-        """Store tensors that were written in place outside of Keras, which are kept before each
-        later step.
+    def _refuse(self) -> None:
+        """Undo the step. For a body that accumulates gradients, those from before it are
+        restored.
         """
-        known = self.undo_log.owner if self.compiled is None else self.undo_log.old
-        changed = [t for t, version in before if t._version != version and id(t) not in known]
-        if changed:
-            updated = {
-                id(t)
-                for record in self.seen.records
-                if record not in self.seen.waiting
-                for t in record.state()
-            }
-            changed = [t for t in changed if id(t) not in updated]
-        if (
-            self.owner.jit and self.compiled is None
-        ):  # a compiled step does not show what it assigns to
-            kept = {id(t) for t in (self.parts.all if self.owner.stock else self.parts.small_state)}
-            changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
-        self.owner.untracked.update({id(t): t for t in changed})
-
-    def _clear_gradients(self) -> None:
-        """Remove the gradients of a refused step, for a body that accumulates them."""
+        self._undo()
         for tensor in self.parts.holders:
             tensor.grad = None
         for tensor, grad, _ in self.grads:
             tensor.grad = grad
+        self._learn_scale()
+        self.verdict = self.verdict._replace(refused=True)
 
     def _learn_scale(self) -> None:
         """Update each loss scale after a refusal."""
-        for optimizer in self.train_state.optimizers:
+        loss, gradients = self.verdict.loss, self.verdict.gradients
+        for optimizer in self.parts.train_state.optimizers:
             if not (keras_optimizers.is_loss_scaled(optimizer) and optimizer.built):
                 continue
             scale, counter = optimizer.dynamic_scale, optimizer.step_counter
             before = float(scale.value), int(counter.value)
             after = rules.learned_scale(
-                rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale
+                rules.NUMBERS, loss, gradients, *before, optimizer.initial_scale
             )
             scale.assign(after[0])
             counter.assign(after[1])
+
+    def _report(self) -> Report:
+        """Return the report of a bad step, with the counts of this process. No argument of the step
+        is copied.
+        """
+        places = self._places()
+        return Report(
+            self.own._replace(refused=self.owner.refuse),
+            tuple((site, path) for site, path, _ in places),
+            reductions.counts([tensor for _, _, tensor in places]),
+            as_tensors(self.args),
+            left_by_previous=self.left_by_previous,
+        )
+
+    def _places(self) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that a report counts."""
+        seen, state = self.seen, self.parts.train_state
+        paths = {**{key: v.path for key, v in self.undo_log.owner.items()}, **self.parts.paths}
+        found = [("outputs", name, t) for name, t in seen.outputs]
+        found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
+        if self.error is not None and not seen.records:
+            grads = [(v.path, getattr(v, "of", v.value).grad) for v in state.trainable]
+            found += [("gradients", path, local(grad)) for path, grad in grads if grad is not None]
+        found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
+        if seen.early or not self.owner.refuse:
+            for site, variables in (("weights", state.trainable), ("slots", state.slots)):
+                bad = (v for v in variables if reductions.can_be_bad(v.value))
+                found += [(site, v.path, v.value) for v in bad]
+        return found
+
+    def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
+        """Store tensors that were written in place outside of Keras, which are kept before each
+        later step.
+        """
+        owner, parts, seen = self.owner, self.parts, self.seen
+        known = self.undo_log.owner if self.compiled is None else self.undo_log.old
+        changed = [t for t, version in before if t._version != version and id(t) not in known]
+        if changed:
+            run = [record for record in seen.records if record not in seen.waiting]
+            updated = {id(t) for record in run for t in record.state()}
+            changed = [t for t in changed if id(t) not in updated]
+        if owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
+            kept = {id(t) for t in (parts.all if owner.stock else parts.small_state)}
+            changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
+        owner.untracked.update({id(t): t for t in changed})
+
+
+def _finite(numbers: Sequence[float]) -> bool:
+    return math.isfinite(sum(numbers))

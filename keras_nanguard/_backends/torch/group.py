@@ -127,9 +127,8 @@ def _waiting_for(what: str) -> Iterator[None]:
             "Check the output of that process: it has ended, or runs a different number of steps."
             " Then restart all of them."
         )
-        raise GuardError(
-            expected(f"an answer from all {place()[1]} processes", received, remedy)
-        ) from error
+        wanted = f"an answer from all {place()[1]} processes"
+        raise GuardError(expected(wanted, received, remedy)) from error
 
 
 def _missing() -> str:
@@ -144,15 +143,9 @@ def _missing() -> str:
         while missing and time.monotonic() < end:
             missing = [other for other in missing if not store.check([f"waits/{other}"])]
             time.sleep(0.05)
-        ended = {
-            other: store.get(f"ended/{other}").decode()
-            for other in range(count)
-            if store.check([f"ended/{other}"])
-        }
+        ended = [other for other in range(count) if store.check([f"ended/{other}"])]
+        reasons = {other: f" ({store.get(f'ended/{other}').decode()})" for other in ended}
     except RuntimeError:
         return "rank 0, which holds the store of the process group," if rank else "another rank"
-    names = [
-        f"rank {other}" + (f" ({ended[other]})" if other in ended else "")
-        for other in missing or sorted(ended)
-    ]
+    names = [f"rank {other}{reasons.get(other, '')}" for other in missing or ended]
     return ", ".join(names) or "a rank whose connection was lost"

@@ -18,7 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Undo, Update
+from keras_nanguard._backends.torch.origins import storage
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras.overrides import Overrides
 
@@ -37,7 +39,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     def arm(self, tensors: Iterable[Any]) -> None:
         """Watch these tensors, too."""
-        self.storages |= {_storage(tensor) for tensor in tensors}
+        self.storages |= {storage(tensor) for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
@@ -50,21 +52,11 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def _touches(self, args: Iterable[Any]) -> bool:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if _storage(local(arg)) in self.storages:
+                if storage(local(arg)) in self.storages:
                     return True
             elif isinstance(arg, (list, tuple)) and self._touches(arg):
                 return True
         return False
-
-
-def _storage(tensor: Any) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # a sparse tensor: its parts have a storage, itself has none
-        return id(tensor)
 
 
 class StandIns:
@@ -99,9 +91,8 @@ class StandIns:
             if of_torch is not None:
                 self.places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
             else:
-                self.places.append(
-                    (optimizer, "apply", self._applier(optimizer, update(optimizer)))
-                )
+                apply = self._applier(optimizer, update(optimizer))
+                self.places.append((optimizer, "apply", apply))
         if hasattr(model, "compute_loss"):
             self.places.append((model, "compute_loss", self._noting(model.compute_loss)))
 
@@ -144,13 +135,14 @@ class Intercept:
             the old values first, `"later"` to defer it, `"never"` to omit it.
         paths: path of each parameter by its `id`, for torch optimizers.
         tensors: the tensors of variables, by their `id`.
+        undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
 
     Attributes:
         records: the calls of the optimizers, in order.
         losses: the results of `compute_loss`.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
         waiting: deferred records that have not run yet.
-        undo: undoes the updates that had to run before the verdict, in order.
+        early: whether an update had to run before the verdict.
     """
 
     def __init__(
@@ -159,13 +151,14 @@ class Intercept:
         asked: Callable[[Update], str],
         paths: dict[int, str],
         tensors: Mapping[int, Any],
+        undo_log: UndoLog | None = None,
     ):
         self.stand_ins, self.asked, self.paths, self.tensors = stand_ins, asked, paths, tensors
+        self.undo_log, self.early = undo_log, False
         self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
         self.waiting: list[Update] = []
-        self.undo: list[Undo] = []
         self._watch: Watch | None = None
         self._overrides = Overrides()
 
@@ -186,15 +179,8 @@ class Intercept:
         self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any
     ) -> None:
         """Record the update `real(grads, variables)`."""
-        self._take(
-            KerasUpdate(
-                optimizer,
-                real,
-                list(grads),
-                None if variables is None else list(variables),
-                self.tensors,
-            )
-        )
+        variables = None if variables is None else list(variables)
+        self._take(KerasUpdate(optimizer, real, list(grads), variables, self.tensors))
 
     def take_step(
         self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]
@@ -204,10 +190,8 @@ class Intercept:
             self._take(TorchUpdate(optimizer, real, self.paths))
             optimizer.of._opt_called = True  # what a scheduler of torch's looks for
             return None
-        record = TorchUpdate(
-            optimizer, real, self.paths
-        )  # evaluates the loss itself, several times
-        self.undo.append(record.undo())
+        record = TorchUpdate(optimizer, real, self.paths)
+        self._keep(record)  # it evaluates the loss itself, several times
         result = real(closure, **kwargs) if closure is not None else real(**kwargs)
         made = TorchUpdate(optimizer, real, self.paths)
         made.slots = record.slots
@@ -218,7 +202,7 @@ class Intercept:
         self.records.append(record)
         when = self.asked(record)
         if when == "kept":
-            self.undo.append(record.undo())
+            self._keep(record)
         if when in ("now", "kept"):
             record.run()
         elif when == "later":
@@ -233,8 +217,14 @@ class Intercept:
         waiting, self.waiting = self.waiting, []
         for record in waiting:
             if keep:
-                self.undo.append(record.undo())
+                self._keep(record)
             record.run()
+
+    def _keep(self, record: Update) -> None:
+        """Keep what an update is about to write."""
+        self.early = True
+        if self.undo_log is not None:
+            self.undo_log.keep_updated(record.state(), record.held())
 
     def before_write(self, tensor: Any, unread: Container[int]) -> None:
         """Run the deferred updates before a write to a tensor that they may read, such as a rate.
@@ -243,21 +233,14 @@ class Intercept:
         if self.waiting and id(tensor) not in unread:
             self.make()
 
-    def give_back(self) -> None:
-        """Undo the updates that have run."""
-        for undo in reversed(self.undo):
-            undo.give_back()
-
     def note(self, loss: Any, args: Any, kwargs: Any) -> None:
         """Record the result of `compute_loss(*args, **kwargs)`."""
         if loss is not None:
             self.losses.append(keras.ops.convert_to_tensor(loss))
-            self.outputs += filter(
-                _is_float,
-                named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))),
-            )
+            outputs = keras.tree.flatten(predicted(args, kwargs))
+            named = named_outputs(self.stand_ins.model, outputs)
+            self.outputs += [(name, value) for name, value in named if _is_float(value)]
 
 
-def _is_float(named: tuple[str, Any]) -> bool:
-    _, value = named
+def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -181,15 +181,10 @@ class TorchOptimizer:
         """Return what puts the state back as it is now, numbers that are no tensors and missing
         entries included.
         """
-        before = {
-            p: {k: _copied(v) for k, v in slots.items()} for p, slots in self.of.state.items()
-        }
-        tensors = [
-            (t, t.detach().clone())
-            for slots in before.values()
-            for t in slots.values()
-            if isinstance(t, torch.Tensor)
-        ]
+        state = self.of.state.items()
+        before = {p: {k: _copied(v) for k, v in slots.items()} for p, slots in state}
+        values = [value for slots in before.values() for value in slots.values()]
+        tensors = [(t, t.detach().clone()) for t in values if isinstance(t, torch.Tensor)]
 
         def restore() -> None:
             for p in list(self.of.state):

@@ -45,9 +45,8 @@ def is_numeric(error: BaseException) -> bool:
     """
     if not isinstance(error, (RuntimeError, ValueError)):
         return False
-    return any(message in str(error) for message in MESSAGES) and _is_raised_by_torch(
-        error.__traceback__
-    )
+    known = any(message in str(error) for message in MESSAGES)
+    return known and _is_raised_by_torch(error.__traceback__)
 
 
 def _is_raised_by_torch(traceback: TracebackType | None) -> bool:

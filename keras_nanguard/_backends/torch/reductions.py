@@ -10,19 +10,17 @@ replaces `dot`.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading, full_read_is_due
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    *("StandingRows", "added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at"),
+    *("added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at", "slots_of"),
     *("squares", "total", "update_sums", "updated"),
 ]
 
@@ -64,9 +62,8 @@ def _dense(tensor: Any) -> Any:
     if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
         return tensor.reshape(-1)
     if tensor.layout != torch.strided:
-        tensor = (
-            tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
-        )
+        whole = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+        tensor = whole.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype.itemsize < 4:
@@ -74,18 +71,15 @@ def _dense(tensor: Any) -> Any:
     return tensor.reshape(-1)
 
 
-def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
-    """Return groups of rows: large ones alone, small ones of one dtype and device together, on a
-    CPU up to `SERIAL` entries.
+def _rows(tensors: Iterable[Any]) -> list[Any]:
+    """Return the numbers of all tensors in few rows: a large one alone, small ones of one dtype and
+    device joined, on a CPU up to `SERIAL` entries.
     """
     groups: list[list[Any]] = []
     last: dict[Any, tuple[list[Any], float]] = {}
-    for row in rows:
-        size, kind, most = (
-            row.numel(),
-            (row.dtype, row.device),
-            SERIAL if row.device.type == "cpu" else math.inf,
-        )
+    for row in (_dense(t) for t in tensors if can_be_bad(t) and t.numel()):
+        size, kind = row.numel(), (row.dtype, row.device)
+        most = SERIAL if row.device.type == "cpu" else math.inf
         if size >= min(LARGE, most):
             groups.append([row])
             continue
@@ -95,63 +89,7 @@ def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
             groups.append(group)
         group.append(row)
         last[kind] = group, filled + size
-    return groups
-
-
-def _laid(groups: Iterable[list[Any]]) -> list[Any]:
-    """Return each group as one row."""
     return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
-
-
-def _rows(tensors: Iterable[Any]) -> list[Any]:
-    """Return the numbers of all tensors in few rows."""
-    plain: list[Any] = []
-    others: list[Any] = []
-    for tensor in tensors:
-        small = (
-            tensor.dtype is torch.float32
-            and tensor.layout is torch.strided
-            and tensor.numel() < LARGE
-        )
-        (plain if small and not tensor.requires_grad else others).append(tensor)
-    devices = {tensor.device for tensor in plain}
-    rows = _laid(
-        _grouped(
-            [
-                _dense(t)
-                for t in (others if len(devices) < 2 else [*others, *plain])
-                if can_be_bad(t) and t.numel()
-            ]
-        )
-    )
-    return [*rows, *map(_flatten_dense_tensors, _grouped(plain))] if len(devices) == 1 else rows
-
-
-class StandingRows:
-    """Cached rows of tensors that are the same in every step, valid as long as each stays at its
-    address.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: list[Any] = []
-        self._places: list[int] = []
-        self._groups: list[list[Any]] = []
-
-    def of(self, tensors: list[Any]) -> list[list[Any]]:
-        """Return the numbers of all tensors, in groups of rows."""
-        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        if same and [tensor.data_ptr() for tensor in tensors] == self._places:
-            return self._groups
-        rows = [_dense(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
-        groups = _grouped(rows)
-        if len(rows) == len(tensors) and all(map(_is_view, rows, tensors)):
-            self._tensors, self._groups = list(tensors), groups
-            self._places = [tensor.data_ptr() for tensor in tensors]
-        return groups
-
-
-def _is_view(row: Any, tensor: Any) -> bool:
-    return bool(tensor.layout is torch.strided and row.data_ptr() == tensor.data_ptr())
 
 
 def added(losses: Sequence[Any], dtype: Any) -> Any:
@@ -186,12 +124,11 @@ def _squares(row: Any) -> Any:
     return torch.dot(row, row)
 
 
-def total(tensors: list[Any], dtype: Any, standing: StandingRows | None = None) -> Any:
+def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return a number that is not finite if one entry is not, and finite if all are and nothing
     overflows.
     """
-    rows = _rows(tensors) if standing is None else _laid(standing.of(tensors))
-    return _add([row.sum() for row in rows], dtype)
+    return _add([row.sum() for row in _rows(tensors)], dtype)
 
 
 def confirmed(number: float, tensors: Iterable[Any], power: int = 1) -> float:
@@ -230,22 +167,15 @@ def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Return the number of NaN, of infinite, and of all entries of each tensor."""
-    found = []
-    for tensor in tensors:
-        row = _dense(tensor) if can_be_bad(tensor) else None
-        nan = inf = 0
-        if row is not None:
-            nan, inf = int(torch.isnan(row).sum()), int(torch.isinf(row).sum())
-        found.append(
-            (
-                nan,
-                inf,
-                int(tensor.numel())
-                if row is None or row.dtype == tensor.dtype
-                else int(row.numel()),
-            )
-        )
-    return found
+    return [_count(tensor) for tensor in tensors]
+
+
+def _count(tensor: Any) -> tuple[int, int, int]:
+    if not can_be_bad(tensor):
+        return 0, 0, int(tensor.numel())
+    row = _dense(tensor)
+    size = tensor.numel() if row.dtype == tensor.dtype else row.numel()
+    return int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)
 
 
 def updated(
@@ -278,12 +208,10 @@ def updated(
     return together, separate
 
 
-def update_sums(
-    read: tuple[list[Any], list[Any]], dtype: Any, standing: StandingRows | None = None
-) -> tuple[Any, Any]:
+def update_sums(read: tuple[list[Any], list[Any]], dtype: Any) -> tuple[Any, Any]:
     """Return the sums over the two lists of `updated`, on the device."""
     together, separate = read
-    return total(together, dtype, standing), total(separate, dtype)
+    return total(together, dtype), total(separate, dtype)
 
 
 def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], SlotReading]:

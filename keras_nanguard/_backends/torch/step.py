@@ -2,11 +2,11 @@
 
 In outline::
 
-    keep      torch's generators and buffers; the other small state is copied when the step writes
-    it run       the user's step; its optimizer updates are deferred verdict   are loss, gradients
-    and written statistics finite? is the loss scale valid? one read yes       the updates run;
-    weights and slots are read once no        everything written is restored, the loss scale learns,
-    batch and counts are reported
+    keep      torch's generators and buffers; other small state is copied when the step writes it
+    run       the user's step; its optimizer updates are deferred
+    verdict   are loss, gradients and written statistics finite, is the loss scale valid? one read
+    commit    the updates run; weights and slots are read once
+    refuse    everything written is restored, the loss scale learns, batch and counts are reported
 
 In Keras' own train step everything that can make it bad is known when it calls its update, so the
 verdict is computed there and nothing large is copied. Any other step may do anything after an
@@ -86,12 +86,8 @@ class Transaction:
     ):
         self.body = self.replayed = body
         self.read_train_state, self.model = train_state, model
-        self.stock, self.note_created, self.refuse, self.agreement = (
-            stock,
-            note_created,
-            refuse,
-            agreement,
-        )
+        self.stock, self.note_created = stock, note_created
+        self.refuse, self.agreement = refuse, agreement
         self.jit, self.compiled = jit, compiled
         self.report_queue = ReportQueue()
         self.outputs = step_outputs.LogOutputs() if logs else step_outputs.PlainOutputs()
@@ -109,21 +105,22 @@ class Transaction:
             self.parts = Parts(self.read_train_state())
             self.stale = False
         self.given = Given(args)
-        run = StepRun(self)
+        run = StepRun(self, args)
         try:
-            return run.complete(args)
+            result = run.complete()
         finally:
+            self.stale |= run.has_created
             self.steps += 1
             run.close()
+        self.verdict, self.unread = result.verdict, result.unread
+        if result.report is not None:
+            self.report_queue.put(result.report)
+        return result.outputs
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.untracked, self.tolerated, self.keeps_undo = (
-            other.untracked,
-            other.tolerated,
-            other.keeps_undo,
-        )
-        self.adds_to_gradients = other.adds_to_gradients
+        self.untracked, self.tolerated = other.untracked, other.tolerated
+        self.keeps_undo, self.adds_to_gradients = other.keeps_undo, other.adds_to_gradients
         self.steps = min(other.steps, 1)
 
     def batch(self, step: int, given: Given) -> Any:

@@ -3,13 +3,13 @@
 An eager step cannot be inspected before it runs, so its writes are recorded. Every write to a Keras
 variable, tracked or not, goes through `Variable._direct_assign`. While a step runs, this method
 first copies the old value, in the thread of that step only. A healthy step thus copies its small
-state (statistics, seeds, metrics), each once, and nothing else. Variables that earlier steps have
-written are copied before the next step, all at once: `Expected`.
+state (statistics, seeds, metrics), each once, and nothing else.
 
-Other writes are made in place by torch: updates of optimizers, which the transaction runs itself;
-buffers of torch modules and torch's generators, which are kept before each step; and in-place
-writes of the user's code, which the version counter of each tensor shows. In the first step
-everything is kept; afterwards everything that was written in place once is kept before each step.
+Other writes are made in place by torch: updates of optimizers, which the transaction runs itself,
+and before which it keeps what they write if they cannot wait for the verdict; buffers of torch
+modules and torch's generators, which are kept before each step; and in-place writes of the user's
+code, which the version counter of each tensor shows. In the first step everything is kept;
+afterwards everything that was written in place once is kept before each step.
 
 Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
 places that write the value of a variable on this backend; there is no public hook.
@@ -25,40 +25,7 @@ import torch
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = ["WRITES", "Expected", "UndoLog", "generators"]
-
-
-class Expected:
-    """The variables that earlier steps have written, with their values before the running step.
-
-    They are copied in one call, into reused tensors.
-    """
-
-    def __init__(self) -> None:
-        self.variables: dict[int, Any] = {}
-        self.owner: dict[int, Any] = {}
-        self._tensors: list[Any] = []
-        self._copies: list[Any] = []
-
-    def add(self, owner: dict[int, Any]) -> None:
-        """Expect these variables, given by the `id` of their tensors, to be written by later steps,
-        too.
-        """
-        for key, variable in owner.items():
-            if key not in self.owner:
-                self.owner[key] = self.variables[id(variable)] = variable
-                self._tensors.append(variable.value)
-                self._copies.append(self._tensors[-1].detach().clone())
-
-    def copy(self) -> dict[int, tuple[Any, Any, Any]]:
-        """Copy the present values; return tensor, value and version by the `id` of each tensor."""
-        if self._tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, self._tensors)
-        return {
-            id(tensor): (tensor, copied, tensor._version)
-            for tensor, copied in zip(self._tensors, self._copies)
-        }
+__all__ = ["WRITES", "UndoLog", "generators"]
 
 
 class UndoLog:
@@ -71,7 +38,10 @@ class UndoLog:
         note_created: called with each Keras variable that is created meanwhile.
         watch: whether writes of Keras are recorded; a compiled step makes them in another way.
         writes: called with each tensor that Keras is about to write.
-        expected: the variables that the step will probably write.
+
+    Attributes:
+        old: tensor, value and version of what is kept, by the `id` of the tensor.
+        owner: the variable of each tensor that Keras wrote, by the same `id`.
     """
 
     def __init__(
@@ -81,14 +51,14 @@ class UndoLog:
         uncounted: Iterable[Any] = (),
         watch: bool = True,
         writes: Callable[[Any], None] | None = None,
-        expected: Expected | None = None,
     ):
         self.note_created, self.watch, self.writes = note_created, watch, writes
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
-        self._expected = {} if expected is None else expected.variables
-        self.old: dict[int, tuple[Any, Any, Any]] = {} if expected is None else expected.copy()
-        self.owner: dict[int, Any] = {} if expected is None else dict(expected.owner)
+        self.old: dict[int, tuple[Any, Any, Any]] = {}
+        self.owner: dict[int, Any] = {}
+        self._updated: set[int] = set()
+        self._more: list[Callable[[], None]] = []
         self._generators = generators()
         self.keep([*uncounted, *kept])
 
@@ -98,6 +68,20 @@ class UndoLog:
             for tensor in tensors:
                 if id(tensor) not in self.old:
                     self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+
+    def keep_updated(self, tensors: Iterable[Any], restore: Callable[[], None] | None) -> None:
+        """Copy what an update is about to write. It is restored even if torch does not count the
+        writes of a fused update.
+
+        Args:
+            tensors: the tensors.
+            restore: restores state of the optimizer that is in no tensor, if there is any.
+        """
+        tensors = list(tensors)
+        self.keep(tensors)
+        self._updated |= {id(tensor) for tensor in tensors}
+        if restore is not None:
+            self._more.append(restore)
 
     @property
     def written(self) -> list[Any]:
@@ -122,8 +106,6 @@ class UndoLog:
         """Keep the value of a variable that is about to be written."""
         if self.writes is not None:
             self.writes(variable.value)
-        if id(variable) in self._expected:
-            return
         tensor = variable.value
         if id(tensor) not in self.owner and not tensor.is_meta:
             self.owner[id(tensor)] = variable
@@ -133,9 +115,12 @@ class UndoLog:
         """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
         dispatch mode).
         """
+        for restore in reversed(self._more):
+            restore()
+        silent = self.uncounted | self._updated
         with torch.no_grad():
             for key, (tensor, value, version) in self.old.items():
-                if unseen or key in self.uncounted or tensor._version != version:
+                if unseen or key in silent or tensor._version != version:
                     _without_repeats(tensor).copy_(_without_repeats(value, tensor))
         for give, state in self._generators:
             give(state)

@@ -7,7 +7,7 @@ rates of a torch optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -16,23 +16,7 @@ import torch
 from keras_nanguard._backends.torch.modules import first_value, local
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
-__all__ = ["KerasUpdate", "TorchUpdate", "Undo", "Update"]
-
-
-class Undo:
-    """The values of tensors, and other state of a torch optimizer, before an update."""
-
-    def __init__(self, tensors: Iterable[Any]):
-        self._old = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self.more: list[Callable[[], None]] = []
-
-    def give_back(self) -> None:
-        """Undo the update."""
-        for act in self.more:
-            act()
-        with torch.no_grad():
-            for tensor, value in self._old:
-                tensor.copy_(value)
+__all__ = ["KerasUpdate", "TorchUpdate", "Update"]
 
 
 class Named(NamedTuple):
@@ -68,9 +52,11 @@ class Update:
         """Return every tensor that the update reads and writes, or writes."""
         raise NotImplementedError
 
-    def undo(self) -> Undo:
-        """Return an object that undoes the update; call this before it runs."""
-        return Undo(self.state())
+    def held(self) -> Callable[[], None] | None:
+        """Return a function that restores the state of the optimizer that is in no tensor; `None`
+        if there is none.
+        """
+        return None
 
     def build(self) -> bool:
         """Build the optimizer as the update itself would; return whether it was not built yet."""
@@ -114,21 +100,18 @@ class KerasUpdate(Update):
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
         self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
+        tensors = (known.get(id(v)) for _, v in self.pairs)
         self.tensors = [
-            known[id(v)] if id(v) in known else keras_variables.native(v) for _, v in self.pairs
+            keras_variables.native(v) if tensor is None else tensor
+            for tensor, (_, v) in zip(tensors, self.pairs)
         ]
 
     def state(self) -> list[Any]:
-        optimizer = self.optimizer
-        own = [v.value for v in optimizer.variables] if optimizer.built else []
-        averaged = (
-            keras_optimizers.trained_by(optimizer)
-            if optimizer.built
-            else [v for _, v in self.pairs]
-        )
-        return list(
-            {id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values()
-        )
+        optimizer, variables = self.optimizer, [v for _, v in self.pairs]
+        if optimizer.built:  # an average of the weights may write all of them
+            variables = [*keras_optimizers.trained_by(optimizer), *optimizer.variables]
+        tensors = [*(v.value for v in variables), *self.tensors]
+        return list({id(tensor): tensor for tensor in tensors}.values())
 
     def build(self) -> bool:
         optimizer = self.optimizer
@@ -151,14 +134,16 @@ class TorchUpdate(Update):
         self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
         params = [p for group in self.torch.param_groups for p in group["params"]]
         self.grads = [(p, p.grad) for p in params]
-        self.groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
-        ]
-        self.slots = self._names()
+        self.groups, self.slots = self._groups(), self._names()
         written = [(g, p) for p, g in self.grads if g is not None]
         parts = [(local(g), local(p)) for g, p in written]
         self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in parts]
         self.tensors = [p for _, p in parts]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the present rates and other numbers of each group."""
+        groups = self.torch.param_groups
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def _names(self) -> dict[Any, tuple[str, ...]]:
         return {p: tuple(slots) for p, slots in self.torch.state.items()}
@@ -166,11 +151,10 @@ class TorchUpdate(Update):
     def state(self) -> list[Any]:
         return [*self.tensors, *(v.value for v in self.optimizer.variables)]
 
-    def undo(self) -> Undo:
-        """The parameters, and all state of the optimizer."""
-        undo = Undo(self.tensors)
-        undo.more.append(self.optimizer.held())
-        return undo
+    def held(self) -> Callable[[], None]:
+        """All state of the optimizer, also entries that do not exist yet."""
+        restore: Callable[[], None] = self.optimizer.held()
+        return restore
 
     def created(self) -> list[tuple[Any, Any]]:
         """Return the slots that the update has created, each with its first value."""
@@ -184,16 +168,12 @@ class TorchUpdate(Update):
     def _call(self) -> None:
         """Step with the gradients and rates of the original call."""
         self.slots = self._names()
-        now = [(p, p.grad) for p, _ in self.grads]
-        groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
-        ]
+        now, groups = [(p, p.grad) for p, _ in self.grads], self._groups()
         self._place(self.grads, self.groups)
         try:
             if self.optimizer.global_clipnorm:
-                torch.nn.utils.clip_grad_norm_(
-                    [p for p, g in self.grads if g is not None], self.optimizer.global_clipnorm
-                )
+                written = [p for p, g in self.grads if g is not None]
+                torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
             self.real()
         finally:
             self._place(now, groups)

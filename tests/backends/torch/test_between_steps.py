@@ -1,4 +1,4 @@
-"""What a step on PyTorch keeps for the next one: rows of weights and slots, copies of what will be written, hooks on a class."""
+"""Steps on PyTorch one after the other: sums over all kinds of tensors, hooks on a class, tensors in attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from keras_nanguard import GuardError, NanGuard  # noqa: E402
 from keras_nanguard._backends.torch import reductions  # noqa: E402
-from keras_nanguard._backends.torch.undo_log import Expected  # noqa: E402
 from keras_nanguard._keras.variables import VARIABLE  # noqa: E402
 from keras_nanguard.testing import inject  # noqa: E402
 
@@ -31,14 +30,6 @@ class At(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == self.batch:
             self.act(self.model)
-
-
-def test_a_tensor_that_has_moved_is_read_where_it_is():
-    """Rows are made anew where a tensor is somewhere else in memory than before, as after `model.to(device)`."""
-    given, standing = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2, 2))], reductions.StandingRows()
-    assert reductions.total(given, torch.float32, standing).item() == 0
-    given[1].data = torch.full((2, 2), float("nan"))
-    assert np.isnan(reductions.total(given, torch.float32, standing).item())
 
 
 def tensors(layout):
@@ -64,36 +55,13 @@ def test_sums_are_those_of_each_tensor(layout, bad):
             given[place].detach().flatten()[:1].fill_(bad) if given[place].is_contiguous() else given[place][:1].fill_(bad)
         floats = [reductions._dense(t.detach()).double().numpy() for t in given if reductions.can_be_bad(t)]
         squares, total = sum(np.sum(a**2) for a in floats) / 2, sum(np.sum(a) for a in floats)
-        standing = reductions.StandingRows()
-        found = [reductions.total(given, torch.float32, rows).item() for rows in (None, standing, standing)]
-        assert np.isfinite(found).tolist() == [bad is None] * 3
+        found = reductions.total(given, torch.float32).item()
+        assert np.isfinite(found) == (bad is None)
         if bad is None:
             np.testing.assert_allclose(found, total, rtol=1e-4)
             np.testing.assert_allclose(reductions.squares(given, torch.float32).item(), squares, rtol=1e-4)
         else:
             assert not np.isfinite(reductions.squares(given, torch.float32).item())
-
-
-def test_standing_rows_see_what_is_written_in_place():
-    """Rows that are kept share the memory of their tensors; those that cannot are made anew each time."""
-    for given in ([torch.zeros(3), torch.zeros(2, 2)], [torch.zeros(3), torch.zeros(3, dtype=torch.float16)]):
-        standing = reductions.StandingRows()
-        for number in range(3):
-            given[1].fill_(number)
-            assert standing.of(given) is not None
-            assert reductions.total(given, torch.float32, standing).item() == number * given[1].numel()
-
-
-def test_expected_writes_are_copied_anew_before_each_step():
-    """The copy is that of before the step, not of the one before."""
-    variable, expected = keras.Variable(np.arange(3.0, dtype="float32"), trainable=False), Expected()
-    expected.add({id(variable.value): variable})
-    for number in range(3):
-        variable.assign(np.full(3, float(number), "float32"))
-        ((tensor, copied, version),) = expected.copy().values()
-        assert tensor is variable.value and version == tensor._version
-        variable.assign(np.full(3, -1.0, "float32"))
-        assert copied.tolist() == [float(number)] * 3
 
 
 def test_the_class_is_changed_once_for_a_fit():

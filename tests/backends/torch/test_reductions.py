@@ -35,28 +35,26 @@ def test_sums(sizes, dtype):
     kind = reductions.kind(given)
     assert float(reductions.squares(given, kind)) == pytest.approx(0.5 * (wide**2).sum(), rel=1e-4)
     assert float(reductions.total(given, kind)) == pytest.approx(wide.sum(), rel=1e-3, abs=0.05)
-    standing = reductions.StandingRows()
-    assert float(reductions.total(given, kind, standing)) == float(reductions.total(given, kind, standing))
     for number, bad in ((n, value) for n in range(min(len(given), 8)) for value in (math.nan, math.inf, -math.inf)):
         kept = given[number][-1].clone()
         given[number][-1] = bad
-        for result in (reductions.squares(given, kind), reductions.total(given, kind), reductions.total(given, kind, standing)):
+        for result in (reductions.squares(given, kind), reductions.total(given, kind)):
             assert not math.isfinite(result)
         given[number][-1] = kept
 
 
 def test_small_ones_are_read_together():
     """As few reads as fit into one thread, and each tensor is in one of them."""
-    found = reductions._grouped(tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
-    assert [[row.numel() for row in group] for group in found] == [[30_000], [3_000, 100], [40_000], [reductions.LARGE], [30_000]]
-    assert len(reductions._grouped(tensors((10,) * 100))) == 1
-    assert len(reductions._grouped([*tensors((10, 10)), *tensors((10, 10), torch.float64)])) == 2
+    found = reductions._rows(tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
+    assert [row.numel() for row in found] == [30_000, 3_100, 40_000, reductions.LARGE, 30_000]
+    assert len(reductions._rows(tensors((10,) * 100))) == 1
+    assert len(reductions._rows([*tensors((10, 10)), *tensors((10, 10), torch.float64)])) == 2
 
 
 def test_an_accelerator_reads_all_small_ones_at_once():
     """There each read is one launch more, and no thread is woken."""
-    found = reductions._grouped(t.to("meta") for t in tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
-    assert [[row.numel() for row in group] for group in found] == [[30_000, 3_000, 40_000, 100, 30_000], [reductions.LARGE]]
+    found = reductions._rows(t.to("meta") for t in tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
+    assert [row.numel() for row in found] == [103_100, reductions.LARGE]
 
 
 PROGRAM = """
