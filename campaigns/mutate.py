@@ -53,7 +53,7 @@ class Group:
 CAUSES = ("tests/diagnosis/test_causes.py", "tests/diagnosis/test_decided.py")
 MODES = ("graph", "eager", "steps4")
 SHARP = (
-    *(f"tests/transaction/test_transaction.py::TestOracle::test_{what}[adam-{mode}]" for what in ("state", "incidents") for mode in MODES),
+    *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in MODES),
     *("tests/transaction/test_transaction.py::test_first_step_bad", "tests/transaction/test_transaction.py::test_unbuilt_model"),
     *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
@@ -61,7 +61,7 @@ SHARP = (
 """A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
 
 FITS = (
-    *(f"tests/transaction/test_transaction.py::TestOracle::test_{name}" for name in ("state[adam-xla]", "incidents[adam-steps4]")),
+    *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in ("xla", "steps4")),
     *(f"tests/transaction/test_transaction.py::test_{name}" for name in ("unbuilt_model", "every_batch_bad[steps4]")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )

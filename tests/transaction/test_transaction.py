@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -44,16 +42,6 @@ def poisoned_data() -> zoo.Data:
     return data
 
 
-@functools.cache
-def _runs(optimizer: str, mode: str) -> tuple[zoo.Run, zoo.Run]:
-    def build():
-        return zoo.plain(OPTIMIZERS[optimizer](), loss=zoo.trapped, rounded=tolerance(mode) > 0, **zoo.MODES[mode])
-
-    zoo.supported(zoo.MODES[mode], even=False)
-    data = poisoned_data()
-    return zoo.run(build, data, guard="undiagnosed"), zoo.run(build, data.without(POISONED))
-
-
 CASES = [(optimizer, mode) for mode in zoo.MODES for optimizer in OPTIMIZERS]
 # XLA takes seconds for each compilation and shares all of its code but the cluster with graph mode; so do eager steps on JAX
 LONG = {"xla", "eager"} if zoo.BACKEND == "jax" else {"xla"}
@@ -61,25 +49,25 @@ CASES = [case for case in CASES if case[1] not in LONG or case[0] in ("adam", "r
 
 
 @pytest.mark.parametrize(("optimizer", "mode"), CASES)
-class TestOracle:
-    def test_state(self, optimizer, mode):
-        """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison."""
-        guarded, oracle = _runs(optimizer, mode)
-        assert zoo.differences(guarded, oracle, tolerance(mode)) == []
+def test_bad_batches_never_happened(optimizer, mode):
+    """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison.
 
-    def test_incidents(self, optimizer, mode):
-        """Every poisoned batch is an incident of its own step, and names the first bad site in causal order."""
-        guard = _runs(optimizer, mode)[0].guard
-        expected = [(epoch * 14 + batch, epoch, batch, site) for epoch in (0, 1) for batch, site in POISONED.items()]
-        assert [(i.step, i.epoch, i.batch, i.sites[0]) for i in guard.incidents] == expected
-        assert all(i.refused for i in guard.incidents)
+    Every poisoned batch is an incident of its own step, which names the first bad site in causal order. The epoch logs say
+    how many steps were refused, beside means over the others.
+    """
+    zoo.supported(zoo.MODES[mode], even=False)
 
-    def test_counts(self, optimizer, mode):
-        """The epoch logs say how many steps were refused, beside means over the others."""
-        guarded, oracle = _runs(optimizer, mode)
-        assert guarded.history["refused_steps"] == [5, 5]
-        assert "refused_steps" not in oracle.history
-        assert guarded.guard.session.refused == 10
+    def build():
+        return zoo.plain(OPTIMIZERS[optimizer](), loss=zoo.trapped, rounded=tolerance(mode) > 0, **zoo.MODES[mode])
+
+    data = poisoned_data()
+    guarded, oracle = zoo.run(build, data, guard="undiagnosed"), zoo.run(build, data.without(POISONED))
+    assert zoo.differences(guarded, oracle, tolerance(mode)) == []
+    expected = [(epoch * 14 + batch, epoch, batch, site) for epoch in (0, 1) for batch, site in POISONED.items()]
+    incidents = guarded.guard.incidents
+    assert [(i.step, i.epoch, i.batch, i.sites[0]) for i in incidents] == expected and all(i.refused for i in incidents)
+    assert guarded.history["refused_steps"] == [5, 5] and guarded.guard.session.refused == 10
+    assert "refused_steps" not in oracle.history
 
 
 def test_even_executions():
