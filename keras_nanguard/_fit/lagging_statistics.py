@@ -157,52 +157,30 @@ def _diagnosis(
     run: Run, layers: list[Any], found: _Measured, loss: float, trained: float
 ) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
-    counters = [
-        keras_optimizers.inner(optimizer).iterations for optimizer in run.train_state().optimizers
-    ]
-    steps = max(
-        (int(keras_variables.read(counter)) for counter in counters), default=run.counts.committed
-    )
+    optimizers = map(keras_optimizers.inner, run.train_state().optimizers)
+    counted = [int(keras_variables.read(optimizer.iterations)) for optimizer in optimizers]
+    steps = max(counted, default=run.counts.committed)
     needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
     share = momentum**steps
     if share > 0.005:
-        lag = (
-            f"After {steps} steps at momentum={momentum:g} the initial values still have a weight"
-            f" of {share:.1%}."
-        )
-        remedy = (
-            f"Train for more steps: at this momentum it takes {needed} until the initial values"
-            " have a weight of 1%."
-        )
+        at = f"After {steps} steps at momentum={momentum:g}"
+        lag = f"{at} the initial values still have a weight of {share:.1%}."
+        needs = f"at this momentum it takes {needed}"
+        remedy = f"Train for more steps: {needs} until the initial values have a weight of 1%."
     else:
-        lag = (
-            f"At momentum={momentum:g} they average about {needed} steps, during which the weights"
-            " have changed."
-        )
+        average = f"At momentum={momentum:g} they average about {needed} steps"
+        lag = f"{average}, during which the weights have changed."
         remedy = "Lower the learning rate towards the end, so that the statistics catch up."
-    faster = (
-        ("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.",)
-        if momentum > 0.9
-        else ()
+    advice = [remedy]
+    if momentum > 0.9:
+        advice.append("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.")
+    advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
+    losses = f"{loss:.3g}, and the loss of the last train steps {trained:.3g}"
+    anew = f"{found.anew:.3g} with statistics estimated from the last train batches"
+    evidence = (
+        f"The validation loss is {losses}.",
+        f"On one validation batch it is {found.now:.3g} with the moving statistics, and {anew}.",
+        lag,
     )
-    return Diagnosis(
-        "batchnorm_statistics",
-        found.worst,
-        evidence=(
-            (
-                f"The validation loss is {loss:.3g}, and the loss of the last train steps"
-                f" {trained:.3g}."
-            ),
-            (
-                f"On one validation batch it is {found.now:.3g} with the moving statistics, and"
-                f" {found.anew:.3g} with statistics estimated from the last train batches."
-            ),
-            lag,
-        ),
-        advice=(
-            remedy,
-            *faster,
-            "Or re-estimate them after training: keras_nanguard.recalibrate(model, x).",
-        ),
-        confidence=0.9,
-    )
+    path, advised = found.worst, tuple(advice)
+    return Diagnosis("batchnorm_statistics", path, (), evidence, advised, confidence=0.9)

@@ -44,9 +44,14 @@ the same step.
 
 
 class LayerLooks:
-    """The measurements of one fit."""
+    """The measurements of one fit.
+
+    Attributes:
+        next_step: the step from which the next measurement may begin.
+    """
 
     def __init__(self) -> None:
+        self.next_step: float = 1
         self._next_time, self._cost = 0.0, 0.0
         self._copies: dict[int, np.ndarray[Any, Any]] = {}
         self._slots: dict[int, tuple[GradientSlot, np.ndarray[Any, Any]]] = {}
@@ -55,22 +60,28 @@ class LayerLooks:
         self._half = False  # whether copied weights are still to be compared
 
     def look(self, run: Run) -> float:
-        """Copy the weights, or compare them with the copies; return the step of the next look."""
+        """Copy the weights, or compare them with the copies.
+
+        Returns:
+            The step at which to compare them, infinity if a measurement is complete, or would take
+            too large a share of the time.
+        """
         began, alone = time.monotonic(), processes.count() == 1
         if alone and not self._half and began < self._next_time:
-            return run.step + MIN_STEPS
+            return inf
         try:
             with run.access.variables_readable():
                 self._compare(run) if self._half else self._copy(run)
         except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
-            self._copies, self._slots = {}, {}
+            self._copies, self._slots, self.next_step = {}, {}, inf
             return inf
         self._cost += time.monotonic() - began
         if self._half:
             return run.step + 1
         self._copies, self._slots = {}, {}
         self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
-        return run.step + (MIN_STEPS if alone else TOGETHER)
+        self.next_step = run.step + (MIN_STEPS if alone else TOGETHER)
+        return inf
 
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()

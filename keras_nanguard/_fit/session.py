@@ -73,7 +73,6 @@ class Session(Run):
         self.callbacks_deferred = self.finished = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
-        self.plan("layers", 1)
         self.plan("checks", self.monitors.due)
         self.plan("divergence", self.divergence.due)
         self.plan("snapshot", policy.snapshot.every or inf)
@@ -326,7 +325,9 @@ class Session(Run):
     # Between two steps
 
     def _run_due_tasks(self) -> None:
-        """Run the tasks that are due between two steps."""
+        """Run the tasks that are due between two steps. A look at the layers comes with others."""
+        if self.counts.step >= self.layer_looks.next_step:
+            self.plan("layers", self.counts.step)
         for name, task in TASKS.items():
             if self.counts.step >= self.due.get(name, inf) and not self.stopped:
                 self.plan(name, task(self))

@@ -69,7 +69,7 @@ def test_said_once(capsys, mode):
     assert incident.sites == ("validation",) and not incident.refused and incident.changes == ()
     diagnosis = incident.diagnosis
     assert diagnosis.cause == "batchnorm_statistics" and diagnosis.culprit.endswith("batch_normalization")
-    assert any("of the values that they began with" in text for text in diagnosis.evidence)
+    assert any("initial values still have a weight" in text for text in diagnosis.evidence)
     assert "1533" in diagnosis.advice[0] and "recalibrate" in diagnosis.advice[-1]
     assert "in the validation of epoch" in str(incident) and diagnosis.advice[0] in str(incident)
 
