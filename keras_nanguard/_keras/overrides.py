@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,17 +81,27 @@ class ThreadOverrides:
         functions: the replacement of each function by name, called as `function(real, inside,
             *args, **kwargs)`, where `inside` are the objects that this thread has entered with, in
             order.
+        more: returns further targets with their functions when the overrides are installed.
     """
 
-    def __init__(self, target: Any, functions: Mapping[str, Callable[..., Any]]):
-        self._target, self._functions = target, dict(functions)
+    def __init__(
+        self,
+        target: Any,
+        functions: Mapping[str, Callable[..., Any]],
+        more: Callable[[], Iterable[tuple[Any, Mapping[str, Callable[..., Any]]]]] = tuple,
+    ):
+        self._places, self._more = [(target, functions)], more
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
         self._holds = 0
-        self._before: dict[str, tuple[Any, Any]] = {}
+        self._before: dict[tuple[Any, str], tuple[Any, Any]] = {}
         self._hooks: dict[
-            str, tuple[Any, Any]
+            tuple[Any, str], tuple[Any, Any]
         ] = {}  # the latest ones, each with the function that it replaces
+
+    def inside(self) -> list[Any]:
+        """Return the objects that this thread has entered with, in order."""
+        return self._inside.get(threading.get_ident(), [])
 
     def hold(self) -> None:
         """Keep the functions installed until `release`, also while no thread is inside."""
@@ -127,21 +137,22 @@ class ThreadOverrides:
                 self._remove()
 
     def _install(self) -> None:
-        for name, function in self._functions.items():
-            real, known = getattr(self._target, name), self._hooks.get(name)
-            if known is None or known[0] is not real:
-                known = self._hooks[name] = real, self._hook(real, function)
-            self._before[name] = vars(self._target).get(name, _ABSENT), known[1]
-            setattr(self._target, name, known[1])
+        for target, functions in (*self._places, *self._more()):
+            for name, function in functions.items():
+                real, known = getattr(target, name), self._hooks.get((target, name))
+                if known is None or known[0] is not real:
+                    known = self._hooks[target, name] = real, self._hook(real, function)
+                self._before[target, name] = vars(target).get(name, _ABSENT), known[1]
+                setattr(target, name, known[1])
 
     def _remove(self) -> None:
-        for name, (before, ours) in self._before.items():
-            if vars(self._target).get(name) is not ours:
+        for (target, name), (before, ours) in self._before.items():
+            if vars(target).get(name) is not ours:
                 continue  # other code has wrapped it since; the hook passes calls through
             if before is _ABSENT:
-                delattr(self._target, name)
+                delattr(target, name)
             else:
-                setattr(self._target, name, before)
+                setattr(target, name, before)
         self._before.clear()
 
     def _hook(self, real: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -210,7 +210,10 @@ class StepRun:
         if self.compiled is not None:
             body, stand_ins = self.compiled.body, self.compiled.stand_ins
         stand_ins = stand_ins or StandIns(owner.model, parts.train_state.optimizers)
-        self.seen = Intercept(stand_ins, self._asked, parts.paths, parts.tensors, self.undo_log)
+        watches = not owner.stock and self.compiled is None
+        self.seen = Intercept(
+            stand_ins, self._asked, parts.paths, parts.tensors, self.undo_log, watches
+        )
         with self.undo_log, self.seen:
             try:
                 return body(*self.args)

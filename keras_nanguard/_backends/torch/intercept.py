@@ -9,7 +9,7 @@ kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,9 +17,8 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.origins import storage
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.modules import local, storage
+from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras.overrides import Overrides
@@ -29,12 +28,15 @@ __all__ = ["Intercept", "StandIns"]
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Calls `touched` before the first operation on one of the watched tensors, or on a view of
-    one.
+    one, and keeps each tensor that the user's code writes in place.
+
+    Attributes:
+        updating: whether an optimizer runs, whose writes are kept elsewhere.
     """
 
     def __init__(self, touched: Callable[[], None]):
         super().__init__()
-        self.touched = touched
+        self.touched, self.updating = touched, False
         self.storages: set[int] = set()
 
     def arm(self, tensors: Iterable[Any]) -> None:
@@ -47,6 +49,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if self.storages and (self._touches(args) or self._touches(kwargs.values())):
             self.storages = set()
             self.touched()
+        if not self.updating and func._schema.is_mutable:
+            _keep_written(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _touches(self, args: Iterable[Any]) -> bool:
@@ -57,6 +61,22 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             elif isinstance(arg, (list, tuple)) and self._touches(arg):
                 return True
         return False
+
+
+def _keep_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Keep the tensors that an operation writes in place. Gradients that a backward pass adds up
+    are not among them.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, torch.Tensor):
+                for undo_log in WRITES.inside():
+                    undo_log.keep_outside(local(tensor))
 
 
 class StandIns:
@@ -136,6 +156,7 @@ class Intercept:
         paths: path of each parameter by its `id`, for torch optimizers.
         tensors: the tensors of variables, by their `id`.
         undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
+        watches: whether code of the user's own may follow an update.
 
     Attributes:
         records: the calls of the optimizers, in order.
@@ -152,9 +173,10 @@ class Intercept:
         paths: dict[int, str],
         tensors: Mapping[int, Any],
         undo_log: UndoLog | None = None,
+        watches: bool = True,
     ):
         self.stand_ins, self.asked, self.paths, self.tensors = stand_ins, asked, paths, tensors
-        self.undo_log, self.early = undo_log, False
+        self.undo_log, self.early, self.watches = undo_log, False, watches
         self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
@@ -169,9 +191,9 @@ class Intercept:
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self._watch is not None:
+        if self._watch is not None and self.watches:
             self._watch.__exit__(*details)
-            self._watch = None
+        self._watch = None
         self.stand_ins.running.clear()
         self._overrides.give_back()
 
@@ -193,6 +215,7 @@ class Intercept:
         record = TorchUpdate(optimizer, real, self.paths)
         self._keep(record)  # it evaluates the loss itself, several times
         result = real(closure, **kwargs) if closure is not None else real(**kwargs)
+        self._begin_watch()
         made = TorchUpdate(optimizer, real, self.paths)
         made.slots = record.slots
         self.records.append(made)
@@ -204,13 +227,30 @@ class Intercept:
         if when == "kept":
             self._keep(record)
         if when in ("now", "kept"):
-            record.run()
-        elif when == "later":
+            self._run(record)
+        watch = self._begin_watch()
+        if when == "later":
             self.waiting.append(record)
-            if self._watch is None:
-                self._watch = Watch(self.make)
+            watch.arm([*record.state(), *record.gradients])
+
+    def _begin_watch(self) -> Watch:
+        """Return the watch of this step; it begins now if code of the user's own may follow."""
+        if self._watch is None:
+            self._watch = Watch(self.make)
+            if self.watches:
                 self._watch.__enter__()
-            self._watch.arm([*record.state(), *record.gradients])
+        return self._watch
+
+    def _run(self, record: Update) -> None:
+        watch = self._watch
+        if watch is None:
+            record.run()
+            return
+        watch.updating = True
+        try:
+            record.run()
+        finally:
+            watch.updating = False
 
     def make(self, keep: bool = True) -> None:
         """Run the deferred updates, with the old values kept."""
@@ -218,7 +258,7 @@ class Intercept:
         for record in waiting:
             if keep:
                 self._keep(record)
-            record.run()
+            self._run(record)
 
     def _keep(self, record: Update) -> None:
         """Keep what an update is about to write."""

@@ -13,12 +13,20 @@ import keras
 import numpy as np
 import torch
 
-__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local"]
+__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local", "storage"]
 
 
 def local(tensor: Any) -> Any:
     """Return the part of a tensor that this process has: all of it, or its shard."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def storage(tensor: Any) -> int:
+    """Return a number of the memory that a tensor stands in."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
+        return id(tensor)
 
 
 class TensorVariable:

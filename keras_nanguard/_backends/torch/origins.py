@@ -17,11 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
+from keras_nanguard._backends.torch.modules import storage
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Origins", "storage"]
+__all__ = ["Origins"]
 
 NAMES = {
     "_log_softmax": "LogSoftmax",
@@ -79,14 +80,6 @@ UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is whatever stood in memory."""
 
 FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_full")
-
-
-def storage(tensor: Any) -> int:
-    """Return a number of the memory that a tensor stands in."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]

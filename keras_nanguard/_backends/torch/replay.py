@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.local_replay import locally
-from keras_nanguard._backends.torch.modules import LIVE, TorchModule
-from keras_nanguard._backends.torch.origins import Origins, storage
+from keras_nanguard._backends.torch.modules import LIVE, TorchModule, storage
+from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.outputs import LogOutputs
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras.overrides import ThreadOverrides

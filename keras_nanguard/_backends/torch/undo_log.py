@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from keras_nanguard._backends.torch import companions
+from keras_nanguard._backends.torch.modules import storage
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -59,6 +61,10 @@ class UndoLog:
         self.owner: dict[int, Any] = {}
         self._updated: set[int] = set()
         self._more: list[Callable[[], None]] = []
+        self._outside: dict[Any, tuple[Any, Any]] = {}
+        self._companions: dict[int, Callable[[], None]] = {}
+        self._scalers: dict[int, Callable[[], None]] = {}
+        self._learning: set[int] = set()
         self._generators = generators()
         self.keep([*uncounted, *kept])
 
@@ -82,6 +88,27 @@ class UndoLog:
         self._updated |= {id(tensor) for tensor in tensors}
         if restore is not None:
             self._more.append(restore)
+
+    def keep_outside(self, tensor: Any) -> None:
+        """Copy a tensor outside of the train state that is about to be written in place."""
+        place = storage(tensor)
+        key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if id(tensor) not in self.old and key not in self._outside and place not in self._learning:
+            with torch.no_grad():
+                self._outside[key] = (tensor, tensor.detach().clone())
+
+    def keep_scheduler(self, scheduler: Any) -> None:
+        """Keep the state of a learning rate scheduler that is about to change."""
+        if id(scheduler) not in self._companions:
+            self._companions[id(scheduler)] = companions.scheduler_state(scheduler)
+
+    def keep_scaler(self, scaler: Any) -> None:
+        """Keep the state of a gradient scaler that is about to change. A replay restores it; a
+        refused step does not, because the scale learns from it.
+        """
+        tensors, restore = companions.scaler_state(scaler)
+        self._learning |= {storage(tensor) for tensor in tensors}
+        self._scalers.setdefault(id(scaler), restore)
 
     @property
     def written(self) -> list[Any]:
@@ -115,10 +142,13 @@ class UndoLog:
         """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
         dispatch mode).
         """
-        for restore in reversed(self._more):
+        scalers = self._scalers.values() if unseen else ()
+        for restore in (*reversed(self._more), *scalers, *self._companions.values()):
             restore()
         silent = self.uncounted | self._updated
         with torch.no_grad():
+            for tensor, value in self._outside.values():
+                tensor.copy_(value)
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in silent or tensor._version != version:
                     _without_repeats(tensor).copy_(_without_repeats(value, tensor))
@@ -157,8 +187,31 @@ def _initialize(
         undo_log.note_created(variable)
 
 
+def _step_scheduler(
+    real: Callable[..., Any], journals: list[UndoLog], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    for undo_log in journals:
+        undo_log.keep_scheduler(scheduler)
+    return real(scheduler, *args, **kwargs)
+
+
+def _update_scaler(
+    real: Callable[..., Any], journals: list[UndoLog], scaler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    for undo_log in journals:
+        undo_log.keep_scaler(scaler)
+    return real(scaler, *args, **kwargs)
+
+
+def _companions() -> list[tuple[type, dict[str, Callable[..., Any]]]]:
+    functions = {"step": _step_scheduler, "update": _update_scaler}
+    return [(kind, {name: functions[name]}) for kind, name in companions.methods()]
+
+
 WRITES = ThreadOverrides(
-    keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize}
+    keras_variables.VARIABLE,
+    {"_direct_assign": _direct_assign, "_initialize": _initialize},
+    _companions,
 )
 """The override through which the undo logs record writes."""
 

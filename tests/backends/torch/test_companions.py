@@ -1,0 +1,173 @@
+"""What a step of a loop changes besides its model and optimizer: schedulers, scalers, averaged models, tensors of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from keras_nanguard import NanGuard
+
+STEPS, BAD = 30, (11, 12, 20)
+BATCHES = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 7, 0.5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=10), lr_scheduler.CosineAnnealingLR(o, 30)], [10]
+    ),
+    "none": lambda o: None,
+}
+
+
+class Own(lr_scheduler.StepLR):
+    """A class of the user's own, with a `step` of its own."""
+
+    def step(self, epoch=None):
+        super().step()
+        self.called = getattr(self, "called", 0) + 1
+
+
+class Loop:
+    """A network, its optimizer, and a step that moves more than these."""
+
+    def __init__(self, scheduler="none", closure=False, averaged=True):
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.LBFGS(self.net.parameters(), 0.05, max_iter=2) if closure else torch.optim.Adam(self.net.parameters(), 0.01)
+        self.scheduler = Own(self.optimizer, 5) if scheduler == "own" else SCHEDULERS[scheduler](self.optimizer)
+        self.mean = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
+        self.slow = [p.detach().clone() for p in self.net.parameters()]
+        self.total, self.closure = torch.zeros(()), closure
+
+    def loss(self, batch):
+        return (self.net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+
+    def backward(self, batch):
+        self.optimizer.zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        return loss
+
+    def __call__(self, batch):
+        if self.closure:
+            loss = self.optimizer.step(lambda: self.backward(batch))
+        else:
+            loss = self.backward(batch)
+            self.optimizer.step()
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss.detach())
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        if self.mean is not None:
+            self.mean.update_parameters(self.net)
+        torch._foreach_lerp_(self.slow, [p.detach() for p in self.net.parameters()], 0.1)
+        self.total += loss.detach()
+        return loss
+
+    def state(self):
+        """Everything that the step changes."""
+        plain = self.scheduler.state_dict() if self.scheduler is not None else {}
+        tensors = [*self.net.parameters(), *self.slow, self.total, *(self.mean.state_dict().values() if self.mean is not None else ())]
+        numbers = {k: v for k, v in plain.items() if isinstance(v, (int, float, list)) and k not in ("_schedulers", "lr_lambdas")}
+        return [t.detach().clone() for t in tensors], numbers, self.optimizer.param_groups[0]["lr"]
+
+
+def poisoned():
+    """The batches, three of which are NaN."""
+    batches = BATCHES.clone()
+    batches[list(BAD)] = float("nan")
+    return batches
+
+
+def trained(loop, batches):
+    for batch in batches:
+        loop(batch)
+    return loop.state()
+
+
+def guarded(loop, batches, **arguments):
+    guard = NanGuard(verbose=0, **arguments)
+    with guard.watch(loop.net, loop.optimizer):
+        step = guard.step(loop.__call__)
+        for batch in batches:
+            step(batch)
+    return loop.state(), guard
+
+
+def assert_same(one, other):
+    for left, right in zip(one[0], other[0], strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+    assert one[1:] == other[1:]
+
+
+def test_without_the_guard_a_bad_batch_reaches_all_of_them():
+    """Plain PyTorch: the averaged model and the total are NaN for good, and the schedule has moved on."""
+    tensors, numbers, _ = trained(Loop("step"), poisoned())
+    assert not any(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point()) and numbers["last_epoch"] == STEPS
+
+
+@pytest.mark.parametrize("scheduler", [*SCHEDULERS, "own"])
+def test_a_bad_step_never_happened(scheduler):
+    """The run is the one without the bad batches, bit for bit; replays for the diagnosis leave no trace either."""
+    without = trained(Loop(scheduler), [b for i, b in enumerate(BATCHES) if i not in BAD])
+    state, guard = guarded(Loop(scheduler), poisoned())
+    assert [i.step for i in guard.incidents] == list(BAD) and all(i.diagnosis.cause == "input_nonfinite" for i in guard.incidents)
+    assert_same(state, without)
+
+
+def test_an_optimizer_with_a_closure():
+    """The same for one that evaluates the loss itself."""
+    without = trained(Loop(closure=True), [b for i, b in enumerate(BATCHES) if i not in BAD])
+    state, guard = guarded(Loop(closure=True), poisoned())
+    assert len(guard.incidents) == len(BAD)
+    assert_same(state, without)
+
+
+def test_a_healthy_run_is_the_plain_one():
+    """Nothing that a healthy step writes is undone."""
+    state, guard = guarded(Loop("one cycle"), BATCHES)
+    assert not guard.incidents
+    assert_same(state, trained(Loop("one cycle"), BATCHES))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_scaler_learns_once_from_each_bad_step(unscaled):
+    """The scale of a `GradScaler` is halved by each bad step, as without the guard, and by no replay."""
+
+    def run(batches, watched):
+        loop, scaler = Loop(averaged=False), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10)
+
+        def step(batch):
+            loop.optimizer.zero_grad()
+            loss = loop.loss(batch)
+            scaler.scale(loss).backward()
+            if unscaled:
+                scaler.unscale_(loop.optimizer)
+                torch.nn.utils.clip_grad_norm_(loop.net.parameters(), 1.0)
+            scaler.step(loop.optimizer)
+            scaler.update()
+            return loss
+
+        guard = NanGuard(verbose=0)
+        with guard.watch(loop.net, loop.optimizer):
+            run_step = guard.step(step) if watched else step
+            for batch in batches:
+                run_step(batch)
+        return [p.detach() for p in loop.net.parameters()], scaler.get_scale(), int(scaler._growth_tracker)
+
+    plain, with_guard = run(poisoned(), False), run(poisoned(), True)
+    assert plain[1] < 2.0**16 and with_guard[1:] == plain[1:]
+    for left, right in zip(plain[0], with_guard[0], strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_classes_of_torch_are_as_before():
+    """After the loop no method of torch is replaced."""
+    before = [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
+    guarded(Loop("step"), poisoned())
+    assert before == [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
