@@ -203,7 +203,7 @@ class Injection:
                     "Call inject(...) for each context.",
                 )
             )
-        self._hook = current.faults().Hook(self.model, self.fault)
+        self._hook = current.fault_hook(self.model, self.fault)
         self._hook.install()
         return self
 

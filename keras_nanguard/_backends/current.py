@@ -17,7 +17,7 @@ __all__ = [
         "adapted",
         "attachment",
         "compiled_replay",
-        "faults",
+        "fault_hook",
         "host",
         "loop_step",
         "name",
@@ -89,9 +89,9 @@ def compiled_replay() -> interface.CompiledReplay:
     return cast(interface.CompiledReplay, _module("compiled_replay"))
 
 
-def faults() -> interface.Faults:
-    """Return the module for fault injection."""
-    return cast(interface.Faults, _module("faults"))
+def fault_hook(model: Any, fault: Any) -> Any:
+    """Return the hook that injects a fault into the steps of a model, a `FaultHook`."""
+    return _module("faults").Hook(model, fault)
 
 
 def host() -> interface.Host:

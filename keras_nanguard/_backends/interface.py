@@ -9,7 +9,7 @@ A backend is a package with these modules, each with what a protocol here declar
 | `reports` | `ReportQueue` | `ReportQueue` |
 | `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
 | `replay`, `compiled_replay` | replay of a step, for a diagnosis | `Replay`, `CompiledReplay` |
-| `faults` | fault injection | `Faults`, `FaultHook` |
+| `faults` | fault injection: `Hook` | `shared.faults.FaultHook` |
 | `host` | functions for the process as a whole | `Host` |
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
@@ -36,8 +36,6 @@ __all__ = [
     "Attachment",
     "CompiledReplay",
     "CountingTransaction",
-    "FaultHook",
-    "Faults",
     "GuardedSession",
     "Host",
     "LoopStep",
@@ -353,35 +351,6 @@ class CompiledReplay(Protocol):
 
     def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
         """Compile a step, run it once, and return the result."""
-
-
-class Faults(Protocol):
-    """Fault injection. The module `faults` of a backend."""
-
-    Hook: Any
-    """`Hook(model, fault)`, a `FaultHook`."""
-
-    def repeated(self, model: Any) -> Callable[[], None]:
-        """Return what to call before each replay of a step, so that it counts as that step.
-
-        Faults of later steps then do not come early.
-        """
-
-
-class FaultHook(Protocol):
-    """One fault, injected into every train step of one model."""
-
-    reached: bool
-    """Whether a step that was traced (or run) has a place for the fault."""
-
-    seen: int
-    """Train steps that ran since it was installed."""
-
-    def install(self) -> None:
-        """Install the fault."""
-
-    def remove(self) -> None:
-        """Remove the fault from the model."""
 
 
 class Host(Protocol):

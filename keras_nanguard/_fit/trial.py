@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
+from keras_nanguard._backends.shared.faults import repeated
 from keras_nanguard._core import memory
 from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
@@ -46,7 +47,7 @@ class Trial:
         self._run = run
         self._variables = run.train_state().kept
         self._seeds = keras_variables.seeds(self._variables)
-        self._repeated = current.faults().repeated(run.model)
+        self._repeated = repeated(run.model)
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def state_of(self, snapshot: Snapshot) -> State:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "keras_nanguard"
 BACKENDS = ("tensorflow", "jax", "torch")
 INTERFACE = "keras_nanguard._backends.interface"
 
-MODULES = {"Attaching": "attach", "Replay": "replay", "CompiledReplay": "compiled_replay", "Faults": "faults", "Host": "host"}
+MODULES = {"Attaching": "attach", "Replay": "replay", "CompiledReplay": "compiled_replay", "Host": "host"}
 """The module that implements a protocol."""
 
 CLASSES = {
@@ -27,7 +27,6 @@ CLASSES = {
     "Transaction": ["step.Transaction"],
     "ReportQueue": ["reports.ReportQueue"],
     "Outputs": ["outputs.LogOutputs", "outputs.PlainOutputs"],
-    "FaultHook": ["faults.Hook"],
 }
 """The classes that implement a protocol."""
 
@@ -38,7 +37,7 @@ ONLY = {
 }
 """What is implemented once: only on TensorFlow may several guarded steps run between two looks of the host."""
 
-SAME_NAMES = ("intercept", "execution", "reductions", "origins")
+SAME_NAMES = ("intercept", "execution", "reductions", "origins", "faults")
 """Modules of which nothing outside of the backend knows, and which each backend has."""
 
 HELD = {"transaction", "attachment", "_attachment", "report_queue", "hook", "_hook", "placed"}

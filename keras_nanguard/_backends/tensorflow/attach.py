@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import STATE_PASSES_THROUGH_STEP, adapted
 from keras_nanguard._backends.shared.batch_memory import held
-from keras_nanguard._backends.tensorflow import faults, from_iterator, step
+from keras_nanguard._backends.tensorflow import from_iterator, step
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
@@ -72,7 +72,7 @@ class ModelAttachment(attach.Attachment):
         self._build_optimizer()
         self.inner = self._made_by_keras(jit_compile=False)
         if self._takes and not self._eager:
-            self.inner = from_iterator.Direct(faults.with_faults(model, model.train_step))
+            self.inner = from_iterator.Direct(transaction)
         model.train_function = self.run_execution
 
     def _body(self) -> Any:
@@ -103,8 +103,7 @@ class ModelAttachment(attach.Attachment):
     def _is_keras_own(self) -> bool:
         """Whether Keras' train function only calls the step, once for each batch."""
         make = self._make
-        own = getattr(make, "__func__", None) is keras.Model.make_train_function
-        return own or hasattr(make, "hooks")
+        return getattr(make, "__func__", None) is keras.Model.make_train_function
 
     def _place(self, transaction: Any) -> None:
         """Set the transaction on the session, and on the model for Keras to trace."""
@@ -164,10 +163,10 @@ class ModelAttachment(attach.Attachment):
                 return self._run(lambda: self.inner(data))
             batches = list(data)  # of `train_on_batch`: a step that is traced anew takes it again
             return self._run(lambda: self.inner(iter(batches)))
-        with faults.in_batches(self.model, [from_iterator.next_batch(data)]) as (batch,):
-            if self._eager:
-                return self._run(lambda: self.inner(iter([batch])), (batch,))
-            return self._run(lambda: self.inner(batch, data), (batch,))
+        batch = self.session.transaction.take(data)
+        if self._eager:
+            return self._run(lambda: self.inner(iter([batch])), (batch,))
+        return self._run(lambda: self.inner(batch, data), (batch,))
 
     @property
     def can_run_again(self) -> bool:  # type: ignore[override]

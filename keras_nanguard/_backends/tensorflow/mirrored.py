@@ -47,7 +47,7 @@ class MirroredTransaction(Transaction):
             args = tf.nest.map_structure(lambda t: t[:0] if _has_rows(t, rows) else t, args)
         return self.body(*args)
 
-    def __call__(self, *args: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
         step = merge(lambda strategy: _Step(self.setup(), strategy, *self.count()))
         share = step.share()

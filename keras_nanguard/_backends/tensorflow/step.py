@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import outputs as step_outputs
+from keras_nanguard._backends.tensorflow import from_iterator, outputs as step_outputs
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepResult, StepSetup, StepTrace
 from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
 from keras_nanguard._core.verdict import PERIOD, Verdict
@@ -51,7 +51,7 @@ class Transaction:
             committed a bad state all are refused until the host has healed it.
         note_created: called with each variable that is created inside the step, and its value.
         refuse: refuse bad steps; otherwise they run as they are, and only their verdict is told.
-        host_has_batches: the host passes the batch of each step to `give`.
+        host_has_batches: the host takes each batch off the data, and passes it to `give`.
 
     Attributes:
         given: what the last step was given, if the host has it.
@@ -88,6 +88,7 @@ class Transaction:
         self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.places: tuple[tuple[str, str], ...] = ()
+        self.host_has_batches = host_has_batches
         self.report_queue = ReportQueue((lambda: self.given) if host_has_batches else None)
         self.outputs = step_outputs.LogOutputs(model) if logs else step_outputs.PlainOutputs()
         self._run: Callable[..., StepResult] = self._traced
@@ -101,6 +102,10 @@ class Transaction:
                 self._halted = tf.Variable(False, trainable=False)
 
     def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        """Run the body once as a transaction; `testing` wraps this."""
         halted, step = self.count()
         run = self._traced if tf.executing_eagerly() else self._run
         result = run(halted, step, *args)
@@ -167,6 +172,14 @@ class Transaction:
         """Return the outputs and the verdict of one call, on the host."""
         outputs, row = self.outputs.split(result)
         return outputs, Verdict.of(row)
+
+    def take(self, data: Any) -> Any:
+        """Take the next batch off the data, as Keras passes it to a step; `testing` wraps this.
+
+        Raises:
+            StopIteration: if there is none.
+        """
+        return from_iterator.next_batch(data)
 
     def give(self, args: Any) -> None:
         """Store the arguments of the next step, which the host has."""
