@@ -13,8 +13,7 @@ import keras
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment
-from keras_nanguard._backends.interface import Attachment
-from keras_nanguard._backends.shared.attach import attached_to
+from keras_nanguard._backends.shared.attach import Attachment, attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Preset

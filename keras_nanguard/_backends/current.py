@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import keras
 
@@ -12,17 +11,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
 __all__ = [
-    *(
-        "BACKENDS",
-        "adapted",
-        "attachment",
-        "compiled_replay",
-        "fault_hook",
-        "host",
-        "loop_step",
-        "name",
-    ),
-    *("replay", "state_passes_through_step"),
+    *("BACKENDS", "attachment", "fault_hook", "host", "loop_step", "name", "replay"),
 ]
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -53,47 +42,28 @@ def _module(part: str) -> Any:
     return importlib.import_module(f"keras_nanguard._backends.{backend}.{part}")
 
 
-def attachment(model: Any, session: interface.GuardedSession) -> interface.Attachment:
-    """Return the attachment of the transaction to this model's train step."""
-    made: interface.Attachment = _module("attach").ModelAttachment(model, session)
-    return made
+def attachment(model: Any, session: interface.GuardedSession) -> Any:
+    """Return a `shared.attach.Attachment` of the transaction to this model's train step."""
+    return _module("attach").ModelAttachment(model, session)
 
 
-def loop_step(
-    function: Callable[..., Any], session: interface.GuardedSession
-) -> Callable[..., Any]:
-    """Return a hand-written step as a transaction."""
-    made: Callable[..., Any] = _module("attach").LoopStep(function, session)
-    return made
-
-
-def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the model and the optimizers of a loop in Keras' form, if the backend has its own."""
-    found: tuple[Any, tuple[Any, ...]] = _module("attach").adapted(model, optimizers)
-    return found
-
-
-def state_passes_through_step() -> bool:
-    """Return whether a hand-written step takes and returns the state of its optimizers."""
-    found: bool = _module("attach").STATE_PASSES_THROUGH_STEP
-    return found
-
-
-def replay() -> interface.Replay:
-    """Return the module that replays a step eagerly for a diagnosis."""
-    return cast(interface.Replay, _module("replay"))
-
-
-def compiled_replay() -> interface.CompiledReplay:
-    """Return the module that replays a step in its compiled mode."""
-    return cast(interface.CompiledReplay, _module("compiled_replay"))
+def loop_step() -> Any:
+    """Return the `shared.attach.LoopStep` that makes a hand-written step a transaction."""
+    return _module("attach").LoopStep
 
 
 def fault_hook(model: Any, fault: Any) -> Any:
-    """Return the hook that injects a fault into the steps of a model, a `FaultHook`."""
+    """Return a `shared.faults.FaultHook` that injects a fault into the steps of a model."""
     return _module("faults").Hook(model, fault)
 
 
+def replay() -> interface.Replay:
+    """Return what replays a step for a diagnosis."""
+    made: interface.Replay = _module("replay").Replay()
+    return made
+
+
 def host() -> interface.Host:
-    """Return the module for the process as a whole."""
-    return cast(interface.Host, _module("host"))
+    """Return the functions for the process as a whole."""
+    made: interface.Host = _module("host").Host()
+    return made

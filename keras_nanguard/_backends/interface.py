@@ -1,15 +1,15 @@
 """The interface between a backend and the rest of the library.
 
-A backend is a package with these modules, each with what a protocol here declares:
+A backend is a package with these modules, each with what a class here or in `shared` declares:
 
-| module | content | protocol |
+| module | content | declared by |
 |---|---|---|
-| `attach` | `ModelAttachment`, `LoopStep`, `adapted` | `Attachment`, `LoopStep`, `Attaching` |
+| `attach` | `ModelAttachment`, `LoopStep` | `Attachment`, `LoopStep` of `shared/attach.py` |
 | `step` | `Transaction` | `Transaction` (`CountingTransaction` for several steps at once) |
 | `reports` | `ReportQueue` | `ReportQueue` |
 | `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
-| `replay`, `compiled_replay` | replay of a step, for a diagnosis | `Replay`, `CompiledReplay` |
-| `faults` | fault injection: `Hook` | `shared.faults.FaultHook` |
+| `replay` | replay of a step, for a diagnosis | `Replay` |
+| `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
@@ -32,13 +32,9 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    "Attaching",
-    "Attachment",
-    "CompiledReplay",
     "CountingTransaction",
     "GuardedSession",
     "Host",
-    "LoopStep",
     "Outputs",
     "Replay",
     "ReportQueue",
@@ -242,149 +238,101 @@ class GuardedSession(Protocol):
         """Undo the changes to the optimizers."""
 
 
-class Attachment(Protocol):
-    """The transaction of one session, attached to one model's `fit` and `train_on_batch`."""
+class Replay:
+    """Replays a step and records its operations. The class `Replay` of the module `replay`."""
 
-    model: Any
-    session: GuardedSession
-    in_use: Callable[..., bool]
-
-    def attach(self) -> None:
-        """Replace the model's train function until `detach`."""
-
-    def detach(self) -> None:
-        """Restore the model's own methods; may be called any number of times."""
-
-    def prepare(self) -> None:
-        """Create every variable that the first step would create."""
-
-    def make(self, force: bool = False) -> Any:
-        """Replacement for `Model.make_train_function`."""
-
-    def make_with(self, make: Callable[..., Any]) -> None:
-        """Create the train function once with `make`, for a model that is always guarded."""
-
-    def rebuild(self) -> None:
-        """Compile the step again, after something that is built into it has changed."""
-
-
-class LoopStep(Protocol):
-    """A hand-written step with its transaction."""
-
-    function: Any
-    session: GuardedSession
-
-    def rebuild(self) -> None:
-        """Create the step again, after a change of something that is built into it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step and return its outputs."""
-
-
-class Attaching(Protocol):
-    """Attaches the transaction to a step. The module `attach` of a backend."""
-
-    ModelAttachment: Any
-    """`ModelAttachment(model, session)`, an `Attachment`."""
-
-    LoopStep: Any
-    """`LoopStep(function, session)`."""
-
-    STATE_PASSES_THROUGH_STEP: bool
-    """Whether a hand-written step takes and returns the state of its optimizers, whatever those
-    are.
-    """
-
-    def adapted(self, model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the model and the optimizers of a loop in Keras' form, if the backend has its
-        own.
-        """
-
-
-class Replay(Protocol):
-    """Replays a step eagerly and records its operations. The module `replay` of a backend."""
+    MODES: tuple[str, ...] = ("eager", "graph", "xla")
+    """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
 
     Origins: Any
+    """`Origins(batch, variables, tolerated, rows)`, a `shared.origins.OriginTracker`."""
+
     Instrument: Any
+    """`Instrument(model, origins, keep)`, a `shared.instrument.Instrument`."""
 
     def body_of(self, model: Any) -> Callable[..., Any]:
-        """Return the train step of a model as a function of its batch."""
+        """Return the train step of a model as a function of its batch, which reads and writes the
+        variables.
+        """
+        step: Callable[..., Any] = model.train_step
+        return step
 
     def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
         """Return a function that finds the losses in the logs of a step without `compute_loss`."""
+        raise NotImplementedError
 
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
     ) -> AbstractContextManager[Any]:
         """Return a context that records losses and updates; `immediate`: updates run at once."""
+        raise NotImplementedError
 
     def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
         """Restore these variables, and the random generators, at the end."""
-
-    def key(self, variable: Any) -> int | None:
-        """Return the number of a variable in `Origins`, or `None`."""
-
-    def is_tensor(self, value: Any) -> bool:
-        """Whether an object is a dense tensor."""
-
-    def slope(self, origin: Any) -> Any:
-        """Return the origin of a bad gradient."""
-
-    def tensor(self, value: Any) -> Any:
-        """Return an array as a tensor."""
-
-    def like(self, array: Any, value: Any) -> Any:
-        """Return an array as a tensor of the dtype of another tensor."""
+        raise NotImplementedError
 
     def without_rows(self, value: Any, kept: Any) -> Any:
-        """Return the given rows of a tensor."""
+        """Return the given rows of a tensor or an array; one of a kind without rows unchanged."""
+        raise NotImplementedError
 
     def twin(self, variable: Any) -> Any:
         """Return a backend variable with the same values in float32, or `None`."""
-
-
-class CompiledReplay(Protocol):
-    """Replays a step in its compiled mode. The module `compiled_replay` of a backend."""
-
-    MODES: tuple[str, ...]
-    """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
+        raise NotImplementedError
 
     def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
-        """Compile a step, run it once, and return the result."""
+        """Run a step once in its compiled mode, without side effects; return its result.
+
+        Args:
+            step: a `shared.replay.ReplayableStep`.
+            args: its arguments.
+            jit: whether to compile with XLA.
+        """
+        return step.run(args)
 
 
-class Host(Protocol):
-    """Functions for the process as a whole. The module `host` of a backend."""
+class Host:
+    """Functions for the process as a whole: as they are for one that trains alone, and whose random
+    numbers are all in variables. The class `Host` of the module `host`.
+    """
 
-    SPREADS_ARRAYS: bool
+    SPREADS_ARRAYS = False
     """Whether one array may be spread over several processes, so that none of them can compute with
     it alone.
     """
 
     def place(self) -> tuple[int, int]:
         """Return the rank of this process, from 0, and how many processes train together."""
+        return 0, 1
 
     def trains_together(self, model: Any, loop: bool) -> bool:
         """Whether this process trains the model with others; `loop`: in a loop of the user's
         own.
         """
+        return False
 
     def is_sharded(self, model: Any) -> bool:
         """Whether each process has another part of the model, so that none can save it alone."""
+        return False
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the values of all processes by rank, or raise `GuardError` with the missing
-        rank.
+        """Return the values of all processes by rank, or raise `GuardError` with the missing rank.
+
+        Args:
+            payload: the value of this process.
+            what: a description of it.
         """
+        return [payload]
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
         """Return the state of the generator that belongs to no variable, or `None`."""
+        return None
 
     def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
-        """Restore this state."""
+        """Restore this state. A state of another backend is ignored."""
 
     def advance_generator(self) -> None:
         """Advance this generator, if there is one."""
 
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Return a context without recording for a backward pass."""
+        return nullcontext()

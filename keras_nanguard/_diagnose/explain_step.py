@@ -282,4 +282,4 @@ def _mode(run: GuardedRun) -> str:
         if getattr(run.model, "run_eagerly", False)
         else "graph"
     )
-    return mode if mode in current.compiled_replay().MODES else "eager"
+    return mode if mode in current.replay().MODES else "eager"

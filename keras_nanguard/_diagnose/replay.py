@@ -131,7 +131,7 @@ def replay(
         raise GuardError(
             expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one.")
         )
-    if mode not in current.compiled_replay().MODES:
+    if mode not in current.replay().MODES:
         raise GuardError(
             expected(
                 "mode='eager' on PyTorch, where a guarded step runs eagerly",
@@ -164,7 +164,7 @@ def replay(
 
 def _tensors(batch: Any) -> Any:
     return keras.tree.map_structure(
-        lambda a: None if a is None else current.replay().tensor(a), batch
+        lambda a: None if a is None else keras.ops.convert_to_tensor(a), batch
     )
 
 
@@ -297,7 +297,7 @@ def _run(
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
-    return current.compiled_replay().run_compiled(step, batch, jit=mode == "xla"), evidence
+    return current.replay().run_compiled(step, batch, jit=mode == "xla"), evidence
 
 
 class _InitialState:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
@@ -114,7 +115,7 @@ class Trials:
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
         if run.finite and self.evidence.mode != "eager":
-            again = current.compiled_replay().run_compiled(
+            again = current.replay().run_compiled(
                 self.step, self.batch, jit=self.evidence.mode == "xla"
             )
             self._add(same_mode=again.word)
@@ -128,7 +129,7 @@ class Trials:
     def _rerun(self, batch: Any) -> ReplayResult:
         """Run the step once more, without updates and observation, in the fastest mode."""
         if self.step.judged is not None:
-            run: ReplayResult = current.compiled_replay().run_compiled(self.step, batch, jit=True)
+            run: ReplayResult = current.replay().run_compiled(self.step, batch, jit=True)
             if not run.error:
                 return run
         return self.step.run(batch)
@@ -206,7 +207,7 @@ class Trials:
         if self.evidence.first in ("slots", "weights"):
             return self.step.run(rest, update=True)
         if self.evidence.replay == "finite":  # bad in its compiled form alone
-            result: ReplayResult = current.compiled_replay().run_compiled(
+            result: ReplayResult = current.replay().run_compiled(
                 self.step, rest, jit=self.evidence.mode == "xla"
             )
             return result
@@ -345,7 +346,7 @@ def standardized(role: str, value: Any) -> Any:
         return value
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    return current.replay().like(scaled, value)
+    return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
 
 
 def _counts(outputs: Any) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from keras_nanguard._backends.current import adapted, loop_step, state_passes_through_step
+from keras_nanguard._backends.current import loop_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError, expected, require_keras_3
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.reporter import Reporter
@@ -64,9 +64,9 @@ class LoopMixin:
                 " loop. Use one NanGuard per loop."
             )
         require_keras_3(model, *optimizers)
-        model, optimizers = adapted(model, optimizers)
+        model, optimizers = loop_step().adapted(model, optimizers)
         optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
-        if not optimizers and not state_passes_through_step():
+        if not optimizers and not loop_step().STATE_PASSES_THROUGH_STEP:
             raise GuardError(
                 "Expected at least one optimizer. Received: none, and the model has none. "
                 "Write guard.watch(model, optimizer)."
@@ -119,7 +119,7 @@ class LoopMixin:
                     " outside. Move the loop into the with block."
                 )
             if held.get("session") is not self.session:
-                held["session"], held["run"] = self.session, loop_step(function, self.session)
+                held["session"], held["run"] = self.session, loop_step()(function, self.session)
             returned: Returned = held["run"](*args, **kwargs)
             return returned
 
@@ -142,6 +142,6 @@ def _remedy(given: Any) -> str:
     """Return what to pass instead of an object that is not a Keras optimizer."""
     if isinstance(given, (list, set)) or type(given) is tuple:
         return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
-    if state_passes_through_step():
+    if loop_step().STATE_PASSES_THROUGH_STEP:
         return "Write guard.watch(model), and pass the state of the optimizer through guard.step."
     return "Pass an optimizer of keras.optimizers, or on PyTorch one of torch.optim."

@@ -202,8 +202,8 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
     torch = pytest.importorskip("torch", reason="PyTorch is not here")
     if zoo.BACKEND != "torch":
         pytest.skip("only on torch")
-    from keras_nanguard._backends.torch import replay
     from keras_nanguard._backends.torch.modules import TorchOptimizer
+    from keras_nanguard._backends.torch.replay import Replay
 
     modules = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
     optimizers = [TorchOptimizer(torch.optim.Adam(m.parameters()), {}) for m in modules]
@@ -221,7 +221,7 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
         return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
 
     step(0)
-    with replay.preserved(list(modules[0].parameters())), replay.intercepted(None, [], False):
+    with Replay().preserved(list(modules[0].parameters())), Replay().intercepted(None, [], False):
         assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
         step(0)
         assert together(other) == [[1.0, 1.0]]

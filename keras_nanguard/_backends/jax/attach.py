@@ -16,15 +16,11 @@ from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._backends.shared import attach
-from keras_nanguard._backends.shared.attach import adapted
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 
-__all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
-
-STATE_PASSES_THROUGH_STEP = True
-"""The state of a loop, including that of an optax optimizer, is an argument of its step."""
+__all__ = ["LoopStep", "ModelAttachment"]
 
 
 class ModelAttachment(attach.Attachment):
@@ -198,6 +194,8 @@ class LoopStep(attach.LoopStep):
     The state is a pytree with the values of the variables, as for Keras' stateless calls. Other
     leaves (a random key) are restored on a refusal, too, but are not part of a snapshot.
     """
+
+    STATE_PASSES_THROUGH_STEP = True
 
     def __init__(self, function: Callable[..., Any], session: GuardedSession):
         self.variables: list[Any] | None = None

@@ -11,6 +11,7 @@ Without it, only the layer table is available.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,23 @@ class Origins(OriginTracker):
         if found is None and id(tensor) in self._variables and not _is_finite(tensor):
             found = self._stored(tensor)
         return self._completed(found)
+
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable: that of its array at the beginning."""
+        return id(variable.value)
+
+    def of_gradient(self, gradient: Any) -> Origin | None:
+        """Return the origin behind a gradient, as one of the backward pass if the loss is finite.
+
+        JAX computes the slope of an operation (1 / x of a logarithm) in its forward pass, for a
+        multiplication in the backward pass. A bad value that begins there and does not reach the
+        loss is such a slope, or a value that is masked away.
+        """
+        origin = self.of(gradient)
+        if origin is None or origin.source != "operation" or origin.phase == "backward":
+            return origin
+        return dataclasses.replace(origin, phase="slope")
 
     def written(self, variable: Any) -> Origin | None:
         """Return the origin of the bad value that was last written into this variable, if any."""

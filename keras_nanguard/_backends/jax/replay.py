@@ -1,4 +1,4 @@
-"""Functions for a diagnosis on JAX: recording of a run, and tensor helpers.
+"""Replays a step for a diagnosis on JAX.
 
 A step on JAX is a function from state to state. Here it runs eagerly as one that reads and writes
 the variables (`Transaction.replayed`), so that the variables have its results.
@@ -7,7 +7,7 @@ the variables (`Transaction.replayed`), so that the variables have its results.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,31 +16,19 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import intercept
 from keras_nanguard._backends.jax.intercept import primal
 from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.jax.outputs import LogOutputs
+from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._keras import optimizers as keras_optimizers, sparse_arrays
-from keras_nanguard._keras.jax_trainer import by_part, ready
+from keras_nanguard._keras.jax_trainer import by_part, ready, variables
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = [
-    "Instrument",
-    "Origins",
-    *(
-        "body_of",
-        "intercepted",
-        "is_tensor",
-        "key",
-        "like",
-        "losses_of",
-        "preserved",
-        "slope",
-        "tensor",
-        "twin",
-        "without_rows",
-    ),
-]
+__all__ = ["Replay"]
 
 
 class Instrument(instrument.Instrument):
@@ -137,94 +125,85 @@ class _Intercept(intercept.Intercept):
         return stateless_apply
 
 
-def body_of(model: Any) -> Any:
-    """Return the train step of a model as a function of its batch, which reads and writes the
-    variables.
-    """
+class Replay(interface.Replay):
+    """Replays a step and records its operations. JAX compiles all modes but `"eager"` with XLA."""
 
-    def body(data: Any) -> Any:
-        ready(model, data)
-        lists = by_part(model)
-        logs, new = model.train_step(
-            tuple([v.value for v in variables] for variables in lists), data
-        )
-        for variables, values in zip(lists, new):
-            for variable, value in zip(variables, values):
+    Origins = Origins
+    Instrument = Instrument
+
+    def body_of(self, model: Any) -> Callable[..., Any]:
+        def body(data: Any) -> Any:
+            ready(model, data)
+            parts = by_part(model)
+            logs, new = model.train_step(tuple([v.value for v in part] for part in parts), data)
+            for part, values in zip(parts, new):
+                for variable, value in zip(part, values):
+                    variable.assign(value)
+            return logs
+
+        return body
+
+    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
+        return LogOutputs(model).losses
+
+    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
+        return _Intercept(model, optimizers, immediate)
+
+    @contextlib.contextmanager
+    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+        old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
+        try:
+            yield
+        finally:
+            for variable, value in old:
                 variable.assign(value)
-        return logs
 
-    return body
+    def without_rows(self, value: Any, kept: Any) -> Any:
+        """Return an array of the same shape in which kept rows replace the others, because another
+        shape would be compiled again.
+        """
+        rows = np.resize(np.asarray(kept), value.shape[0]) if len(kept) else np.zeros(0, int)
+        if hasattr(value, "todense"):
+            if not sparse_arrays.has_coordinates(value):
+                return type(value).fromdense(value.todense()[rows])
+            indices, values, shape = sparse_arrays.gathered(value, rows)
+            return type(value)((jnp.asarray(values), jnp.asarray(indices)), shape=shape)
+        return value[rows]
 
+    def twin(self, variable: Any) -> Any:
+        value = getattr(variable, "value", None)
+        return value.astype(jnp.float32) if isinstance(value, jax.Array) else None
 
-def losses_of(model: Any) -> Any:
-    """Return a function that finds the losses in the logs of a step that never calls
-    `compute_loss`.
-    """
-    return LogOutputs(model).losses
+    def run_compiled(self, step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
+        """Run a step once, compiled, without side effects; return its result.
 
-
-def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
-    """Return a context that records losses and updates; `immediate`: updates run at once."""
-    return _Intercept(model, optimizers, immediate)
-
-
-@contextlib.contextmanager
-def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore these variables at the end."""
-    old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
-    try:
-        yield
-    finally:
-        for variable, value in old:
-            variable.assign(value)
-
-
-def key(variable: Any) -> int | None:
-    """Return the number of a variable in `Origins`: that of its array at the beginning."""
-    return id(variable.value)
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether an object is a dense array."""
-    return isinstance(value, (np.ndarray, jax.Array))
+        A step that has no transaction is guarded as the train step of its model.
+        """
+        judged = step.judged or _transaction_of(step).judged
+        try:
+            verdict = judged(*args)
+        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+            return ReplayResult(error=f"{type(error).__name__}: {error}")
+        sites = {
+            "loss": verdict.loss,
+            "statistics": verdict.statistics,
+            "gradients": verdict.gradients,
+        }
+        first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
+        return ReplayResult(first=first, loss=verdict.loss, norm=verdict.gradient_norm)
 
 
-def slope(origin: Any) -> Any:
-    """Return the origin of a gradient as one of the backward pass if the loss is finite.
-
-    JAX computes the slope of an operation (1 / x of a logarithm) in its forward pass, for a
-    multiplication in the backward pass. A bad value that begins there and does not reach the loss
-    is such a slope, or a value that is masked away.
-    """
-    if origin is None or origin.source != "operation":
-        return origin
-    return origin if origin.phase == "backward" else dataclasses.replace(origin, phase="slope")
-
-
-def tensor(value: Any) -> Any:
-    """Return a NumPy array as a JAX array."""
-    return jnp.asarray(value)
-
-
-def like(array: Any, value: Any) -> Any:
-    """Return an array in the dtype of another array."""
-    return jnp.asarray(np.asarray(array).astype(value.dtype))
-
-
-def without_rows(value: Any, kept: Any) -> Any:
-    """Return an array of the same shape in which kept rows replace the others, because another
-    shape would be compiled again.
-    """
-    rows = np.resize(np.asarray(kept), value.shape[0]) if len(kept) else np.zeros(0, int)
-    if hasattr(value, "todense"):
-        if not sparse_arrays.has_coordinates(value):
-            return type(value).fromdense(value.todense()[rows])
-        indices, values, shape = sparse_arrays.gathered(value, rows)
-        return type(value)((jnp.asarray(values), jnp.asarray(indices)), shape=shape)
-    return value[rows]
-
-
-def twin(variable: Any) -> Any:
-    """Return the variable's array in float32, or `None`."""
-    value = getattr(variable, "value", None)
-    return value.astype(jnp.float32) if isinstance(value, jax.Array) else None
+def _transaction_of(step: ReplayableStep) -> Transaction:
+    """Return the transaction that guards the train step of a model."""
+    model = step.model
+    transaction = Transaction(
+        model.train_step,
+        lambda: TrainState.of(model, step.optimizers),
+        lambda: variables(model),
+        outputs=LogOutputs(model),
+        model=model,
+        jit=True,
+    )
+    transaction.tolerated = set(step.tolerated)
+    transaction.adopt(tuple([v.value for v in part] for part in by_part(model)))
+    return transaction

@@ -22,16 +22,11 @@ from keras_nanguard._keras import (
 )
 
 __all__ = [
-    "STATE_PASSES_THROUGH_STEP",
     "Attachment",
     "LoopStep",
-    "adapted",
     "attached_to",
     "require_compiled",
 ]
-
-STATE_PASSES_THROUGH_STEP = False
-"""Whether a hand-written step takes and returns the state of its optimizers."""
 
 _NAMES = ("make_train_function", "train_step")
 
@@ -47,11 +42,6 @@ def _plain_step(model: Any) -> Any:
     if getattr(vars(model).get("train_step"), "is_transaction", False):
         overrides.unset_instance(model, "train_step")
     return model.train_step
-
-
-def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the model and the optimizers of a loop unchanged, for backends without their own."""
-    return model, optimizers
 
 
 def require_compiled(model: Any) -> None:
@@ -306,6 +296,14 @@ class LoopStep(StateAccess):
         function: the step.
         session: the host side.
     """
+
+    STATE_PASSES_THROUGH_STEP = False
+    """Whether a step takes and returns the state of its optimizers, whatever those are."""
+
+    @staticmethod
+    def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return model and optimizers as the library takes them: those of Keras as they are."""
+        return model, optimizers
 
     def __init__(self, function: Any, session: GuardedSession):
         self.function, self.session = function, session

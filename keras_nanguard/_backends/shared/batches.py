@@ -78,11 +78,7 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
 
     def taken(role: str, value: Any) -> Any:
-        in_parts = keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits")
-        has_rows = in_parts or current.replay().is_tensor(value)
-        return (
-            current.replay().without_rows(value, kept) if has_rows and len(value.shape) else value
-        )
+        return current.replay().without_rows(value, kept) if len(value.shape) else value
 
     return mapped(args, taken)
 

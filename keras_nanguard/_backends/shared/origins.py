@@ -102,6 +102,15 @@ class OriginTracker:
         """Return the origin behind a tensor, or `None` if it is finite or unknown."""
         return self._completed(self._lineage.get(self._key(tensor)))
 
+    def of_gradient(self, gradient: Any) -> Origin | None:
+        """Return the origin behind a gradient."""
+        return self.of(gradient)
+
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable, or `None`."""
+        raise NotImplementedError
+
     def entered(self, tensors: Iterable[Any]) -> None:
         """Record that the innermost layer receives these tensors as inputs."""
         self._casts.entered(self.frames, [self._lineage.get(self._key(t)) for t in tensors])

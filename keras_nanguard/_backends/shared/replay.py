@@ -253,7 +253,7 @@ class _Pass:
         if bad and origins is None:
             return "gradients", bad[0][1].path, None
         if bad and origins is not None:
-            known = [(current.replay().slope(origins.of(g)), v) for g, v in bad]
+            known = [(origins.of_gradient(g), v) for g, v in bad]
             earliest = min(
                 known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60
             )
@@ -286,10 +286,11 @@ def origins_of(
 ) -> Any:
     """Return a tracker of the bad values of one run, with the names of its batch and variables."""
     named = [(part.path, part.value) for part in batches.parts(args)]
-    known = [(current.replay().key(v), v) for v in variables]
+    kind = current.replay().Origins
+    known = [(kind.number_of(v), v) for v in variables]
     paths = {number: v.path for number, v in known if number is not None}
     infinite = [number for number, v in known if number is not None and id(v) in tolerated]
-    return current.replay().Origins(named, paths, infinite, batches.row_count(args))
+    return kind(named, paths, infinite, batches.row_count(args))
 
 
 def _with_part(origin: Origin, instrument: Any) -> Origin:

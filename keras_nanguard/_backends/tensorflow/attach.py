@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import attach
-from keras_nanguard._backends.shared.attach import STATE_PASSES_THROUGH_STEP, adapted
 from keras_nanguard._backends.shared.batch_memory import held
 from keras_nanguard._backends.tensorflow import from_iterator, step
 from keras_nanguard._backends.tensorflow.execution import Retrace
@@ -24,7 +23,7 @@ from keras_nanguard._keras import (
     overrides as instance_overrides,
 )
 
-__all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
+__all__ = ["LoopStep", "ModelAttachment"]
 
 
 class ModelAttachment(attach.Attachment):

@@ -12,20 +12,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.instrument import LAYER, Call, layer_row
 from keras_nanguard._backends.shared.origins import operand
 from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult
-from keras_nanguard._backends.tensorflow.replay import Instrument, intercepted
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, Origin
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["MODES", "run_compiled"]
-
-MODES = ("eager", "graph", "xla")
-"""The modes in which a step can be replayed."""
+__all__ = ["run_compiled"]
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
@@ -75,11 +72,12 @@ class _Traced:
         )
 
     def _body(self, args: list[Any]) -> Any:
+        step, replay = self.step, current.replay()
         with (
-            Instrument(self.step.model, keep=True) as instrument,
-            intercepted(self.step.model, self.step.optimizers, self.step.keeps_undo) as seen,
+            replay.Instrument(step.model, keep=True) as instrument,
+            replay.intercepted(step.model, step.optimizers, step.keeps_undo) as seen,
         ):
-            outputs = self.step.body(*args)
+            outputs = step.body(*args)
         losses = seen.losses or self.step.losses(outputs)
         graph = tf.compat.v1.get_default_graph()
         self.calls = instrument.calls

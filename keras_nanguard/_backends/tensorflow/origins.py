@@ -60,6 +60,11 @@ class Origins(OriginTracker):
         if self.available:
             op_callbacks.remove_op_callback(self._seen)
 
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable, or `None`."""
+        return variable.value.handle._id if hasattr(variable.value, "handle") else None
+
     def written(self, variable: Any) -> Origin | None:
         """Return the origin of the bad value that was last written into this variable, if any."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)

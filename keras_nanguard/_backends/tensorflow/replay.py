@@ -1,39 +1,26 @@
-"""Functions for a diagnosis on TensorFlow: recording of a run, and tensor helpers."""
+"""Replays a step for a diagnosis on TensorFlow."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
+from keras_nanguard._backends.tensorflow.compiled_replay import run_compiled
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._backends.tensorflow.outputs import LogOutputs
 from keras_nanguard._keras import replicas, sparse_arrays, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = [
-    "Instrument",
-    "Origins",
-    *(
-        "body_of",
-        "intercepted",
-        "is_tensor",
-        "key",
-        "like",
-        "losses_of",
-        "preserved",
-        "slope",
-        "tensor",
-        "twin",
-        "without_rows",
-    ),
-]
+__all__ = ["Replay"]
 
 
 class Instrument(instrument.Instrument):
@@ -74,87 +61,58 @@ def _gradient(
 _GRADIENTS = ThreadOverrides(tf.GradientTape, {"gradient": _gradient})
 
 
-def body_of(model: Any) -> Any:
-    """Return the train step of a model as a function of its batch."""
-    return model.train_step
+class Replay(interface.Replay):
+    """Replays a step and records its operations."""
 
+    Origins = Origins
+    Instrument = Instrument
 
-def losses_of(model: Any) -> Any:
-    """Return a function that finds the losses in the logs of a step that never calls
-    `compute_loss`.
-    """
-    return LogOutputs(model).losses
+    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
+        return LogOutputs(model).losses
 
+    @contextlib.contextmanager
+    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Seen]:
+        """Record losses and updates on one replica; `immediate`: updates run at once."""
+        alone = replicas.without_strategy(optimizers, tf.distribute.get_strategy())
+        with alone, Intercept(model, optimizers, immediate, lambda variable: None) as seen:
+            yield seen
 
-@contextlib.contextmanager
-def intercepted(model: Any, optimizers: Sequence[Any], immediate: bool) -> Iterator[Seen]:
-    """Record losses and updates on one replica; `immediate`: updates run at once."""
-    alone = replicas.without_strategy(optimizers, tf.distribute.get_strategy())
-    with alone, Intercept(model, optimizers, immediate, lambda variable: None) as seen:
-        yield seen
+    @contextlib.contextmanager
+    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Restore these variables, and the generator of eager operations without a seed, at the
+        end.
 
+        Inside the context a variable with a copy per replica is that of the first replica, so no
+        other replica is needed or changed.
+        """
+        natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
+        natives = [v for v in natives if hasattr(v, "assign")]
+        old = [v.read_value() for v in natives]
+        drawn = getattr(context.context(), "_rng", None)
+        stream = drawn.getstate() if drawn is not None else None
+        try:
+            with replicas.on_first_replica(variables):
+                yield
+        finally:
+            for variable, value in zip(natives, old):
+                variable.assign(value)
+            if drawn is not None and stream is not None:
+                drawn.setstate(stream)
 
-@contextlib.contextmanager
-def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore these variables, and the generator of eager operations without a seed, at the end.
+    def without_rows(self, value: Any, kept: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            return tf.SparseTensor(*sparse_arrays.gathered(value, np.asarray(kept)))
+        return tf.gather(value, kept)
 
-    Inside the context a variable with a copy per replica is that of the first replica, so no other
-    replica is needed or changed.
-    """
-    natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
-    natives = [v for v in natives if hasattr(v, "assign")]
-    old = [v.read_value() for v in natives]
-    drawn = getattr(context.context(), "_rng", None)
-    stream = drawn.getstate() if drawn is not None else None
-    try:
-        with replicas.on_first_replica(variables):
-            yield
-    finally:
-        for variable, value in zip(natives, old):
-            variable.assign(value)
-        if drawn is not None and stream is not None:
-            drawn.setstate(stream)
+    def twin(self, variable: Any) -> Any:
+        native = getattr(variable, "value", None)
+        if not isinstance(native, tf.Variable):
+            return None
+        return tf.Variable(tf.cast(native, tf.float32), trainable=native.trainable)
+
+    def run_compiled(self, step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
+        return run_compiled(step, args, jit)
 
 
 def _copies(variable: Any) -> Sequence[Any]:
     return getattr(variable, "values", (variable,))  # type: ignore[no-any-return]
-
-
-def key(variable: Any) -> int | None:
-    """Return the number of a variable in `Origins`, or `None`."""
-    return variable.value.handle._id if hasattr(variable.value, "handle") else None
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether an object is a dense tensor, or an array that the step converts to one."""
-    return isinstance(value, (tf.Tensor, np.ndarray))
-
-
-def slope(origin: Any) -> Any:
-    """Return the origin of a gradient unchanged: the backward pass computes its own slopes."""
-    return origin
-
-
-def tensor(value: Any) -> Any:
-    """Return an array as a tensor."""
-    return tf.convert_to_tensor(value)
-
-
-def like(array: Any, value: Any) -> Any:
-    """Return an array as a tensor of the dtype of another one."""
-    return tf.cast(array, value.dtype)
-
-
-def without_rows(value: Any, kept: Any) -> Any:
-    """Return the given rows of a tensor."""
-    if isinstance(value, tf.SparseTensor):
-        return tf.SparseTensor(*sparse_arrays.gathered(value, np.asarray(kept)))
-    return tf.gather(value, kept)
-
-
-def twin(variable: Any) -> Any:
-    """Return a TensorFlow variable with the same values in float32, or `None`."""
-    native = getattr(variable, "value", None)
-    if not isinstance(native, tf.Variable):
-        return None
-    return tf.Variable(tf.cast(native, tf.float32), trainable=native.trainable)

@@ -12,17 +12,16 @@ import keras
 
 from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.shared import attach
-from keras_nanguard._backends.shared.attach import STATE_PASSES_THROUGH_STEP
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
-from keras_nanguard._backends.torch.modules import adapted
+from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
+__all__ = ["LoopStep", "ModelAttachment"]
 
 
 class ModelAttachment(attach.Attachment):
@@ -119,6 +118,11 @@ class ModelAttachment(attach.Attachment):
 
 class LoopStep(attach.LoopStep):
     """One hand-written step with its transaction."""
+
+    @staticmethod
+    def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return model and optimizers in Keras' form, also those of torch itself."""
+        return adapted_to_keras(model, optimizers)
 
     def _transaction(self) -> step.Transaction:
         function = uncompiled(self.function)

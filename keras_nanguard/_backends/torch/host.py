@@ -8,51 +8,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_nanguard._backends.torch.group import gathered, place
-from keras_nanguard._backends.torch.local_replay import communicates, is_sharded
+from keras_nanguard._backends import interface
+from keras_nanguard._backends.torch import group, local_replay
 
-__all__ = [
-    "SPREADS_ARRAYS",
-    "advance_generator",
-    "gathered",
-    "generator_state",
-    "is_sharded",
-    "place",
-    "set_generator_state",
-    "trains_together",
-    "without_gradients",
-]
-SPREADS_ARRAYS = False
-"""Whether one array may be distributed over several processes, so that no process can compute with
-it alone.
-"""
+__all__ = ["Host"]
 
 
-def trains_together(model: Any, loop: bool) -> bool:
-    """Return whether this process trains the model with others.
+class Host(interface.Host):
+    """Functions for the process as a whole."""
 
-    A loop does if the process group has several members. A `fit` does only if a part of its model
-    communicates, because Keras itself trains in one process.
-    """
-    return place()[1] > 1 and (loop or communicates(model))
+    def place(self) -> tuple[int, int]:
+        return group.place()
 
+    def trains_together(self, model: Any, loop: bool) -> bool:
+        """Return whether this process trains the model with others.
 
-def generator_state() -> np.ndarray[Any, Any] | None:
-    """Return the state of the generator that belongs to no variable, or `None`."""
-    return np.array(torch.get_rng_state().numpy())
+        A loop does if the process group has several members. A `fit` does only if a part of its
+        model communicates, because Keras itself trains in one process.
+        """
+        return self.place()[1] > 1 and (loop or local_replay.communicates(model))
 
+    def is_sharded(self, model: Any) -> bool:
+        return local_replay.is_sharded(model)
 
-def set_generator_state(state: np.ndarray[Any, Any]) -> None:
-    """Restore this state. A state of another backend is ignored."""
-    torch.set_rng_state(torch.from_numpy(np.array(state)))
+    def gathered(self, payload: bytes, what: str) -> list[bytes]:
+        return group.gathered(payload, what)
 
+    def generator_state(self) -> np.ndarray[Any, Any] | None:
+        return np.array(torch.get_rng_state().numpy())
 
-def advance_generator() -> None:
-    """Advance the generator of the process."""
-    torch.rand(1)
+    def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
+        torch.set_rng_state(torch.from_numpy(np.array(state)))
 
+    def advance_generator(self) -> None:
+        torch.rand(1)
 
-def without_gradients() -> AbstractContextManager[Any]:
-    """Return a context without recording for a backward pass."""
-    made: AbstractContextManager[Any] = torch.no_grad()
-    return made
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        made: AbstractContextManager[Any] = torch.no_grad()
+        return made

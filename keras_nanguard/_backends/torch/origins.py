@@ -99,6 +99,11 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
             return None
         return super().of(tensor)
 
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable, or `None`."""
+        return storage(variable.value)
+
     def written(self, variable: Any) -> Origin | None:
         """Return the origin behind the bad value that was last written into this variable, if any
         was.

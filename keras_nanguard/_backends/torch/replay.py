@@ -1,4 +1,4 @@
-"""Functions for a diagnosis on PyTorch: recording of a run, and tensor helpers."""
+"""Replays a step for a diagnosis on PyTorch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,17 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grad
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.local_replay import locally
-from keras_nanguard._backends.torch.modules import LIVE, TorchModule, storage
+from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.outputs import LogOutputs
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = [
-    "Instrument",
-    "Origins",
-    *(
-        "body_of",
-        "intercepted",
-        "is_tensor",
-        "key",
-        "like",
-        "losses_of",
-        "preserved",
-        "slope",
-        "tensor",
-        "twin",
-        "without_rows",
-    ),
-]
+__all__ = ["Replay"]
 
 
 class Instrument(instrument.Instrument):
@@ -91,38 +76,6 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
         return ctx.passed(upstream), None
 
 
-def body_of(model: Any) -> Any:
-    """Return the train step of a model as a function of its batch."""
-    return model.train_step
-
-
-def losses_of(model: Any) -> Any:
-    """Return a function that finds the losses in the logs of a step that never calls
-    `compute_loss`.
-    """
-    return LogOutputs().losses
-
-
-@contextlib.contextmanager
-def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Any]:
-    """Record losses and updates; `immediate`: updates run at once.
-
-    Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise if a
-    gradient is. A replay continues after them, so that the NaN can be traced.
-    """
-    entered = object()
-    for overrides in _WITHOUT_ERROR:
-        overrides.enter(entered)
-    try:
-        with Intercept(
-            StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}
-        ) as seen:
-            yield seen
-    finally:
-        for overrides in _WITHOUT_ERROR:
-            overrides.leave(entered)
-
-
 def _binary_cross_entropy(
     real: Callable[..., Any],
     _: Any,
@@ -161,74 +114,72 @@ if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
     _WITHOUT_ERROR.append(ThreadOverrides(clip_grad, {"_get_total_norm": _total_norm}))
 
 
-@contextlib.contextmanager
-def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore these variables, everything else that Keras writes, and torch's generators at the
-    end; leave no gradient.
-    """
-    if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
-        raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-    natives = [getattr(v, "value", v) for v in variables]
-    natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
-    undo_log = UndoLog(natives, lambda variable: None)
-    ours = {id(tensor) for tensor in natives}
-    states = [
-        optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)
-    ]  # and none of another thread's
-    grads = [(t, t.grad) for t in natives]
-    for tensor in natives:
-        tensor.grad = None
-    try:
-        with undo_log, locally():
-            yield
-    finally:
-        undo_log.give_back(unseen=True)
-        for restore in states:
-            restore()
-        for tensor, grad in grads:
-            tensor.grad = grad
+class Replay(interface.Replay):
+    """Replays a step and records its operations. A diagnosis always runs eagerly."""
 
+    MODES = ("eager",)
+    Origins = Origins
+    Instrument = Instrument
 
-def key(variable: Any) -> int | None:
-    """Return the number of a variable in `Origins`."""
-    return storage(variable.value)
+    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
+        return LogOutputs().losses
 
+    @contextlib.contextmanager
+    def intercepted(
+        self, model: Any, optimizers: Iterable[Any], immediate: bool
+    ) -> Iterator[Intercept]:
+        """Record losses and updates; `immediate`: updates run at once.
 
-def is_tensor(value: Any) -> bool:
-    """Whether an object is a dense tensor, or an array that the step converts to one."""
-    return isinstance(value, np.ndarray) or (
-        isinstance(value, torch.Tensor) and value.layout == torch.strided
-    )
+        Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
+        if a gradient is. A replay continues after them, so that the NaN can be traced.
+        """
+        entered = object()
+        for overrides in _WITHOUT_ERROR:
+            overrides.enter(entered)
+        try:
+            with Intercept(
+                StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}
+            ) as seen:
+                yield seen
+        finally:
+            for overrides in _WITHOUT_ERROR:
+                overrides.leave(entered)
 
+    @contextlib.contextmanager
+    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Restore these variables, everything else that Keras writes, and torch's generators at the
+        end; leave no gradient.
+        """
+        if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
+            raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
+        natives = [getattr(v, "value", v) for v in variables]
+        natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
+        undo_log = UndoLog(natives, lambda variable: None)
+        ours = {id(tensor) for tensor in natives}
+        states = [
+            optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)
+        ]  # and none of another thread's
+        grads = [(t, t.grad) for t in natives]
+        for tensor in natives:
+            tensor.grad = None
+        try:
+            with undo_log, locally():
+                yield
+        finally:
+            undo_log.give_back(unseen=True)
+            for restore in states:
+                restore()
+            for tensor, grad in grads:
+                tensor.grad = grad
 
-def slope(origin: Any) -> Any:
-    """Return the origin of a gradient unchanged: the backward pass computes its own slopes."""
-    return origin
+    def without_rows(self, value: Any, kept: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value[kept]
+        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        return value[torch.as_tensor(kept, device=value.device)] if strided else value
 
-
-def tensor(value: Any) -> Any:
-    """Return an array as a tensor."""
-    return keras.ops.convert_to_tensor(value)
-
-
-def like(array: Any, value: Any) -> Any:
-    """Return an array as a tensor of the dtype of another one."""
-    value = tensor(value)
-    return torch.as_tensor(array).to(value.device, value.dtype)
-
-
-def without_rows(value: Any, kept: Any) -> Any:
-    """Return the given rows of a tensor."""
-    return (
-        value[kept]
-        if isinstance(value, np.ndarray)
-        else value[torch.as_tensor(kept, device=value.device)]
-    )
-
-
-def twin(variable: Any) -> Any:
-    """Return a torch parameter with the same values in float32, or `None`."""
-    if not isinstance(variable, keras.Variable):
-        return None
-    native = variable.value
-    return torch.nn.Parameter(native.detach().float(), requires_grad=native.requires_grad)
+    def twin(self, variable: Any) -> Any:
+        if not isinstance(variable, keras.Variable):
+            return None
+        native = variable.value
+        return torch.nn.Parameter(native.detach().float(), requires_grad=native.requires_grad)

@@ -468,8 +468,8 @@ def test_a_diagnosis_runs_the_compiled_step_again():
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
         step, (batch,) = explain_step.step_of(guard.session), guard.session.transaction.given
-        loss = current.compiled_replay().run_compiled(step, (batch,), jit=True).loss
-        bad = current.compiled_replay().run_compiled(step, ((batch[0] * np.nan, batch[1]),), jit=True)
+        loss = current.replay().run_compiled(step, (batch,), jit=True).loss
+        bad = current.replay().run_compiled(step, ((batch[0] * np.nan, batch[1]),), jit=True)
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
 
     guard = NanGuard()
