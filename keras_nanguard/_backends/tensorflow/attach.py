@@ -186,9 +186,20 @@ class ModelAttachment(attach.Attachment):
             transaction.give(args)
             try:
                 logs, verdict = transaction.read(inner())
-                return logs, verdict
+                return self._restored(logs) if verdict.refused else logs, verdict
             except Retrace as found:
                 self._retrace(found)
+
+    def _restored(self, logs: Any) -> Any:
+        """Return the logs of a refused step: those of the restored metrics, without it.
+
+        A log of the user's own gets the value of the last committed step.
+        """
+        if not isinstance(logs, dict):
+            return logs
+        now = self.model.get_metrics_result() if self._stock else {}
+        known = {**(self.session.logs.known or {}), **now}
+        return {name: known.get(name, value) for name, value in logs.items()}
 
 
 class LoopStep(attach.LoopStep):

@@ -41,7 +41,7 @@ class StepSetup:
         model: the model whose `compute_loss` returns the loss, or `None`.
         train_state: returns the `TrainState` at the time of tracing.
         note_created: called with each variable that is created inside the step, and its value.
-        outputs: replaces the outputs of a refused step.
+        outputs: finds the losses in the outputs of a step without `compute_loss`.
         refuse: whether bad steps are refused; otherwise only their verdict is computed.
         immediate: whether updates run where the body calls them.
         jit: whether the step is compiled with XLA.
@@ -65,7 +65,7 @@ class StepResult(NamedTuple):
     """The result of one step.
 
     Attributes:
-        outputs: its outputs, or their replacement after a refusal.
+        outputs: its outputs.
         row: the numbers of its verdict, shape `(len(FIELDS),)`.
         counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
             of its sums were finite.
@@ -118,16 +118,19 @@ class StepTrace:
         return self.result(*self._decide(outputs))
 
     def _decide(self, outputs: Any) -> tuple[Any, Sequence[Any]]:
-        """Commit or refuse; return the outputs, and the sums over weights and slots."""
+        """Commit or refuse; return the outputs, and the sums over weights and slots.
 
-        def commit() -> list[Any]:
-            return self.commit(outputs)
-
-        def refuse() -> list[Any]:
-            return self.refuse(outputs)
-
-        weights, slots, *flat = tf.cond(self.may_commit, commit, refuse)
-        return self.setup.outputs.pack(flat, outputs), (weights, slots)
+        Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies the
+        factors of an update (of the scale of a BatchNormalization) in another order than in a
+        plain step, which may differ in the last bit.
+        """
+        leaves = self.setup.outputs.logs(outputs)
+        weights, slots, *passed = tf.cond(
+            self.may_commit,
+            lambda: [*self.commit(), *map(tf.identity, leaves)],
+            lambda: [*self.refuse(), *map(tf.identity, leaves)],
+        )
+        return self.setup.outputs.packed(passed, outputs), (weights, slots)
 
     def result(self, outputs: Any, update_sums: Sequence[Any]) -> StepResult:
         """Return the result, given the outputs and the sums over weights and slots."""
@@ -142,7 +145,7 @@ class StepTrace:
         intercept = Intercept(
             setup.model, optimizers, setup.immediate, self.note_created, asked=self.asked
         )
-        with setup.outputs.watched(), intercept as self.seen:
+        with intercept as self.seen:
             outputs = setup.body(*args)
         self.train_state = setup.train_state()
         return outputs
@@ -327,26 +330,23 @@ class StepTrace:
 
     # What comes of it
 
-    def commit(self, outputs: Any) -> list[Any]:
-        """Run the deferred updates; return the sums over the written values, and the outputs."""
-        committed = self.setup.outputs.committed
+    def commit(self) -> list[Any]:
+        """Run the deferred updates; return the sums over weights and slots."""
         if self.setup.immediate:
-            return [*self.update_sums, *committed(outputs)]
+            return list(self.update_sums)
         adapted = self.adapts_updates and not self.setup.jit
         optimizers = self.train_state.optimizers if adapted else ()
         updates.run(self.seen.records, optimizers, self.products)
         self.check_deferred()
-        sums = reductions.update_sums(self.train_state, self.seen.records, self.kind)
-        return [*sums, *committed(outputs)]
+        return reductions.update_sums(self.train_state, self.seen.records, self.kind)
 
-    def refuse(self, outputs: Any) -> list[Any]:
+    def refuse(self) -> list[Any]:
         """Restore the kept values; return the same as `commit`."""
-        if not self.setup.refuse:
-            return [*self.update_sums, *self.setup.outputs.committed(outputs)]
-        for variable, old in self.kept:
-            variable.assign(old)
-        self._learn_scale()
-        return [*self.update_sums, *self.setup.outputs.refused(outputs)]
+        if self.setup.refuse:
+            for variable, old in self.kept:
+                variable.assign(old)
+            self._learn_scale()
+        return list(self.update_sums)
 
     def _learn_scale(self) -> None:
         """Update each loss scale after a refusal."""

@@ -15,7 +15,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,16 +55,12 @@ class MirroredTransaction(Transaction):
         merge(step.inspect)
         share.measure(share.outputs)
         merge(step.decide)
-        share.outputs = self.outputs.pack(share.flat, share.outputs)
-        joined = merge(lambda strategy: self._leave(step))
-        return (share.outputs, step.result.row) if joined is None else joined
+        merge(lambda strategy: self._report(step))
+        return share.outputs, step.result.row
 
-    def _leave(self, step: _Step) -> Any:
-        """Report the step; return its outputs if they are the same for all replicas."""
+    def _report(self, step: _Step) -> None:
         batch = tf.nest.map_structure(_whole, *(share.args for share in step.shares))
         self.file(step.result, step.places, batch, step.replicas)
-        means = step.mean_outputs()
-        return None if means is None else self.outputs.join(means, step.result.row)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         parts = self.model.distribute_strategy.experimental_local_results
@@ -93,7 +89,6 @@ class _Share(StepTrace):
         self.strategy, self.number = strategy, number
         self.args: Sequence[Any] = ()
         self.outputs: Any = None
-        self.flat: list[Any] = []
 
     def local(self, variable: Any) -> Any:
         """Return this replica's copy of a variable, or its only copy."""
@@ -152,7 +147,6 @@ class _Step:
             asked=lambda record: self.share().asked(record),
         )
         self.intercept, self.watched = intercept, ExitStack()
-        self.watched.enter_context(setup.outputs.watched())
         self.watched.enter_context(intercept)
 
     def share(self) -> _Share:
@@ -205,19 +199,17 @@ class _Step:
         self._join_sums(tf.reduce_all(finite))
 
         def commit() -> list[Any]:
-            flat = self._flat(self._each(lambda share: share.commit(share.outputs)))
+            sums = self._each(_Share.commit)
             for share in shares:
                 share.check_all_deferred()
-            return flat
+            return list(map(_total, zip(*sums)))
 
         def refuse() -> list[Any]:
-            return self._flat(self._each(lambda share: share.refuse(share.outputs)))
+            return list(map(_total, zip(*self._each(_Share.refuse))))
 
-        weights, slots, *flat = tf.cond(first.may_commit, commit, refuse)
-        for share, part in zip(shares, _parted(flat, len(shares))):
-            share.flat = part
+        update_sums = tf.cond(first.may_commit, commit, refuse)
         first.counts = counts
-        self.result = first.result(None, (weights, slots))
+        self.result = first.result(None, update_sums)
 
     def _nothing_bad(self) -> tuple[Any, Any, Any]:
         number, lines = len(self.shares), len(self.places)
@@ -261,35 +253,13 @@ class _Step:
         self.strategy.extended.call_for_each_replica(call)
         return [results[share.number] for share in self.shares]
 
-    def _flat(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """Add up the sums over weights and slots, which come first; the rest stays separate."""
-        sums = [_total(update_sums) for update_sums in zip(*(p[:2] for p in parts))]
-        return [*sums, *(t for p in parts for t in p[2:])]
-
-    def mean_outputs(self) -> Any:
-        """Return the logs averaged like in Keras; `None` if Keras has to do it."""
-        leaves = [tf.nest.flatten(share.outputs) for share in self.shares]
-        if not all(_is_scalar(t) for part in leaves for t in part):
-            return None
-        means = [tf.reduce_mean(parts, axis=0) for parts in zip(*leaves)]
-        return tf.nest.pack_sequence_as(self.first.outputs, means)
-
 
 def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, tf.Tensor) and bool(value.shape.rank) and value.shape[0] == rows
 
 
-def _is_scalar(value: Any) -> bool:
-    return bool(tf.is_tensor(value) and value.dtype.is_floating and value.shape.rank == 0)
-
-
 def _total(tensors: Any) -> Any:
     return tf.add_n(list(tensors))
-
-
-def _parted(items: Sequence[Any], parts: int) -> Iterator[list[Any]]:
-    size = len(items) // parts
-    return (list(items[i * size : (i + 1) * size]) for i in range(parts))
 
 
 def _whole(*parts: Any) -> Any:

@@ -68,7 +68,7 @@ class Replay(interface.Replay):
     Instrument = Instrument
 
     def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        return LogOutputs(model).losses
+        return LogOutputs().losses
 
     @contextlib.contextmanager
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Seen]:

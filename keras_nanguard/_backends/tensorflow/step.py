@@ -27,8 +27,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import from_iterator, outputs as step_outputs
+from keras_nanguard._backends.tensorflow import from_iterator
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepResult, StepSetup, StepTrace
+from keras_nanguard._backends.tensorflow.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras.train_state import TrainState
@@ -43,8 +44,7 @@ class Transaction:
         body: the step, `body(*args) -> outputs`.
         train_state: returns the `TrainState` at the time of tracing.
         model: the model whose `compute_loss` returns the loss, or `None`.
-        logs: the body returns Keras logs, which a refused step replaces by those of the restored
-            metrics.
+        logs: the body returns Keras logs.
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.
         counted: any number of steps may run between two looks of the host. The step then counts
             itself and files its row, its batch is filed if it is refused, and after a step that
@@ -57,7 +57,7 @@ class Transaction:
         given: what the last step was given, if the host has it.
         keeps_undo: whether updates run where the step asks for them.
 
-    Calling it returns what `read` takes apart on the host.
+    Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
 
     is_transaction = True
@@ -90,7 +90,7 @@ class Transaction:
         self.places: tuple[tuple[str, str], ...] = ()
         self.host_has_batches = host_has_batches
         self.report_queue = ReportQueue((lambda: self.given) if host_has_batches else None)
-        self.outputs = step_outputs.LogOutputs(model) if logs else step_outputs.PlainOutputs()
+        self.outputs = LogOutputs() if logs else PlainOutputs()
         self._run: Callable[..., StepResult] = self._traced
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
@@ -110,7 +110,7 @@ class Transaction:
         run = self._traced if tf.executing_eagerly() else self._run
         result = run(halted, step, *args)
         self.file(result, self.places, args)
-        return self.outputs.join(result.outputs, result.row)
+        return result.outputs, result.row
 
     def _traced(self, halted: Any, step: Any, *args: Any) -> StepResult:
         trace = StepTrace(self.setup(), halted, step)
@@ -170,8 +170,8 @@ class Transaction:
 
     def read(self, result: Any) -> tuple[Any, Verdict]:
         """Return the outputs and the verdict of one call, on the host."""
-        outputs, row = self.outputs.split(result)
-        return outputs, Verdict.of(row)
+        outputs, row = result
+        return outputs, Verdict.of(row.numpy().tolist())
 
     def take(self, data: Any) -> Any:
         """Take the next batch off the data, as Keras passes it to a step; `testing` wraps this.
