@@ -5,9 +5,8 @@ A backend is a package with these modules, each with what a class here or in `sh
 | module | content | declared by |
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep` | `Attachment`, `LoopStep` of `shared/attach.py` |
-| `step` | `Transaction` | `Transaction` (`CountingTransaction` for several steps at once) |
+| `step` | `Transaction` | `Transaction` |
 | `reports` | `ReportQueue` | `ReportQueue` |
-| `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
@@ -32,10 +31,8 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    "CountingTransaction",
     "GuardedSession",
     "Host",
-    "Outputs",
     "Replay",
     "ReportQueue",
     "StateAccess",
@@ -50,14 +47,7 @@ class ReportQueue(Protocol):
         """Return and remove the reports, in the order of the steps. Never waits."""
 
 
-class Outputs(Protocol):
-    """The outputs of a step."""
-
-    def losses(self, outputs: Any) -> list[Any]:
-        """Return the losses among the outputs, for a step that never calls `compute_loss`."""
-
-
-class Transaction(Protocol):
+class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two
     executions.
     """
@@ -70,7 +60,7 @@ class Transaction(Protocol):
     and returns the outputs.
     """
 
-    judged: Callable[..., Verdict] | None
+    judged: Callable[..., Verdict] | None = None
     """The step as training has compiled it, run again and forgotten; returns its verdict. `None`
     where that takes a new trace.
     """
@@ -78,20 +68,25 @@ class Transaction(Protocol):
     jit: bool
     """Whether the step is compiled by XLA, or by what the backend has instead."""
 
+    losses: Callable[[Any], list[Any]]
+    """Returns the losses among the outputs, for a step that never calls `compute_loss`."""
+
     model: Any
-    outputs: Outputs
-    report_queue: ReportQueue
+    report_queue: Any
+    """The reports of refused steps, a `ReportQueue`."""
 
     given: Any
     """What the last execution was given."""
 
-    counted: int
-    """How many steps run between two looks of the host, where they count themselves, else 0."""
+    counted = False
+    """Whether any number of steps may run between two looks of the host, so that they count
+    themselves.
+    """
 
     keeps_undo: bool
     """Whether updates are made at once and undone on a refusal."""
 
-    reused: bool
+    reused = False
     """Whether it was traced for an earlier run."""
 
     untracked: Mapping[int, Any]
@@ -104,27 +99,27 @@ class Transaction(Protocol):
         """Return the arguments of an earlier step, given those of its execution; `None` if they are
         gone.
         """
+        return given
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`, since the last execution,
+        if they are `counted`.
+        """
+        raise NotImplementedError
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite or NaN."""
+        raise NotImplementedError
 
     def resume(self) -> None:
-        """Continue after the host has repaired the state."""
+        """Allow steps to commit again after the host has repaired the state."""
 
     def recount(self, step: int) -> None:
-        """Set the number of the next step."""
+        """Set the number of the next step, if they are `counted`."""
 
     def release_run(self) -> None:
         """Release everything that belongs to the finished run."""
-
-
-class CountingTransaction(Transaction, Protocol):
-    """A transaction that may run several steps in one execution."""
-
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last
-        execution.
-        """
+        raise NotImplementedError
 
 
 class StateAccess:
@@ -256,10 +251,6 @@ class Replay:
         """
         step: Callable[..., Any] = model.train_step
         return step
-
-    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        """Return a function that finds the losses in the logs of a step without `compute_loss`."""
-        raise NotImplementedError
 
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["counts", "is_finite", "is_float", "largest", "widen"]
+__all__ = ["counts", "is_finite", "is_float", "is_real", "largest", "widen"]
 
 _FLOATS = frozenset(
     {
@@ -46,6 +46,12 @@ _PIECE = 1 << 18
 def is_float(dtype: Any) -> bool:
     """Whether values of this dtype (a name, as Keras writes it) can be NaN or Inf."""
     return str(dtype) in _FLOATS
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype of NumPy or of any backend is a real float."""
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    return is_float(name) and not name.startswith("complex")
 
 
 def widen(array: Any) -> np.ndarray[Any, Any]:

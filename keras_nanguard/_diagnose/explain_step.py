@@ -217,7 +217,7 @@ def step_of(run: GuardedRun) -> ReplayableStep:
         run.model,
         train_state.optimizers,
         keeps_undo=transaction.keeps_undo,
-        losses=transaction.outputs.losses,
+        losses=transaction.losses,
         untracked=list(transaction.untracked.values()),
         tolerated=[v for v in train_state.constants if id(v) in run.tolerated],
         judged=transaction.judged,

@@ -23,16 +23,14 @@ CLASSES = {
     "StateAccess": ["attach.ModelAttachment", "attach.LoopStep"],
     "Transaction": ["step.Transaction"],
     "ReportQueue": ["reports.ReportQueue"],
-    "Outputs": ["outputs.LogOutputs", "outputs.PlainOutputs"],
 }
 """The classes that implement a protocol."""
 
 ONLY = {
-    "CountingTransaction": "keras_nanguard._backends.tensorflow.step.Transaction",
     "GuardedSession": "keras_nanguard._fit.session.Session",
     "StateAccess": "keras_nanguard._backends.shared.attach.Attachment",
 }
-"""What is implemented once: only on TensorFlow may several guarded steps run between two looks of the host."""
+"""What is implemented once."""
 
 SAME_NAMES = ("intercept", "execution", "reductions", "origins", "faults")
 """Modules of which nothing outside of the backend knows, and which each backend has."""
@@ -232,7 +230,7 @@ def test_nobody_reaches_past_the_interface():
 
 def test_nobody_asks_for_what_is_not_declared():
     """Every attribute that the rest of the library reads of a transaction or of a report queue is declared."""
-    known = {"transaction": {*declared("Transaction"), *declared("CountingTransaction")}, "report_queue": {*declared("ReportQueue")}}
+    known = {"transaction": {*declared("Transaction")}, "report_queue": {*declared("ReportQueue")}}
     asked = set()
     for module, syntax in outside().items():
         for node in ast.walk(syntax):

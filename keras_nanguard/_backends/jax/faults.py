@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_nanguard._backends.shared.faults import FaultHook, _first
+from keras_nanguard._backends.shared.faults import FaultHook, first_entries
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.jax_trainer import over_lists, variables
 
@@ -72,7 +72,7 @@ class Hook(FaultHook):
         leaves, tree = jax.tree_util.tree_flatten(state)
         for i, variable in enumerate(variables(self.model)):
             if id(variable) in wanted:
-                leaves[i] = self._bad(leaves[i], _first(variable, self.fault.entries), True)
+                leaves[i] = self._bad(leaves[i], first_entries(variable, self.fault.entries), True)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     @property

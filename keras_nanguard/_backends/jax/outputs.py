@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.shared.outputs import MetricResults
+from keras_nanguard._backends.jax.metric_results import MetricResults
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import logged_losses
 

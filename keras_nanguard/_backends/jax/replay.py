@@ -143,9 +143,6 @@ class Replay(interface.Replay):
 
         return body
 
-    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        return LogOutputs(model).losses
-
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
         return _Intercept(model, optimizers, immediate)
 

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates, StepTrace
 from keras_nanguard._backends.jax.intercept import Retrace, calls_host
@@ -69,7 +70,7 @@ class StepResult:
     verdict: Any = None
 
 
-class Transaction:
+class Transaction(interface.Transaction):
     """Wraps the body of one train step: `body(state, *args) -> (outputs, new_state)`.
 
     Args:
@@ -92,12 +93,6 @@ class Transaction:
             that raises finds it here.
     """
 
-    counted = False
-    """The host reads the verdict of each step, so none has to count for itself."""
-
-    reused = False
-    """Whether it was traced for an earlier run."""
-
     untracked: dict[int, Any] = {}
     """A pure step writes nothing but what it returns."""
 
@@ -117,6 +112,7 @@ class Transaction:
     ):
         self.body, self.train_state, self.variables = body, train_state, variables
         self.outputs, self.model, self.scaling = outputs, model, scaling
+        self.losses = outputs.losses
         self.refuse, self.jit, self.shardings = refuse, jit, shardings
         self.donates = owns_state and jit and refuse
         self.tolerated: set[int] = set()
@@ -156,7 +152,7 @@ class Transaction:
         return self._updates(self, state, args, halt).complete()
 
     @property
-    def keeps_undo(self) -> bool:
+    def keeps_undo(self) -> bool:  # type: ignore[override]
         """Whether the updates cannot be deferred."""
         return self._updates is ImmediateUpdates
 
@@ -313,10 +309,6 @@ class Transaction:
 
     # What the session asks of it
 
-    def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step, which cannot have changed."""
-        return given
-
     def release_run(self) -> None:
         """Release everything of the finished run, its state and its last batch."""
         self.train_state = lambda: TrainState.of(self.model)
@@ -342,12 +334,6 @@ class Transaction:
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite."""
         self.tolerated |= {id(v) for v in variables}
-
-    def resume(self) -> None:
-        """Do nothing: here no step runs on a bad state."""
-
-    def recount(self, step: int) -> None:
-        """Do nothing: here steps are not counted."""
 
 
 def _scalar(value: bool, place: Any) -> Any:

@@ -22,7 +22,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["FaultHook", "repeated", "without_faults"]
+__all__ = ["FaultHook", "first_entries", "repeated", "without_faults"]
 
 
 class FaultHook:
@@ -159,7 +159,7 @@ class FaultHook:
         """Write the fault into the state before a step, as other code could."""
         for variable in self._in_state():
             if now is not False:
-                mask = _first(variable, self.fault.entries)
+                mask = first_entries(variable, self.fault.entries)
                 variable.assign(self._bad(variable.value, mask, now))
 
     def _in_state(self) -> list[Any]:
@@ -204,7 +204,7 @@ class FaultHook:
             if self.fault.path == "*":
                 return _with_gradient(loss, factor)
             for variable in self._trained():
-                mask = _first(variable, self.fault.entries)
+                mask = first_entries(variable, self.fault.entries)
                 zero = _zero(ops.convert_to_tensor(variable), factor, mask)
                 loss = loss + ops.cast(zero, loss.dtype)
             return loss
@@ -230,8 +230,7 @@ class FaultHook:
 def _is_float(value: Any) -> bool:
     if not isinstance(value, np.ndarray) and not (ops.is_tensor(value) and hasattr(value, "shape")):
         return False
-    dtype = str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
-    return dtype.startswith(("float", "bfloat"))
+    return finiteness.is_real(value.dtype)
 
 
 def _of_rows(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> Any:
@@ -250,7 +249,7 @@ def _of_rows(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> A
     )
 
 
-def _first(variable: Any, entries: int | None) -> np.ndarray[Any, Any]:
+def first_entries(variable: Any, entries: int | None) -> np.ndarray[Any, Any]:
     """Return a mask of the first entries of a variable."""
     shape = tuple(variable.shape)
     return np.arange(math.prod(shape)).reshape(shape) < (np.inf if entries is None else entries)

@@ -1,62 +1,31 @@
-"""Finds the logs of a train step that are results of metrics. A refused step logs the results of
-the restored metrics instead.
-"""
+"""Finds the losses in the outputs of a step that never calls `compute_loss`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-from keras_nanguard._keras.overrides import Overrides
+import keras
+import numpy as np
 
-__all__ = ["MetricResults"]
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.verdict import logged_losses
 
-Source = tuple[Any, int]
-"""A metric, and the index among the leaves of its result."""
+__all__ = ["losses_in_logs", "scalars"]
 
 
-class MetricResults:
-    """Recognizes the results of a model's metrics among the logs of its train step.
+def scalars(outputs: Any) -> list[Any]:
+    """Return the scalars among the outputs of a loop's step, each of which counts as its loss."""
+    leaves = keras.tree.flatten(outputs)
+    return [keras.ops.convert_to_tensor(leaf) for leaf in leaves if _is_scalar(leaf)]
 
-    Args:
-        model: the model.
-        leaves: returns the leaves of a nested structure of tensors.
-    """
 
-    def __init__(self, model: Any, leaves: Callable[[Any], list[Any]]):
-        self.model, self.leaves = model, leaves
-        self._noted: dict[int, tuple[Any, Any, int]] = {}
+def losses_in_logs(logs: Any) -> list[Any]:
+    """Return the losses among the logs of a Keras train step."""
+    return scalars(logged_losses(logs))
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Record the results of the metrics while the body of a step runs."""
-        self.forget()
-        with Overrides() as overrides:
-            for metric in self.model.metrics:
-                overrides.set(metric, "result", self._noting(metric, metric.result))
-            yield
 
-    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
-        def result() -> Any:
-            found = real()
-            for place, leaf in enumerate(self.leaves(found)):
-                self._noted[id(leaf)] = leaf, metric, place
-            return found
-
-        return result
-
-    def forget(self) -> None:
-        """Release the recorded results."""
-        self._noted = {}
-
-    def source(self, leaf: Any) -> Source | None:
-        """Return the recorded metric result that a log is, or `None`."""
-        noted = self._noted.get(id(leaf))
-        return None if noted is None else noted[1:]
-
-    def now(self, sources: Sequence[Source | None]) -> list[Any]:
-        """Return the present result of each source, or `None`."""
-        results = {id(source[0]): source[0] for source in sources if source is not None}
-        leaves = {key: self.leaves(metric.result()) for key, metric in results.items()}
-        return [None if source is None else leaves[id(source[0])][source[1]] for source in sources]
+def _is_scalar(leaf: Any) -> bool:
+    if isinstance(leaf, (float, np.floating)):
+        return True
+    is_tensor = keras.ops.is_tensor(leaf) and getattr(leaf, "ndim", None) == 0
+    return is_tensor and finiteness.is_real(leaf.dtype)

@@ -18,6 +18,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.outputs import losses_in_logs
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._core.verdict import Verdict
@@ -136,7 +137,7 @@ class ReplayableStep:
             model,
             optimizers,
             keeps_undo,
-            current.replay().losses_of(model),
+            losses_in_logs,
         )
 
     def variables(self) -> list[Any]:

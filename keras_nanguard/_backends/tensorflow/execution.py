@@ -41,7 +41,8 @@ class StepSetup:
         model: the model whose `compute_loss` returns the loss, or `None`.
         train_state: returns the `TrainState` at the time of tracing.
         note_created: called with each variable that is created inside the step, and its value.
-        outputs: finds the losses in the outputs of a step without `compute_loss`.
+        losses: returns the losses among the outputs of a step without `compute_loss`.
+        logs: whether the outputs are Keras logs.
         refuse: whether bad steps are refused; otherwise only their verdict is computed.
         immediate: whether updates run where the body calls them.
         jit: whether the step is compiled with XLA.
@@ -53,7 +54,8 @@ class StepSetup:
     model: Any
     train_state: Callable[[], TrainState]
     note_created: Callable[[Any, Any], None]
-    outputs: Any
+    losses: Callable[[Any], list[Any]]
+    logs: bool
     refuse: bool
     immediate: bool
     jit: bool
@@ -124,13 +126,19 @@ class StepTrace:
         factors of an update (of the scale of a BatchNormalization) in another order than in a
         plain step, which may differ in the last bit.
         """
-        leaves = self.setup.outputs.logs(outputs)
+        leaves = tf.nest.flatten(outputs, expand_composites=True) if self.setup.logs else []
+        leaves = [leaf for leaf in leaves if leaf is not None]
         weights, slots, *passed = tf.cond(
             self.may_commit,
             lambda: [*self.commit(), *map(tf.identity, leaves)],
             lambda: [*self.refuse(), *map(tf.identity, leaves)],
         )
-        return self.setup.outputs.packed(passed, outputs), (weights, slots)
+        if self.setup.logs:
+            rest = iter(passed)
+            outputs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True
+            )
+        return outputs, (weights, slots)
 
     def result(self, outputs: Any, update_sums: Sequence[Any]) -> StepResult:
         """Return the result, given the outputs and the sums over weights and slots."""
@@ -261,7 +269,7 @@ class StepTrace:
         others = self.keys([*state.metrics, *state.trainable, *state.slots]) | setup.tolerated
         kept = [v for v, _ in self.kept if id(v.handle) not in others]
         self.written = list(filter(reductions.can_be_bad, kept))
-        self.losses = seen.losses or setup.outputs.losses(outputs)
+        self.losses = seen.losses or setup.losses(outputs)
         self.loss = reductions.add([tf.cast(loss, kind) for loss in self.losses], kind)
         self.pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
         self.products: dict[int, Any] = {}

@@ -57,7 +57,8 @@ class Hook(FaultHook):
             is_new = step not in wrapped
             if is_new and (self.model.train_function is None or force):
                 wrapped[:] = [self._into(step)]
-                self._override("train_step", wrapped[0])
+                if wrapped[0] is not step:
+                    self._override("train_step", wrapped[0])
             return real(force=force)
 
         return make

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Access", "Untracked", "accesses", "capture", "draws", "mark", "untracked"]
+__all__ = ["Access", "Untracked", "accesses", "mark", "untracked"]
 
 _READS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
@@ -40,11 +40,6 @@ def mark(graph: Any) -> int:
     return len(graph.get_operations()) if graph is not None else 0
 
 
-def capture(graph: Any, variable: Any) -> Any:
-    """Return the tensor of this `tf.Variable` in the graph."""
-    return graph.capture(variable.handle) if hasattr(graph, "capture") else variable.handle
-
-
 def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Iterable[Access]:
     """Yield every access to an outside resource by operations created since `start`.
 
@@ -66,21 +61,6 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
                 yield Access(
                     handle, i not in reads, after_mark is not None and position >= after_mark
                 )
-
-
-def draws(graph: Any) -> bool:
-    """Return whether an operation draws random numbers from hidden state that cannot be restored
-    (`tf.random.normal`).
-
-    Such operations have two seeds as attributes. `tf.random.Generator` and Keras' `SeedGenerator`
-    keep their states in variables.
-    """
-    whole = graph.as_graph_def()
-    return any(
-        "seed2" in node.attr
-        for nodes in (whole.node, *(f.node_def for f in whole.library.function))
-        for node in nodes
-    )
 
 
 def _read_only(op: Any) -> set[int]:

@@ -16,7 +16,6 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._backends.tensorflow.compiled_replay import run_compiled
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._backends.tensorflow.origins import Origins
-from keras_nanguard._backends.tensorflow.outputs import LogOutputs
 from keras_nanguard._keras import replicas, sparse_arrays, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -66,9 +65,6 @@ class Replay(interface.Replay):
 
     Origins = Origins
     Instrument = Instrument
-
-    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        return LogOutputs().losses
 
     @contextlib.contextmanager
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Seen]:

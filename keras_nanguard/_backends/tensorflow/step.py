@@ -27,9 +27,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._backends import interface
+from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow import from_iterator
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepResult, StepSetup, StepTrace
-from keras_nanguard._backends.tensorflow.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras.train_state import TrainState
@@ -37,7 +38,7 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["Transaction"]
 
 
-class Transaction:
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
@@ -62,12 +63,6 @@ class Transaction:
 
     is_transaction = True
 
-    judged = None
-    """No run of the step is cheaper than an eager one."""
-
-    reused = False
-    """Whether it was traced for an earlier run."""
-
     def __init__(
         self,
         body: Callable[..., Any],
@@ -90,7 +85,7 @@ class Transaction:
         self.places: tuple[tuple[str, str], ...] = ()
         self.host_has_batches = host_has_batches
         self.report_queue = ReportQueue((lambda: self.given) if host_has_batches else None)
-        self.outputs = LogOutputs() if logs else PlainOutputs()
+        self.logs, self.losses = logs, losses_in_logs if logs else scalars
         self._run: Callable[..., StepResult] = self._traced
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
@@ -125,7 +120,8 @@ class Transaction:
             model=self.model,
             train_state=self.train_state,
             note_created=self.note_created,
-            outputs=self.outputs,
+            losses=self.losses,
+            logs=self.logs,
             refuse=self.refuse,
             immediate=self.keeps_undo or tf.executing_eagerly() or not self.refuse,
             jit=self.jit,
@@ -185,19 +181,13 @@ class Transaction:
         """Store the arguments of the next step, which the host has."""
         self.given = args
 
-    def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step."""
-        return given
-
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, of the last execution."""
         known = {verdict.step: verdict for verdict in self._rows.take()}
         return [known[step % PERIOD] for step in range(start, end)]
 
     # Between two runs, and two traces
 
     def release_run(self) -> None:
-        """Release everything of the finished run."""
         self.train_state = lambda: TrainState.of(self.model)
         self.note_created = lambda variable, value: None
         self.report_queue.take()
@@ -227,16 +217,13 @@ class Transaction:
             self.untracked[id(found.untracked.handle)] = found.untracked
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Allow these variables to be infinite."""
         self.tolerated |= {id(v.value.handle) for v in variables}
 
     def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
         if self.counted:
             self._halted.assign(False)
 
     def recount(self, step: int) -> None:
-        """Set the number of the next step."""
         if self.counted:
             self._counter.assign(step - 1)
             self._rows.take()

@@ -266,7 +266,7 @@ class StepRun:
             self._read_anew()
         kind = self.parts.kind
         self.statistics = self._written_statistics()
-        losses = seen.losses or owner.outputs.losses(outputs)
+        losses = seen.losses or owner.losses(outputs)
         gradients = self._gradients()
         sums = [reductions.added(losses, kind), reductions.squares(gradients, kind)]
         sums.append(reductions.total(self.statistics, kind))

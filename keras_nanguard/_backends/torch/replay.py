@@ -17,7 +17,6 @@ from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.local_replay import locally
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
-from keras_nanguard._backends.torch.outputs import LogOutputs
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -120,9 +119,6 @@ class Replay(interface.Replay):
     MODES = ("eager",)
     Origins = Origins
     Instrument = Instrument
-
-    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        return LogOutputs().losses
 
     @contextlib.contextmanager
     def intercepted(

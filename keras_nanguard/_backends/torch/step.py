@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_nanguard._backends.torch import outputs as step_outputs
+from keras_nanguard._backends import interface
+from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.torch.batches import Given, as_tensors
 from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.execution import FRESH, Parts, StepRun
@@ -34,7 +35,7 @@ REFRESH = 100
 """Steps between two later readings of the train state."""
 
 
-class Transaction:
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
@@ -61,15 +62,6 @@ class Transaction:
             kept before each step.
     """
 
-    judged = None
-    """No run of the step is cheaper than an eager one."""
-
-    reused = False
-    """What is kept from one run to the next is a compiled body alone."""
-
-    counted = 0
-    """The host looks after each step, so none has to count for itself."""
-
     def __init__(
         self,
         body: Callable[..., Any],
@@ -90,7 +82,7 @@ class Transaction:
         self.refuse, self.agreement = refuse, agreement
         self.jit, self.compiled = jit, compiled
         self.report_queue = ReportQueue()
-        self.outputs = step_outputs.LogOutputs() if logs else step_outputs.PlainOutputs()
+        self.losses = losses_in_logs if logs else scalars
         self.tolerated: set[int] = set()
         self.untracked: dict[int, Any] = {}
         self.keeps_undo = self.adds_to_gradients = False
@@ -134,9 +126,3 @@ class Transaction:
     def release_run(self) -> None:
         """Release everything of the finished run."""
         self.given = None
-
-    def resume(self) -> None:
-        """Do nothing: each step checks the state again."""
-
-    def recount(self, step: int) -> None:
-        """Do nothing: the host counts."""
