@@ -172,6 +172,9 @@ def _monitors(e: Evidence) -> Conclusion | None:
         return Conclusion("divergence", e.first_path, confidence=0.9, because="divergence")
     if kinds.get("statistics") == "stuck":
         return Conclusion("training_flag", e.first_path, because="stuck")
+    if kinds.get("statistics") == "out_of_range" and grown(e):
+        # They follow the activations, and other code that writes them changes no loss.
+        return Conclusion("divergence", e.first_path, confidence=0.8, because="statistics")
     if kinds.get("statistics") in ("spike", "out_of_range", "explosion"):
         return Conclusion("batchnorm_statistics", e.first_path, because="statistics")
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):

@@ -35,6 +35,11 @@ STANDARD_ERRORS = 3.0
 once in a thousand for a normal distribution.
 """
 
+EACH = 10
+"""Minimum number of batches from which on a lower loss on each of them is enough: by chance this
+happens once in a thousand (sign test). The test of the mean fails if one of the losses is huge.
+"""
+
 
 class Trial:
     """Runs steps whose effects are undone at the end of the `trial` context.
@@ -165,12 +170,16 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether losses are lower than others of the same batches, by a paired test on their means."""
+    """Whether losses are lower than others of the same batches, by a paired test on their means or
+    because they are lower on each batch.
+    """
     if math.inf in losses:
         return False
     if math.inf in others:
         return True
     differences = [b - a for a, b in zip(losses, others, strict=True)]
+    if len(differences) >= EACH and min(differences) > 0.0:
+        return True
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return fmean(differences) > STANDARD_ERRORS * error
 

@@ -143,6 +143,14 @@ MONITORS = {
         f"statistics: {how}": (seen(f"statistics:{how}"), decided("batchnorm_statistics", because="statistics"))
         for how in ("spike", "out_of_range", "explosion")
     },
+    "statistics: out_of_range, as the loss has grown": (
+        seen("statistics:out_of_range", growth=Growth(steps=9, loss=1e3)),
+        decided("divergence", confidence=0.8, because="statistics"),
+    ),
+    "statistics: spike, as the loss has grown": (
+        seen("statistics:spike", growth=Growth(steps=9, loss=1e3)),
+        decided("batchnorm_statistics", because="statistics"),
+    ),
     **{
         f"loss scale: {how}": (seen(f"loss_scale:{how}"), decided("loss_scale_collapsed", "", because="scale"))
         for how in ("collapse", "out_of_range", "nonfinite")

@@ -97,6 +97,15 @@ def test_clearly_lower_is_a_paired_test(shift):
     assert not clearly_lower(others, losses)
 
 
+@pytest.mark.parametrize(("count", "higher"), [(10, 0), (32, 0), (9, 0), (10, 1)])
+def test_clearly_lower_on_each_batch(count, higher):
+    """One huge loss hides a difference of the means; a lower loss on each of ten batches or more is enough."""
+    others = np.array([0.2] * (count - 1) + [1000.0])
+    losses = np.where(np.arange(count) < higher, 0.3, 0.1)
+    assert clearly_lower(list(losses), list(others)) == (count >= 10 and not higher)
+    assert not clearly_lower(list(others), list(losses))
+
+
 def test_clearly_lower_with_infinite_losses():
     """A state with an infinite loss is not better than any other; a finite one is better than it."""
     assert clearly_lower([1.0, 2.0], [1.0, np.inf]) and not clearly_lower([1.0, np.inf], [5.0, 5.0])
