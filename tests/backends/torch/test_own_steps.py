@@ -11,7 +11,7 @@ import torch
 from keras import layers, ops
 from support.torch_steps import BODIES, X, Y, alone, network, own, same, state, updated
 
-from keras_nanguard._backends.torch.attach import adapted
+from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.step import Transaction
 from keras_nanguard._keras.train_state import TrainState
 
