@@ -108,6 +108,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self.incidents: list[Incident] = []
         self._unnamed = self._resumed = False
         self._start_settled = True  # whether it is decided from which state the run begins
+        self._epoch_begun = False  # whether the next epoch has begun before all callbacks
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -185,7 +186,13 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
 
     def _attach(self, model: Any) -> None:
         """Attach to the fit that is calling this code."""
-        self._fit = Fit(surrounding(), self._detach, self._around_epoch_end, self._settle_start)
+        self._fit = Fit(
+            surrounding(),
+            self._detach,
+            self._around_epoch_end,
+            self._settle_start,
+            self._restore_before_epoch,
+        )
         other = attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
@@ -326,6 +333,21 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             if resuming.leaves_nothing_of(self._epochs()):
                 self._restore_at_once()
 
+    def _restore_before_epoch(self, epoch: int) -> None:
+        """Restore the state to resume from, if its variables exist, before other callbacks begin
+        the epoch.
+
+        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
+        that of the next.
+        """
+        session = self.session
+        if session is None or session.resuming is None or self._attachment is None:
+            return
+        self._begin_epoch(session, epoch)
+        self._epoch_begun = True
+        if session.resuming.with_state and self._attachment.prepare():
+            session.begin_early()
+
     def _epochs(self) -> int | None:
         """Return the number of epochs of the running fit, or `None` if unknown."""
         return (self.params or {}).get("epochs") if self._training else None
@@ -341,13 +363,17 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch."""
-        if self.session is not None:
-            self.session.begin_epoch(epoch)
-            if not self._start_settled:
-                self._settle_start(epoch)
-            if self.session.resuming is not None:
-                self.session.counts.resume_epoch(self.session.resuming.batch)
-                keras_fitting.begin_at(self.model, None)
+        if self.session is not None and not self._epoch_begun:
+            self._begin_epoch(self.session, epoch)
+        self._epoch_begun = False
+
+    def _begin_epoch(self, session: Session, epoch: int) -> None:
+        session.begin_epoch(epoch)
+        if not self._start_settled:
+            self._settle_start(epoch)
+        if session.resuming is not None:
+            session.counts.resume_epoch(session.resuming.batch)
+            keras_fitting.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
         """Replace the logs of an epoch without committed steps, before any callback receives

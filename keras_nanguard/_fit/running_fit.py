@@ -115,6 +115,7 @@ class Fit:
         around_epoch_end: called with the logs of an epoch; returns the context in which the
             callbacks receive them.
         begun: called after all callbacks have run `on_train_begin`.
+        before_epoch: called with an epoch before any callback runs `on_epoch_begin`.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class Fit:
         cut_short: Callable[[], None],
         around_epoch_end: Callable[[Any], AbstractContextManager[None]],
         begun: Callable[[], None],
+        before_epoch: Callable[[int], None],
     ):
+        self._before_epoch = before_epoch
         self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
         self._cut_short, self._around_epoch_end, self._begun = cut_short, around_epoch_end, begun
         self._by_hand = False
@@ -182,6 +185,10 @@ class Fit:
             for name in _HOOKS:
                 overrides.unset_instance(callbacks, name)
 
+    def _epoch_begin(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
+        self._before_epoch(epoch)
+        return type(callbacks).on_epoch_begin(callbacks, epoch, logs)
+
     def _epoch_end(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
         with self._around_epoch_end(logs):
             return type(callbacks).on_epoch_end(callbacks, epoch, logs)
@@ -198,6 +205,8 @@ class Fit:
         around: Callable[..., Any] = getattr(type(reference()), name)
         if name == "on_epoch_end":
             around = self._epoch_end
+        elif name == "on_epoch_begin":
+            around = self._epoch_begin
         elif name == "on_train_begin":
             around = self._train_begin
 

@@ -72,6 +72,7 @@ class Session(Run):
         self.incidents = Incidents(self, report, explain, self.after)
         self.callbacks_deferred = self.finished = False
         self.resuming: Resumed | None = None
+        self._generators: Any = None
         self.guard_state: GuardState | None = None
         self.plan("checks", self.monitors.due)
         self.plan("divergence", self.divergence.due)
@@ -147,7 +148,8 @@ class Session(Run):
 
     @property
     def _undisturbed(self) -> bool:
-        waits = self.counts.skip_batches > 0 or self.resuming is not None
+        resumes = self.resuming is not None or self._generators is not None
+        waits = self.counts.skip_batches > 0 or resumes
         return self.began and not (self.stopped or waits or self.recovery.active)
 
     @property
@@ -175,6 +177,9 @@ class Session(Run):
             return
         if not self.began:
             self.begin()
+        elif self._generators is not None:
+            current.host().set_generator_state(self._generators)
+            self._generators = None
         self.recovery.before_execution(self.counts.committed)
 
     def follow(self, earlier: Session) -> None:
@@ -203,6 +208,13 @@ class Session(Run):
             self.lacks_memory(what, taken.missing)
         if taken.bad:
             self.incidents.between_steps(self.scan("state"))
+
+    def begin_early(self) -> None:
+        """Begin before the first step of an epoch. What is drawn until then, by the data and other
+        callbacks, does not change the random numbers of the step.
+        """
+        self.before()
+        self._generators = current.host().generator_state()
 
     def restore(self) -> bool:
         """Restore the state to resume from, once; return whether there was one."""

@@ -67,3 +67,28 @@ def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
     said = capsys.readouterr().out
     assert ("another callback resumes from epoch 3" in said) == (every == 100)
     assert ("resuming from" in said) == (every == 5)
+
+
+@pytest.mark.parametrize("guard_first", [True, False], ids=["guard first", "guard last"])
+def test_rate_of_the_epoch_is_not_restored(tmp_path, guard_first):
+    """A run that resumes between two epochs has the rate that another callback sets for the next one, not that of the snapshot."""
+    rates = []
+
+    def run(*more):
+        guard = NanGuard(directory=tmp_path / "run", resume=True, snapshot={"every": BATCHES, "verify_after": 1}, verbose=0)
+        scheduler = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 * 0.5**epoch)
+        both = [guard, scheduler] if guard_first else [scheduler, guard]
+        return life({}, [*both, *more])
+
+    class Watches(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+            if len(rates) == 2 * BATCHES + 3:
+                raise RuntimeError("dies")
+
+    run(Watches())
+    model = run(Watches())
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * BATCHES
+    again = rates[2 * BATCHES + 3 :]
+    np.testing.assert_allclose(again[-BATCHES:], 0.01 * 0.5**3)
+    np.testing.assert_allclose(again[:-BATCHES], 0.01 * 0.5**2)

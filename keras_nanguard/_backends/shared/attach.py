@@ -121,12 +121,13 @@ class Attachment(StateAccess):
         )
         self.session.end()
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Create every variable that the first step would create, for a state that is restored
-        before it.
+        before it; return whether all of them exist.
 
         On all backends but TensorFlow, Keras creates them before training.
         """
+        return True
 
     def make_with(self, make: Callable[..., Any]) -> None:
         """Create the train function once with `make`, for a model that is always guarded."""

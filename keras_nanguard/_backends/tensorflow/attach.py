@@ -135,10 +135,13 @@ class ModelAttachment(attach.Attachment):
             self._trace(getattr(data, "element_spec", None))
         super()._before_step(data)
 
-    def prepare(self) -> None:
-        """Create every variable that the first step would create."""
-        if not self._spread_out():
-            self._trace(keras_fitting.running_spec())
+    def prepare(self) -> bool:
+        """Create every variable that the first step would create; return whether all of them
+        exist.
+        """
+        spec = None if self._spread_out() else keras_fitting.running_spec()
+        self._trace(spec)
+        return spec is not None
 
     def _trace(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
