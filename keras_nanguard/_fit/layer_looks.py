@@ -83,6 +83,10 @@ class LayerLooks:
         self.next_step = run.step + (MIN_STEPS if alone else TOGETHER)
         return inf
 
+    def release(self) -> None:
+        """Release the copies of a measurement that is not complete."""
+        self._copies, self._slots, self._updates, self._half = {}, {}, {}, False
+
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
         most = min(MAX_COPIED, 2 * train_state.gradient_bytes)

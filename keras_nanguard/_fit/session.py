@@ -404,8 +404,9 @@ class Session(Run):
             self.incidents.between_steps(found, diagnosis, act)
 
     def release(self) -> None:
-        """Release the snapshots and the remembered batches."""
+        """Release the snapshots, the remembered batches and copies of weights."""
         self.recent.restart(self.step)
+        self.layer_looks.release()
         self.ring.close()
 
     def end(self) -> None:

@@ -42,6 +42,20 @@ def test_the_first_look_copies_nothing_where_memory_is_short(monkeypatch):
     assert copied[0] == (1, False) and copied[1][0] >= 4 and copied[1][1]
 
 
+def test_a_fit_that_dies_leaves_no_copies():
+    """A guard whose fit ended with an exception in the first step holds no copies of the weights."""
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("enough")
+
+    guard, data = NanGuard(**QUIET), zoo.regression()
+    with pytest.raises(RuntimeError, match="enough"):
+        zoo.plain(keras.optimizers.Adam(0.01)).fit(*data.all, verbose=0, callbacks=[guard, Dies()])
+    held = [value for value in vars(guard.session.layer_looks).values() if isinstance(value, dict) and value]
+    assert held == []
+
+
 OPTIMIZERS = [
     pytest.param(lambda: keras.optimizers.SGD(0.05), id="SGD"),
     pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9), id="momentum"),
