@@ -25,7 +25,7 @@ TOGETHER = {
 }
 """Cases that share a process."""
 
-DAILY = (*TOGETHER["graph"], *TOGETHER["own step"], "forward_domain")
+DAILY = (*TOGETHER["graph"], "forward_domain")
 SLOW = tuple(name for names in TOGETHER.values() for name in names if name not in DAILY)
 """Cases that are left to the slow tests."""
 
@@ -119,12 +119,14 @@ def test_observe_changes_nothing(result):
     assert reported["same"] and reported["steps"] == [4] and reported["replicas"] == [[1]] and reported["refused"] == [False]
 
 
+@pytest.mark.slow
 def test_a_replica_without_rows(result):
     """A last batch with fewer rows than replicas is as good as Keras makes it."""
     reported = result("uneven")
     assert reported["finite"] == (reported["stock"] or zoo.OLD) and (reported["steps"] == []) == reported["stock"]
 
 
+@pytest.mark.slow
 def test_train_on_batch(result):
     """A `NanGuardModel` refuses a bad batch of `train_on_batch`, of which every replica is given all rows."""
     reported = result("on_batch")

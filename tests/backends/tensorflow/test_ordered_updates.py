@@ -12,7 +12,7 @@ from keras_nanguard._backends.tensorflow import updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
 
-@pytest.mark.parametrize("name", [*BY_KERNELS, *AS_IT_IS])
+@pytest.mark.parametrize("name", [*BY_KERNELS, *(pytest.param(name, marks=pytest.mark.slow) for name in AS_IT_IS)])
 def test_the_same_bits(name, monkeypatch):
     """In this order or in any, guarded with bad batches put in, the run ends as the plain one without them."""
     monkeypatch.setattr(updates, "LARGE", 1)

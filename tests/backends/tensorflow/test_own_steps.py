@@ -257,8 +257,14 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("two steps in one", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", STEPS)
+def in_turn():
+    """Return every step with every mode; the normal run has each step in one of them, turn and turn about."""
+    for n, name in enumerate(STEPS):
+        for m, mode in enumerate(MODES):
+            yield pytest.param(name, mode, marks=[pytest.mark.slow] if (n + m) % len(MODES) else [])
+
+
+@pytest.mark.parametrize(("name", "mode"), in_turn())
 def test_a_healthy_run_is_that_of_stock_keras(name, mode):
     guard = NanGuard(verbose=0)
     history, state, _ = fitted(STEPS[name], X, Y, [guard], mode)
@@ -268,8 +274,7 @@ def test_a_healthy_run_is_that_of_stock_keras(name, mode):
     assert guard.incidents == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "mode"), in_turn())
 def test_bad_batches_leave_nothing_behind(name, mode):
     """A run with bad batches ends where stock Keras ends without them."""
     if name == "networks that are no attributes" and mode == "eager":
