@@ -82,7 +82,8 @@ SHARE = --share
 # In tests XLA mostly compiles programs that run for milliseconds. These flags halve that time.
 FAST_XLA = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
+# With threads of PyTorch in each of three workers, small steps wait for one another on two cores.
+ON_TORCH = KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
 ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
