@@ -14,6 +14,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.notebook import block
+from keras_nanguard._core.plain_json import plain
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.counts import Totals
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
@@ -151,9 +152,8 @@ class FlightMixin:
         if self.session is None:
             return
         self._reporter.line(self._bad_rows.line())
-        counts, found = self.session.counts, numbers(logs).items()
-        known = {key: value if math.isfinite(value) else str(value) for key, value in found}
-        data = {"logs": known, "refused": counts.epoch_refused}
+        counts = self.session.counts
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         say_problem(self.session)
 

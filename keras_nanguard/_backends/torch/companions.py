@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from keras_nanguard._backends.torch.modules import settings_of
+
 __all__ = ["methods", "scaler_state", "scheduler_state"]
 
 
@@ -38,7 +40,7 @@ def scheduler_state(scheduler: Any) -> Callable[[], None]:
     """
     attributes = dict(vars(scheduler))
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-    settings = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
+    settings = [{k: _copied(v) for k, v in values.items()} for values in settings_of(groups)]
 
     def restore() -> None:
         vars(scheduler).clear()

@@ -13,7 +13,10 @@ import keras
 import numpy as np
 import torch
 
-__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local", "storage"]
+__all__ = [
+    *("TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local", "settings_of"),
+    "storage",
+]
 
 
 def local(tensor: Any) -> Any:
@@ -27,6 +30,11 @@ def storage(tensor: Any) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
         return id(tensor)
+
+
+def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rate and the other settings of each group of parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
 class TensorVariable:

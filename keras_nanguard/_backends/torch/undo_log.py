@@ -171,12 +171,17 @@ def _without_repeats(tensor: Any, of: Any = None) -> Any:
     return tensor
 
 
-def _direct_assign(
-    real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any
-) -> Any:
-    for undo_log in journals:
-        undo_log.note(variable)
-    return real(variable, value)
+def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
+    """Return a replacement of a method that writes its object: it is kept first."""
+
+    def write(
+        real: Callable[..., Any], journals: list[UndoLog], target: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for undo_log in journals:
+            keep(undo_log, target)
+        return real(target, *args, **kwargs)
+
+    return write
 
 
 def _initialize(
@@ -187,30 +192,16 @@ def _initialize(
         undo_log.note_created(variable)
 
 
-def _step_scheduler(
-    real: Callable[..., Any], journals: list[UndoLog], scheduler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    for undo_log in journals:
-        undo_log.keep_scheduler(scheduler)
-    return real(scheduler, *args, **kwargs)
-
-
-def _update_scaler(
-    real: Callable[..., Any], journals: list[UndoLog], scaler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    for undo_log in journals:
-        undo_log.keep_scaler(scaler)
-    return real(scaler, *args, **kwargs)
+_KEEPING = {"step": _keeping(UndoLog.keep_scheduler), "update": _keeping(UndoLog.keep_scaler)}
 
 
 def _companions() -> list[tuple[type, dict[str, Callable[..., Any]]]]:
-    functions = {"step": _step_scheduler, "update": _update_scaler}
-    return [(kind, {name: functions[name]}) for kind, name in companions.methods()]
+    return [(kind, {name: _KEEPING[name]}) for kind, name in companions.methods()]
 
 
 WRITES = ThreadOverrides(
     keras_variables.VARIABLE,
-    {"_direct_assign": _direct_assign, "_initialize": _initialize},
+    {"_direct_assign": _keeping(UndoLog.note), "_initialize": _initialize},
     _companions,
 )
 """The override through which the undo logs record writes."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import first_value, local
+from keras_nanguard._backends.torch.modules import first_value, local, settings_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["KerasUpdate", "TorchUpdate", "Update"]
@@ -134,16 +134,11 @@ class TorchUpdate(Update):
         self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
         params = [p for group in self.torch.param_groups for p in group["params"]]
         self.grads = [(p, p.grad) for p in params]
-        self.groups, self.slots = self._groups(), self._names()
+        self.groups, self.slots = settings_of(self.torch.param_groups), self._names()
         written = [(g, p) for p, g in self.grads if g is not None]
         parts = [(local(g), local(p)) for g, p in written]
         self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in parts]
         self.tensors = [p for _, p in parts]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the present rates and other numbers of each group."""
-        groups = self.torch.param_groups
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def _names(self) -> dict[Any, tuple[str, ...]]:
         return {p: tuple(slots) for p, slots in self.torch.state.items()}
@@ -168,7 +163,8 @@ class TorchUpdate(Update):
     def _call(self) -> None:
         """Step with the gradients and rates of the original call."""
         self.slots = self._names()
-        now, groups = [(p, p.grad) for p, _ in self.grads], self._groups()
+        now = [(p, p.grad) for p, _ in self.grads]
+        groups = settings_of(self.torch.param_groups)
         self._place(self.grads, self.groups)
         try:
             if self.optimizer.global_clipnorm:
