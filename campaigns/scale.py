@@ -10,7 +10,8 @@ first snapshot) and later ones, in processor time; and the peak of memory, in pr
     depth       layers of 8 units
     width       parameters, in one kernel
     batch       rows of a batch, an MLP of 13,000 parameters
-    processes   processes on this machine over which JAX spreads each batch of 64 rows, an MLP of 200,000 parameters
+    processes   processes on this machine that share each batch of 64 rows, an MLP of 200,000 parameters: JAX with `DataParallel`,
+                PyTorch with `DistributedDataParallel` and a loop of its own under `guard.watch`
 
 The optimizer is SGD without momentum, beside which a guard weighs most.
 """
@@ -223,11 +224,66 @@ def one_of(place: str, size: int, rank: int) -> dict[str, Any]:
     """Join the other processes, and measure with them."""
     import keras
 
+    if keras.backend.backend() == "torch":
+        return loops(place, size, rank)
     if size > 1:
         keras.distribution.initialize(job_addresses=place, num_processes=size, process_id=rank)
         devices = keras.distribution.list_devices()
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False))
     return timed(lambda: work("processes", size))
+
+
+def loops(place: str, size: int, rank: int) -> dict[str, Any]:
+    """Return the times of `DistributedDataParallel`, plain and guarded, an epoch of the one after an epoch of the other."""
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from keras_nanguard import NanGuard
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"tcp://{place}", world_size=size, rank=rank)
+    x, y = work("processes", size).batch
+    rows, targets, steps = torch.from_numpy(x), torch.from_numpy(y), 50
+
+    def trained(watch: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        torch.manual_seed(0)
+        hidden = [layer for _ in range(3) for layer in (nn.Linear(x.shape[1], x.shape[1]), nn.ReLU())]
+        model = DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(x.shape[1], 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+
+        def step() -> Any:
+            optimizer.zero_grad()
+            loss = (model(rows) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        if not watch:
+            return step, lambda: None
+        guard = NanGuard(verbose=0, snapshot={"every": 100})
+        watching = guard.watch(model, optimizer)
+        watching.__enter__()
+        return guard.step(step), lambda: watching.__exit__(None, None, None)
+
+    def seconds(step: Callable[[], Any], count: int) -> float:
+        start = time.process_time()
+        for _ in range(count):
+            step()
+        return (time.process_time() - start) / count
+
+    made = {variant: trained(variant == "guarded") for variant in VARIANTS}
+    first = {variant: seconds(step, 1) for variant, (step, _) in made.items()}
+    later: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for number in range(ROUNDS):
+        for variant in VARIANTS if number % 2 else VARIANTS[::-1]:
+            later[variant].append(seconds(made[variant][0], steps))
+    for _, end in made.values():
+        end()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    rounds = sorted(guarded / plain for guarded, plain in zip(later["guarded"], later["plain"]))
+    return {"first": first, "later": {variant: min(times) for variant, times in later.items()}, "ratios": rounds}
 
 
 # The page
@@ -341,7 +397,7 @@ def main() -> None:
         print(peak(a.peak[0], int(a.peak[1]), a.peak[2]))
         return
     timed(lambda: work("depth", 4), 1)  # what comes first pays for what all share
-    for axis in a.axes or [axis for axis in POINTS if axis != "processes" or backend == "jax"]:
+    for axis in a.axes or [axis for axis in POINTS if axis != "processes" or backend != "tensorflow"]:
         run(axis, a.sizes or list(POINTS[axis]), a.results, measured)
 
 
