@@ -69,6 +69,7 @@ def test_verbose_is_a_switch_too():
         ({"verbos": 1}, "did you mean 'verbose'?"),
         ({"snapshots": {"every": 5}}, "did you mean 'snapshot'?"),
         ({"directory": 5}, 'Received: directory=5. Write directory="run1"'),
+        ({"directory": "run" * 2000}, 'Write directory="run1"'),
         ({"directory": __file__}, "a file. Write directory"),
         ({"functions": [print]}, 'Write functions={"print": print}.'),
         ({"functions": print}, 'Write functions={"print": print}.'),

@@ -109,7 +109,12 @@ def folder(directory: Any) -> Path | None:
     if not isinstance(directory, (str, os.PathLike)):
         raise _error(what, f"directory={safe_repr(directory)}", remedy)
     path = Path(directory)
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name that is too long
+        received = f"directory={safe_repr(str(path))}, {error}"
+        raise _error(what, received, remedy) from error
+    if is_file:
         raise _error(what, f"directory={safe_repr(str(path))}, a file", remedy)
     return path
 
