@@ -15,9 +15,9 @@ from support.docs_tools import load
 from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, edges, modules
 
 from keras_nanguard import actions
+from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose import causes
-from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._fit.perform import PERFORMERS
 
@@ -224,7 +224,7 @@ OF_ACTIONS = {
 OF_CAUSES = {
     "rule": Obligation("_diagnose/causes.py::RULES", _has_rule),
     "words": Obligation("_diagnose/words.py::sentences", lambda name: bool(conclude(TABLE[name]).evidence)),
-    "advice": Obligation("_diagnose/advice.py::ADVICE", lambda name: callable(ADVICE.get(name))),
+    "advice": Obligation("_core/causes.toml", lambda name: bool(CAUSE_WORDS[name]["do"])),
     "section in the docs": Obligation("docs/causes.md", _has_section),
     "evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),
     "program in a test": Obligation("tests/diagnosis/mechanisms", _has_program),

@@ -23,8 +23,8 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
-from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import Conclusion, decide
+from keras_nanguard._diagnose.conclude import advice
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import with_names

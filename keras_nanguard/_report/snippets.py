@@ -1,24 +1,15 @@
-"""What reports say by cause, from `page/causes.toml`: words of the printed line, code to paste."""
+"""What reports say by cause: words of the printed line, code to paste."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import Diagnosis
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["ADVICE", "REASONS", "snippet"]
 
-_CAUSES = tomllib.loads((Path(__file__).parent / "page" / "causes.toml").read_text("utf-8"))
-
 REASONS, ADVICE, _SNIPPETS = (
-    {cause: str(about[part]) for cause, about in _CAUSES.items() if part in about}
-    for part in ("reason", "advice", "code")
+    {cause: str(about[part]) for cause, about in CAUSE_WORDS.items() if part in about}
+    for part in ("reason", "brief", "code")
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from keras_nanguard._core.cause_words import DERIVATIVE_HINTS
 from keras_nanguard._core.evidence import (
     Constant,
     Evidence,
@@ -12,8 +13,8 @@ from keras_nanguard._core.evidence import (
     Origin,
     Spread,
 )
-from keras_nanguard._diagnose.advice import STEEP_HINTS, advice
 from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.conclude import advice
 
 LARGE = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
 
@@ -29,12 +30,12 @@ def origin(op, phase="forward", **more):
     return Origin(5, op=op, phase=phase, operands=LARGE, **{**known, **more})
 
 
-@pytest.mark.parametrize("steep", STEEP_HINTS)
+@pytest.mark.parametrize("steep", DERIVATIVE_HINTS)
 @pytest.mark.parametrize("phase", ["backward", "slope"])
 def test_a_derivative_is_explained_by_the_operation_that_was_written(steep, phase):
     """The backward pass of an acos divides and takes roots; nobody has written these."""
     said = advised(first="gradients", origin=origin("Reciprocal", phase, steep=steep))
-    assert STEEP_HINTS[steep] in said and "denominator" not in said
+    assert DERIVATIVE_HINTS[steep] in said and "denominator" not in said
 
 
 def test_an_exponential_of_counts():
