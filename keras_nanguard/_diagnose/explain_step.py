@@ -199,7 +199,7 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         evidence = dataclasses.replace(evidence, target_fault=negative_loss(run.model, losses))
     if report is None or report.batch is None:
         return evidence
-    start = next((s for s in run.ring.snapshots if s.step == 0), None)
+    start = next((s.value for s in run.ring.snapshots if s.step == 0), None)
     obstacle = ITERATOR if _reads_iterator(run) else ""
     return Trials(step_of(run), report.batch, evidence, start, obstacle).carried_out()
 

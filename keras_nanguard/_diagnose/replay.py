@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._diagnose import bundle as _bundle, raised
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.counterfactuals import Rerun, counterfactual_results
+from keras_nanguard._diagnose.counterfactuals import STEPS_ALONE, counterfactuals as rerun
 from keras_nanguard._diagnose.facts import exponents, objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import Trials
+from keras_nanguard._diagnose.trials import Start, Trials
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.loaded import refuse_code_in_hdf5
 from keras_nanguard._files.stored import first_line, plain_text
@@ -153,11 +153,7 @@ def replay(
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
-        cures = (
-            tuple(counterfactual_results(step, _rerun_of(found, step, batch)))
-            if counterfactuals
-            else ()
-        )
+        cures = tuple(_counterfactuals(found, step, batch)) if counterfactuals else ()
     diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
@@ -168,17 +164,28 @@ def _tensors(batch: Any) -> Any:
     )
 
 
-def _rerun_of(found: _bundle.Bundle, step: ReplayableStep, batch: Any) -> Rerun:
-    """Return the initial state and the batches of the steps up to the bad one."""
-    before, start = found.about.get("before") or {}, found.start or found.state
-    return Rerun(
-        start=lambda: _write_state(start, TrainState.of(step.model, step.optimizers).everything),
-        before=[_tensors(args) for args in found.before],
-        batch=batch,
-        rows=tuple(found.incident.diagnosis.samples) if found.incident.diagnosis else (),
-        since=int(before.get("snapshot", 0)),
-        exact=bool(before.get("exact")),
-    )
+def _counterfactuals(
+    found: _bundle.Bundle, step: ReplayableStep, batch: Any
+) -> Iterator[tuple[str, str]]:
+    """Yield the reruns of the steps up to the bad one, with the steps that they are in words."""
+    before = found.about.get("before") or {}
+    sequence = [*map(_tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
+    since = int(before.get("snapshot", 0))
+    start = f"before step {since + 1}" if since else "before the first step"
+    missing = "" if before.get("exact") else ", without steps that are no longer known"
+    steps = f"{STEPS_ALONE} steps on the batch"
+    if found.before:
+        steps = f"the {len(sequence)} steps from the state {start}{missing}"
+    rows = found.incident.diagnosis.samples if found.incident.diagnosis else ()
+    state = _state_of(found.start or found.state, step)
+    for change, result in rerun(step, state, sequence, rows):
+        yield change, f"{steps}: {result}" if change == "unchanged" else result
+
+
+def _state_of(arrays: Sequence[tuple[str, np.ndarray[Any, Any]]], step: ReplayableStep) -> Start:
+    variables = TrainState.of(step.model, step.optimizers).everything
+    values = {id(variable): array for variable, array in _pairs(arrays, variables)}
+    return lambda variable: values.get(id(variable))
 
 
 def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
@@ -293,19 +300,8 @@ def _run(
         low_precision=lowest(step.model),
     )
     first = found.start and not (found.about.get("before") or {}).get("snapshot")
-    trials = Trials(step, batch, evidence, _InitialState(found.start) if first else None)
+    trials = Trials(step, batch, evidence, _state_of(found.start, step) if first else None)
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
     return current.replay().run_compiled(step, batch, jit=mode == "xla"), evidence
-
-
-class _InitialState:
-    """The initial state of a bundle, with the interface of a snapshot."""
-
-    def __init__(self, arrays: Sequence[tuple[str, np.ndarray[Any, Any]]]):
-        self._arrays = dict(arrays)
-
-    def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
-        """Return the value of one variable, `None` if there is none."""
-        return self._arrays.get(variable.path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,10 @@ from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Trials", "standardized", "with_names"]
+__all__ = ["Start", "Trials", "standardized", "train_from", "with_names"]
+
+Start = Callable[[Any], Any]
+"""Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 TRIAL_STEPS = 6
 """Number of steps of the trial that restarts with scaled data."""
@@ -41,7 +44,7 @@ class Trials:
         step: the step, on the state before it.
         batch: its arguments.
         evidence: the evidence that needs no replay.
-        start: a snapshot of the state before the first step, `None` if there is none.
+        start: the state before the first step, `None` if it is not known.
         obstacle: why the step cannot be replayed, as a sentence; `""` if it can.
     """
 
@@ -50,7 +53,7 @@ class Trials:
         step: ReplayableStep,
         batch: Any,
         evidence: Evidence,
-        start: Any = None,
+        start: Start | None = None,
         obstacle: str = "",
     ):
         self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
@@ -266,14 +269,8 @@ class Trials:
         if not 0 < e.step <= EARLY or kind(run.origin) not in ("exp", "overflow") or grown(e):
             return
         with self.step.preserved():
-            self._restore(self.start)
+            _restore(self.train_state.restorable, self.start)
             self._add(at_start=self._rerun(self.batch).word)
-
-    def _restore(self, snapshot: Any) -> None:
-        for variable in self.train_state.restorable:
-            value = snapshot.value(variable)
-            if value is not None:
-                keras_variables.write(variable, value)
 
     def _restart_with_scaled_data(self) -> None:
         """Train a few steps from the initial state on this batch, unchanged and scaled: does the
@@ -290,24 +287,51 @@ class Trials:
             or not grown(e)
         ):
             return
-        plain = self._trained(first, self.batch)
-        scaled = self._trained(first, batches.mapped(self.batch, standardized))
+        plain = self._growth_from(first, self.batch)
+        scaled = self._growth_from(first, batches.mapped(self.batch, standardized))
         cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
         self._add(rescaled="finite" if cured else "bad")
 
-    def _trained(self, snapshot: Any, batch: Any) -> float:
-        """Return the factor by which the loss grows over a few steps from a snapshot, infinite if
-        it overflows.
-        """
-        first = last = math.nan
-        with self.step.preserved():
-            self._restore(snapshot)
-            for _ in range(TRIAL_STEPS):
-                last = self.step.train(batch)
-                first = last if math.isnan(first) else first
-                if not math.isfinite(last):
-                    return math.inf
-        return abs(last) / abs(first) if first else math.inf
+    def _growth_from(self, start: Start, batch: Any) -> float:
+        """Return the factor by which the loss grows over a few steps, infinite if it overflows."""
+        losses, _ = train_from(self.step, start, [batch] * TRIAL_STEPS)
+        finite = math.isfinite(losses[-1]) and losses[0]
+        return abs(losses[-1]) / abs(losses[0]) if finite else math.inf
+
+
+def train_from(
+    step: ReplayableStep, start: Start, sequence: Iterable[Any]
+) -> tuple[list[float], str]:
+    """Train from an earlier state and restore the present one.
+
+    Args:
+        step: the step.
+        start: the earlier state.
+        sequence: the arguments of each step.
+
+    Returns:
+        The losses up to the first that is not finite, and the path of the first weight that is not
+        finite after the last step, `""` if there is none.
+    """
+    train_state = TrainState.of(step.model, step.optimizers)
+    losses: list[float] = []
+    with step.preserved():
+        _restore(train_state.everything, start)
+        for batch in sequence:
+            losses.append(step.train(batch))
+            if not math.isfinite(losses[-1]):
+                return losses, ""
+        bad = (
+            v for v in train_state.trainable if not finiteness.is_finite(keras_variables.view(v))
+        )
+        return losses, str(next((v.path for v in bad), ""))
+
+
+def _restore(variables: Sequence[Any], start: Start) -> None:
+    for variable in variables:
+        value = start(variable)
+        if value is not None:
+            keras_variables.write(variable, value)
 
 
 def with_names(evidence: Evidence, model: Any) -> Evidence:
