@@ -191,8 +191,8 @@ def _has_rule(cause: str) -> bool:
 
 
 def _has_section(cause: str) -> bool:
-    found = re.search(rf"^## {cause}\n\n\*\*.+\*\*\n\n\*Decided by:\* .+\n\n\*Do:\* .+$", text(ROOT / "docs" / "causes.md"), re.M)
-    return found is not None
+    section = rf"^## {cause}\n\n\*\*.+\*\*\n\n\*Decided by:\* .+\n\n(- .+\n)*\n?\*Do:\* .+$"
+    return re.search(section, text(ROOT / "docs" / "causes.md"), re.M) is not None
 
 
 @functools.cache
