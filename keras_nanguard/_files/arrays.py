@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.problems import Statistics
+from keras_nanguard._files.problems import ArrayStats
 
 __all__ = ["FLOAT16_MAX", "Tally", "float_name", "named_dtype", "statistics", "tiles"]
 
@@ -58,7 +58,7 @@ def tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[slice
         yield tuple(slice(start, end) for start, end in zip(corner, ends))
 
 
-def statistics(array: Any, limit: float | None = None) -> Statistics:
+def statistics(array: Any, limit: float | None = None) -> ArrayStats:
     """Return the statistics of an array in memory.
 
     Args:
@@ -132,15 +132,15 @@ class Tally:
         finite: NDArray[Any] = values[np.isfinite(values)]
         return finite
 
-    def result(self) -> Statistics:
+    def result(self) -> ArrayStats:
         """Return the statistics of all pieces so far."""
         counts = (self._size, self._nan, self._posinf, self._neginf, self._zeros, self._denormals)
         beyond = (self._beyond_float16, self._beyond_limit)
         finite = self._size - self._nan - self._posinf - self._neginf
         if not finite:
-            return Statistics(*counts, *beyond)
+            return ArrayStats(*counts, *beyond)
         mean = min(max(self._sum / finite, self._min), self._max)
-        return Statistics(*counts, *beyond, self._min, self._max, mean)
+        return ArrayStats(*counts, *beyond, self._min, self._max, mean)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from keras_nanguard._files.names import Identity
 
 __all__ = [
-    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Limits", "Problem", "Statistics"),
+    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Limits", "Problem", "ArrayStats"),
     *("find_problems", "problem"),
 ]
 
@@ -59,7 +59,7 @@ _VARIANCES = ("moving_variance", "variance", "moving_stddev", "renorm_stddev")
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class ArrayStats:
     """The statistics of one array of floats.
 
     Attributes:
@@ -166,7 +166,7 @@ def problem(code: str, count: int = 0, **values: Any) -> Problem:
 
 
 def find_problems(
-    who: Identity, found: Statistics, limits: Limits, *, rank: int, float16: bool = False
+    who: Identity, found: ArrayStats, limits: Limits, *, rank: int, float16: bool = False
 ) -> tuple[Problem, ...]:
     """Return the problems of one variable, worst first.
 
@@ -195,7 +195,7 @@ def find_problems(
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
-def _impossible(who: Identity, found: Statistics, low: float) -> list[Problem]:
+def _impossible(who: Identity, found: ArrayStats, low: float) -> list[Problem]:
     squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
     if squares and low < 0:
         return [problem("negative_variance", value=low)]
@@ -206,7 +206,7 @@ def _impossible(who: Identity, found: Statistics, low: float) -> list[Problem]:
     return []
 
 
-def _odd(role: str, found: Statistics, rank: int) -> list[Problem]:
+def _odd(role: str, found: ArrayStats, rank: int) -> list[Problem]:
     problems = []
     if role == "weight" and rank > 1 and found.all_zero:
         problems.append(problem("all_zero", found.size))

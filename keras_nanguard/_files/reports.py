@@ -12,13 +12,13 @@ from typing import Any
 from keras_nanguard._core.notebook import MAX_ROWS, block
 from keras_nanguard._files.problems import (
     SEVERITIES as SEVERITIES,
+    ArrayStats as ArrayStats,
     Problem as Problem,
-    Statistics as Statistics,
 )
 
 __all__ = [
     *("FORMAT", "SEVERITIES", "Change", "Problem", "RecalibrateReport", "Recalibrated"),
-    *("RepairReport", "ScanReport", "ScannedLayer", "ScannedVariable", "Statistics", "Report"),
+    *("RepairReport", "ScanReport", "ScannedLayer", "ScannedVariable", "ArrayStats", "Report"),
     "variable_of",
 ]
 
@@ -97,7 +97,7 @@ class ScannedVariable:
     location: str
     dtype: str
     shape: tuple[int, ...]
-    statistics: Statistics | None = None
+    statistics: ArrayStats | None = None
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -120,7 +120,7 @@ def _plain(record: Any) -> dict[str, Any]:
 def variable_of(plain: dict[str, Any]) -> ScannedVariable:
     """Return the variable that was converted to plain JSON values with `asdict`."""
     found = plain["statistics"]
-    plain["statistics"] = None if found is None else Statistics(**found)
+    plain["statistics"] = None if found is None else ArrayStats(**found)
     plain["problems"] = tuple(Problem(**one) for one in plain["problems"])
     return ScannedVariable(**{**plain, "shape": tuple(plain["shape"])})
 
@@ -258,7 +258,7 @@ class ScanReport(Report):
         return self.headline, self.notes, head, rows
 
 
-def _range(found: Statistics | None) -> str:
+def _range(found: ArrayStats | None) -> str:
     return "" if found is None or found.min is None else f"{found.min:.4g} to {found.max:.4g}"
 
 

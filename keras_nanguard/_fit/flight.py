@@ -211,7 +211,7 @@ class FlightMixin:
             (len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip")
             for g in console.kinds(self.incidents)
         ]
-        rows += [(s.times, f"bad row {s.label}", "", s.why) for s in self.bad_samples()]
+        rows += [(s.times, f"bad row {s.label}", "", s.reason) for s in self.bad_samples()]
         return block(title, lines if not rows else (), heads, rows, not self.incidents)
 
     def plot(self) -> Any:

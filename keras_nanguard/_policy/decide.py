@@ -96,7 +96,7 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
     return Decision(
         rule=" + ".join(names) if planned else "",
         actions=planned,
-        reason=f"{choice.name}: {choice.reason}.",
+        reason=f"{choice.reason[:1].upper()}{choice.reason[1:]}.",
         terminal=policy.refuse and choice.terminal,
     ), state
 
@@ -147,7 +147,7 @@ def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
     heals = any(action.changes for stage in policy.escalation for action in stage)
     if is_of_data(incident) and heals:  # and no change of the model would help; `stop` ends on it
         reason = _in_a_row(state.consecutive, "bad step")
-        return _Choice("bad_data", (Skip(),), f"{reason}; the step was skipped")
+        return _Choice("bad_data", (Skip(),), reason)
     return _escalation(policy, state, incident)
 
 
@@ -176,7 +176,7 @@ def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choi
     )
     reason = _in_a_row(state.climb, "bad step")
     if not any(action.changes or action.terminal for action in actions):
-        return _Choice("escalation", (*actions, Skip()), f"{reason}; the step was skipped")
+        return _Choice("escalation", (*actions, Skip()), reason)
     return _Choice("escalation", actions, reason)
 
 
@@ -200,7 +200,7 @@ def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
         for action in stages[min(again, len(stages) - 1)]
         if action.name != "lower_lr" or (again and cured)
     )
-    return _Choice("bad_state", actions, f"the state is bad, after {again} rollbacks")
+    return _Choice("bad_state", actions, "the state is bad" + (" again" if again else ""))
 
 
 def _within_budget(policy: Policy, state: PolicyState, choice: _Choice) -> _Choice:

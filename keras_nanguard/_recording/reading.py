@@ -284,7 +284,7 @@ def _event(step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) 
     return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
 
 
-def _sample(label: Any, place: Any, mark: Any, times: Any, steps: Any, why: Any) -> BadSample:
+def _sample(label: Any, place: Any, mark: Any, times: Any, steps: Any, reason: Any) -> BadSample:
     place = None if place is None else _whole(place)
     listed = tuple(_whole(step) for step in plain_json.loads(steps))
-    return BadSample(str(label), place, str(mark), _whole(times), listed, str(why))
+    return BadSample(str(label), place, str(mark), _whole(times), listed, str(reason))

@@ -234,8 +234,8 @@ class Recorder:
             self.samples[sample.fingerprint, sample.label] = sample
             place = None if sample.index is None else int(sample.index)
             row = (sample.fingerprint, as_text(sample.label), place, int(sample.times))
-            steps, why = as_json(list(sample.steps)), as_text(sample.why)
-            self._memory.run(upsert_sample(), [(*row, steps, why)])
+            steps, reason = as_json(list(sample.steps)), as_text(sample.reason)
+            self._memory.run(upsert_sample(), [(*row, steps, reason)])
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write what is left, and close the file."""

@@ -40,7 +40,7 @@ _TABLES = {
     "steps": tuple(STEP_COLUMNS),
     "bins": tuple(BIN_COLUMNS),
     "events": ("step", "epoch", "time", "kind", "text", "data"),
-    "samples": ("label", "index", "fingerprint", "times", "why", "steps"),
+    "samples": ("label", "index", "fingerprint", "times", "reason", "steps"),
 }
 """Columns of the tables that become data frames."""
 

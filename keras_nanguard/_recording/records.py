@@ -102,7 +102,7 @@ class BadSample:
         fingerprint: SHA-256 of its values, in hexadecimal.
         times: number of bad steps in which a row with these values was found.
         steps: the first of those steps, from 0.
-        why: the reason, in a few words.
+        reason: a few words: `1 NaN of 8 in x`.
     """
 
     label: str
@@ -110,7 +110,7 @@ class BadSample:
     fingerprint: str
     times: int
     steps: tuple[int, ...]
-    why: str
+    reason: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

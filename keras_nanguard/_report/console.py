@@ -113,16 +113,20 @@ def summary(
     overflows: int,
     run_again: int = 0,
 ) -> str:
-    """Return the numbers of steps (if known), refused steps, incidents by cause, and actions."""
+    """Return the numbers of steps (if known), skipped steps, incidents by cause, and actions.
+
+    The action `warn`, which changes nothing, is not counted.
+    """
     counted = "" if steps is None else f"{steps} steps, "
     found = times(len(incidents), "incident")
-    lines = [f"NanGuard: {counted}{refused} refused{_replayed(run_again)}, {found}."]
+    lines = [f"NanGuard: {counted}{refused} skipped{_replayed(run_again)}, {found}."]
     if overflows:
         ordinary = "of those were ordinary float16 overflows, which loss scaling handled."
         lines.append(f"  {overflows} {ordinary}")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
-    actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
+    done = (o.action for i in incidents for o in i.outcomes if o.status == "done")
+    actions = Counter(action for action in done if action != "warn")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
     return printable("\n".join(lines))
 
@@ -166,6 +170,6 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
             parts += ["", markdown_text(diagnosis.headline), ""]
             parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
             parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
-        outcomes = (f"{o.action}, {o.status}: {o.detail}" for o in incident.outcomes)
+        outcomes = (str(o) for o in incident.outcomes if str(o) != "warn")
         parts += ["", *(f"- {markdown_text(outcome)}" for outcome in outcomes), ""]
     return "\n".join(parts)

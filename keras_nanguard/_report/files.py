@@ -32,7 +32,7 @@ MAX_BYTES = 256 << 20
 
 _SQLITE = Path(database.NAME).suffix
 
-SAMPLE_COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
+SAMPLE_COLUMNS = ("label", "index", "times", "steps", "reason", "fingerprint")
 """The header of a table of bad samples."""
 
 _BUNDLES = ("incident.json", "*/incident.json", "incidents/*/incident.json")

@@ -174,7 +174,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     assert met == [1, 2]
     assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
     assert main(["report", str(run)]) == 1
-    assert "2 refused, 2 incidents" in capsys.readouterr().out
+    assert "2 skipped, 2 incidents" in capsys.readouterr().out
     bundles = [i for i in guard.incidents if i.bundle]
     assert bundles
     (run / database.NAME).unlink()

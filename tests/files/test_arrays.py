@@ -17,7 +17,7 @@ from keras_nanguard._files.arrays import (
     statistics,
     tiles,
 )
-from keras_nanguard._files.problems import Statistics
+from keras_nanguard._files.problems import ArrayStats
 
 DTYPES = (
     "float16",
@@ -153,7 +153,7 @@ def test_constant_and_all_zero_are_reported():
     assert not statistics(np.array([1.0, 2.0])).constant
     assert not statistics(np.array([2.0, 2.0, np.nan])).constant
     assert not statistics(np.array([3.0])).constant
-    assert statistics(np.zeros(0)) == Statistics()
+    assert statistics(np.zeros(0)) == ArrayStats()
 
 
 def test_only_floats_can_be_non_finite():

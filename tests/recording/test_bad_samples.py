@@ -63,8 +63,8 @@ def check(guard, epochs=3, index=True):
 def test_arrays(shuffle):
     """Where `fit` trains on arrays a bad row is its index in `x`, shuffled or not, with what is wrong with it."""
     guard = found(dense(), *data(), batch_size=BATCH, shuffle=shuffle)
-    why = {sample.index: sample.why for sample in check(guard)}
-    assert why[17] == "2 NaN of 6 in x" and why[40] == "2 Inf of 6 in x" and "largest magnitude in x is 3e+38" in why[77]
+    reason = {sample.index: sample.reason for sample in check(guard)}
+    assert reason[17] == "2 NaN of 6 in x" and reason[40] == "2 Inf of 6 in x" and "largest magnitude in x is 3e+38" in reason[77]
     assert guard.recording.samples == guard.bad_samples()
     if not shuffle:
         steps = {sample.index: sample.steps for sample in guard.bad_samples()}
@@ -94,7 +94,7 @@ def test_inputs_by_name():
     """Of a dict of inputs a row is one place in all of its arrays."""
     x, y = data()
     guard = found(dense(a=(4,), b=(2,)), {"a": x[:, :4], "b": x[:, 4:]}, y, batch_size=BATCH)
-    assert {sample.why for sample in check(guard)} >= {"2 NaN of 4 in x/a", "2 Inf of 4 in x/a"}
+    assert {sample.reason for sample in check(guard)} >= {"2 NaN of 4 in x/a", "2 Inf of 4 in x/a"}
 
 
 def test_rows_that_are_the_same():
@@ -104,7 +104,7 @@ def test_rows_that_are_the_same():
     y[40] = np.nan
     guard = found(dense(), x, y, batch_size=BATCH)
     (sample,) = guard.bad_samples()
-    assert sample.index == 40 and sample.why == "1 NaN of 1 in y"
+    assert sample.index == 40 and sample.reason == "1 NaN of 1 in y"
 
 
 @pytest.mark.parametrize("same_targets", [True, False])
@@ -223,8 +223,8 @@ def test_file_and_line(tmp_path, capsys):
     samples = guard.bad_samples(tmp_path / "bad.csv")
     with open(tmp_path / "bad.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["label"], int(row["index"]), int(row["times"]), row["why"]) for row in rows] == [
-        (sample.label, sample.index, sample.times, sample.why) for sample in samples
+    assert [(row["label"], int(row["index"]), int(row["times"]), row["reason"]) for row in rows] == [
+        (sample.label, sample.index, sample.times, sample.reason) for sample in samples
     ]
     assert [row["steps"] for row in rows] == [" ".join(map(str, sample.steps)) for sample in samples]
     printed = capsys.readouterr().out

@@ -346,7 +346,7 @@ def test_loop_of_ones_own(tmp_path):
     assert steps["step"].tolist() == list(range(12)) and np.flatnonzero(steps["status"]).tolist() == [5]
     assert np.isfinite(steps["loss"][:5]).all() and set(steps["epoch"].tolist()) == {0}
     (sample,) = guard.bad_samples()
-    assert sample.index is None and sample.steps == (5,) and sample.why == "1 NaN of 6 in x"
+    assert sample.index is None and sample.steps == (5,) and sample.reason == "1 NaN of 6 in x"
     found = Recording.read(tmp_path)
     assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
     assert [event.kind for event in found.events] == ["begin", "incident", "end"]

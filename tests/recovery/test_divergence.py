@@ -390,5 +390,5 @@ class TestReplay:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         best = run(mlp(adam(rate)), lower)
         assert [i.step for i in lower.incidents] == [5, 45]
-        assert "80 steps, 2 refused" in guard.summary()
+        assert "80 steps, 2 skipped" in guard.summary()
         same(model, best)

@@ -43,7 +43,7 @@ def test_after_fit(tmp_path):
     looks = Looks(guard)
     run = zoo.run(zoo.plain, zoo.regression().with_poison([3]), guard=guard, callbacks=[looks])
     assert held(guard, looks) == ([], [])
-    assert "2 refused" in guard.summary() and len(guard.incidents) == 2
+    assert "2 skipped" in guard.summary() and len(guard.incidents) == 2
     assert guard.report(tmp_path / "run.html").stat().st_size > 10_000
     assert len(guard.recording.steps["loss"]) == 26
     run.model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, looks])

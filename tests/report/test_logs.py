@@ -187,7 +187,7 @@ def test_summary_and_reports(tmp_path):
 
     guard = NanGuard(verbose=0)
     fit(zoo.poison(zoo.regression(), 3), guard)
-    assert "24 steps, 2 refused, 2 incidents" in guard.summary()
+    assert "24 steps, 2 skipped, 2 incidents" in guard.summary()
     whole = json.loads(guard.report(tmp_path / "r.json").read_text())
     assert [i["step"] for i in whole["incidents"]] == [3, 15] and whole["format"] == 1
     lines = guard.report(tmp_path / "r.jsonl").read_text().splitlines()
@@ -202,7 +202,7 @@ def test_a_summary_is_of_all_fits():
     for fits in (1, 2):
         model, _ = fit(data, guard, epochs=1)
         model.evaluate(*zoo.regression().all[:2], verbose=0, callbacks=[guard])
-        assert f"{12 * fits} steps, {fits} refused, {fits} incident" in guard.summary()
+        assert f"{12 * fits} steps, {fits} skipped, {fits} incident" in guard.summary()
 
 
 def test_the_same_rows_in_each_epoch(capsys):

@@ -281,4 +281,4 @@ def test_kinds():
         (1, "nonfinite loss", 7),
     ]
     assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, 10, 2, 0)
-    assert "1 refused, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], 10, 1, 0)
+    assert "1 skipped, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], 10, 1, 0)

@@ -124,7 +124,7 @@ class Test:
         run = zoo.run(zoo.plain, BAD, guard=guard, epochs=2, callbacks=[Copies()])
         assert zoo.differences(run, plain) == []
         assert [len(other.incidents) for other in found] == ([0, 0] if how in FRESH else [1, 2])
-        assert ("0 steps" if how in FRESH else "8 steps, 1 refused") in found[0].summary()
+        assert ("0 steps" if how in FRESH else "8 steps, 1 skipped") in found[0].summary()
         zoo.run(zoo.plain, BAD, guard=found[0], epochs=1)
         assert len(guard.incidents) == 2 and len(found[0].incidents) == (1 if how in FRESH else 2)
 

@@ -46,7 +46,7 @@ def test_epochs_and_fits_count_anew(steps):
         reported = model.nanguard.incidents[number * 4 :]
         assert [(i.step, i.epoch, i.batch) for i in reported] == [(e * per_epoch + b, e, b) for e in range(2) for b in BAD]
         assert history["refused_steps"] == [2, 2]
-    assert "steps, 8 refused, 8 incidents" in model.nanguard.summary()
+    assert "steps, 8 skipped, 8 incidents" in model.nanguard.summary()
 
 
 def test_no_callback_is_needed_for_the_logs_to_be_honest():
