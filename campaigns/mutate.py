@@ -80,7 +80,7 @@ GROUPS = {
     "rules": Group(
         (
             *("_backends/shared/rules.py", "_core/verdict.py", "_core/finiteness.py"),
-            *(f"_policy/{name}.py" for name in ("decide", "state", "rules", "policy")),
+            *(f"_policy/{name}.py" for name in ("decide", "state", "settings", "policy")),
             *("_diagnose/causes.py", "_diagnose/conclude.py"),
         ),
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),

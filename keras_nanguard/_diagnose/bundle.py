@@ -23,6 +23,7 @@ unpickled; Keras' safe mode refuses a model with Python code in its configuratio
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -32,13 +33,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, finiteness, plain_json
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
-from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_text import markdown_text, plain_text
 from keras_nanguard._core.stored_records import stored
 from keras_nanguard._diagnose.guarded_run import GuardedRun
@@ -113,19 +115,19 @@ def write(
     """
     folder = Path(directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    name = _free_name(folder, incident.step)
-    with atomic_files.beside(folder / name) as unfinished:
+    path = _free_path(folder, incident.step)
+    with atomic_files.beside(path) as unfinished:
         unfinished.mkdir()
-        _fill(unfinished, run, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
-    _drop_oldest(folder, folder / name)
-    return str(folder / name)
+        _fill(unfinished, run, incident.with_(bundle=str(path)), batch, evidence, mode)
+    _drop_oldest(folder, path)
+    return str(path)
 
 
-def _free_name(folder: Path, step: int) -> str:
+def _free_path(folder: Path, step: int) -> Path:
     for number in range(10_000):
-        name = f"incident-{step:08d}-{number:02d}"
-        if not (folder / name).exists():
-            return name
+        path = folder / f"incident-{step:08d}-{number:02d}"
+        if not path.exists():
+            return path
     raise BundleError(f"{folder} has too many bundles of step {step}.")
 
 
@@ -145,26 +147,21 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
 def _fill(
     folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str
 ) -> None:
-    left = MAX_BYTES
-    train_state = run.train_state()
-    variables = [v for v in train_state.everything if str(v.dtype) != "string"]
+    variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
-    left -= _save(folder / "batch.npz", arrays)
     state = [keras_variables.view(v) for v in variables]
-    notes, before = [], None
-    fits = sum(a.nbytes for a in state) <= left
-    if not fits:
+    left = MAX_BYTES - _save(folder / "batch.npz", arrays)
+    fits, before, notes = sum(a.nbytes for a in state) <= left, None, []
+    if fits:
+        left -= _save(folder / "state.npz", state)
+        cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
+        if cause in ("divergence", "input_scale"):
+            before = _save_approach(folder, run, variables, state, left)
+    else:
         notes.append(
             "The state was too large for the bundle; give replay a model with the weights before"
             " the step."
         )
-    else:
-        left -= _save(folder / "state.npz", state)
-        if incident.diagnosis is not None and incident.diagnosis.cause in (
-            "divergence",
-            "input_scale",
-        ):
-            before = _save_approach(folder, run, variables, state, left)
     model = _configuration(run.model)
     about = {
         "format": FORMAT,
@@ -185,13 +182,17 @@ def _fill(
         "versions": _versions(),
         "notes": notes,
     }
-    _text(folder / "bundle.json", json.dumps(about, indent=1, allow_nan=False))
-    _text(folder / "incident.json", incident.to_json())
-    if model:
-        _text(folder / "model.json", model)
-    _text(folder / "layers.txt", table(evidence.table) + "\n")
-    _text(folder / "README.md", _readme(incident, about))
-    _text(folder / "reproduce.py", _REPRODUCE)
+    texts = {
+        "bundle.json": json.dumps(about, indent=1, allow_nan=False),
+        "incident.json": incident.to_json(),
+        "model.json": model,
+        "layers.txt": table(evidence.table) + "\n",
+        "README.md": _readme(incident, about),
+        "reproduce.py": _REPRODUCE,
+    }
+    for name, text in texts.items():
+        if text:
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _save_approach(
@@ -204,9 +205,8 @@ def _save_approach(
     snapshot = approach.snapshot if approach is not None else run.ring.oldest()
     if snapshot is None or not run.ring.at_hand(snapshot):
         return None
-    start = [
-        now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)
-    ]
+    then = [snapshot.value(v) for v in variables]
+    start = [now if old is None else old for old, now in zip(then, state)]
     structure, arrays = _flattened(approach.batches if approach is not None else ())
     if sum(a.nbytes for a in (*start, *arrays)) > left:
         return None
@@ -222,15 +222,8 @@ def _save_approach(
 
 
 def _described(variable: Any) -> dict[str, Any]:
-    return {
-        "path": str(variable.path),
-        "dtype": str(variable.dtype),
-        "shape": [int(n) for n in variable.shape],
-    }
-
-
-def _text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    shape = [int(n) for n in variable.shape]
+    return {"path": str(variable.path), "dtype": str(variable.dtype), "shape": shape}
 
 
 def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
@@ -243,9 +236,8 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
         if isinstance(item, dict):
             return {"dict": {str(key): describe(child) for key, child in item.items()}}
         if isinstance(item, (list, tuple)):
-            return {
-                "tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]
-            }
+            kind = "tuple" if isinstance(item, tuple) else "list"
+            return {kind: [describe(child) for child in item]}
         array = spread_arrays.as_array(item)
         if array.dtype.kind == "O" or not hasattr(array, "dtype"):
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
@@ -274,52 +266,36 @@ def _configuration(model: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    import keras
-
     backend = current.name()
-    module = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}.get(backend, backend)
-    version = str(getattr(__import__(module), "__version__", "?"))
     return {
         "keras_nanguard": __version__,
         "keras": keras.__version__,
         "backend": backend,
-        module: version,
+        backend: str(getattr(importlib.import_module(backend), "__version__", "?")),
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
 
 
 def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
-    d = incident.diagnosis
-    lines = [f"# {incident.moment.capitalize()}", ""]
-    if d is not None:
-        lines += [
-            f"Cause: **{d.cause}**"
-            + (f" in {markdown_text(d.culprit)}" if d.culprit else "")
-            + ".",
-            "",
-        ]
-        lines += (
-            [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []
-        )
-        lines += ["Seen:", "", *(f"- {markdown_text(text)}" for text in d.evidence), ""]
-        lines += ["Do:", "", *(f"- {markdown_text(text)}" for text in d.advice), ""]
-    lines += ["Run the step again:", "", "    python reproduce.py", "", "or", ""]
-    lines += [f"    keras-nanguard replay {incident.bundle}", ""]
-    if not about["model"]["config"]:
-        lines += [
-            "The model has no configuration that can be saved. Pass it with `--model file.keras`.",
-            "",
-        ]
+    d = incident.diagnosis or Diagnosis()
+    place = f" in {markdown_text(d.culprit)}" if d.culprit else ""
+    rows = f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}." if d.samples else ""
+    run = f"    python reproduce.py\n\nor\n\n    keras-nanguard replay {incident.bundle}"
+    model = "The model has no configuration that can be saved. Pass it with `--model file.keras`."
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return "\n".join(
-        [
-            *lines,
-            *(f"{markdown_text(note)}\n" for note in about["notes"]),
-            f"Written by {versions}.",
-            "",
-        ]
+    parts = (
+        f"# {incident.moment.capitalize()}",
+        f"Cause: **{d.cause}**{place}.",
+        rows,
+        *("Seen:", "\n".join(f"- {markdown_text(text)}" for text in d.evidence)),
+        *("Do:", "\n".join(f"- {markdown_text(text)}" for text in d.advice)),
+        *("Run the step again:", run),
+        "" if about["model"]["config"] else model,
+        *map(markdown_text, about["notes"]),
+        f"Written by {versions}.",
     )
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 _REPRODUCE = '''"""Runs the bad step of this bundle again and prints what every layer gave.
@@ -347,64 +323,49 @@ def read(path: str | Path | None) -> Bundle:
     Raises:
         BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
     """
-    folder = Path(path or "")
+    folder, what = Path(path or ""), "the folder of an incident"
     if path is None or not folder.exists():
         received = "None" if path is None else f"{str(path)!r}, which is not there"
-        remedy = (
-            "Pass Incident.bundle of a diagnosed incident; a directory keeps the newest"
-            f" {MAX_BUNDLES}."
-        )
-        raise BundleError(expected("the folder of an incident", received, remedy))
+        kept = f"a directory keeps the newest {MAX_BUNDLES}"
+        raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
     if not (folder / "bundle.json").is_file():
-        raise BundleError(
-            expected(
-                "the folder of an incident",
-                f"{str(path)!r}",
-                "It contains bundle.json; see Incident.bundle.",
-            )
-        )
+        raise _refused(what, repr(str(path)), "It contains bundle.json; see Incident.bundle.")
     try:
-        about = _json(folder / "bundle.json")
-        if about.get("format") != FORMAT:
-            raise BundleError(
-                expected(
-                    f"a bundle of format {FORMAT}",
-                    plain_text(f"format={about.get('format')!r}"),
-                    "Update.",
-                )
-            )
-        incident = Incident.from_dict(_json(folder / "incident.json"))
-        arrays = _load(folder / "batch.npz", [str(name) for name in about["dtypes"]])
-        entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
-        state, start = (_variables(folder / name, entries) for name in ("state.npz", "start.npz"))
-        before = _before(folder, about.get("before"))
-        growth = stored(Growth, about["growth"])
-        model = _limited(folder / "model.json") if (folder / "model.json").exists() else ""
-        return Bundle(
-            folder,
-            incident,
-            about,
-            _packed(about["batch"], arrays),
-            state,
-            start,
-            before,
-            growth,
-            model,
-        )
+        return _read(folder)
     except BundleError:
         raise
     except (FileFormatError, *PARSE_ERRORS) as error:
-        raise BundleError(
-            f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}"
-        ) from error
+        reason = f"{type(error).__name__}: {plain_text(error)}"
+        raise BundleError(f"The bundle {str(path)!r} cannot be read: {reason}") from error
 
 
-def _before(folder: Path, before: Any) -> Sequence[Any]:
-    if not before or not (folder / "before.npz").exists():
-        return ()
-    arrays = _load(folder / "before.npz", [str(name) for name in before["dtypes"]])
-    batches: Sequence[Any] = _packed(before["batches"], arrays)
-    return batches
+def _refused(what: str, received: object, remedy: str = "The file is damaged.") -> BundleError:
+    return BundleError(expected(what, received, remedy))
+
+
+def _read(folder: Path) -> Bundle:
+    about = _json(folder / "bundle.json")
+    if about.get("format") != FORMAT:
+        received = plain_text(f"format={about.get('format')!r}")
+        raise _refused(f"a bundle of format {FORMAT}", received, "Update.")
+    arrays = _load(folder / "batch.npz", about["dtypes"])
+    entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
+    before, way = about.get("before"), folder / "before.npz"
+    batches: Sequence[Any] = ()
+    if before and way.exists():
+        batches = _packed(before["batches"], _load(way, before["dtypes"]))
+    model = folder / "model.json"
+    return Bundle(
+        folder,
+        Incident.from_dict(_json(folder / "incident.json")),
+        about,
+        _packed(about["batch"], arrays),
+        _variables(folder / "state.npz", entries),
+        _variables(folder / "start.npz", entries),
+        batches,
+        stored(Growth, about["growth"]),
+        _regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
+    )
 
 
 def _regular(path: Path, max_bytes: int) -> Path:
@@ -414,28 +375,19 @@ def _regular(path: Path, max_bytes: int) -> Path:
         BundleError: if it is missing, too large, a link, or no file.
     """
     if path.is_symlink():
-        raise BundleError(
-            f"{path.name} is a link, which is not followed. Replace it by the file itself."
-        )
+        remedy = "Replace it by the file itself."
+        raise BundleError(f"{path.name} is a link, which is not followed. {remedy}")
     if not path.is_file():
         raise BundleError(f"{path.name} is missing, or not a file.")
-    if path.stat().st_size > max_bytes:
-        raise BundleError(
-            f"{path.name} has {path.stat().st_size} bytes, more than a bundle may have."
-        )
+    if (size := path.stat().st_size) > max_bytes:
+        raise BundleError(f"{path.name} has {size} bytes, more than a bundle may have.")
     return path
 
 
-def _limited(path: Path) -> str:
-    return _regular(path, MAX_JSON).read_text(encoding="utf-8")
-
-
 def _json(path: Path) -> dict[str, Any]:
-    value = plain_json.loads(_limited(path))
+    value = plain_json.loads(_regular(path, MAX_JSON).read_text(encoding="utf-8"))
     if not isinstance(value, dict):
-        raise BundleError(
-            expected(f"an object in {path.name}", type(value).__name__, "The file is damaged.")
-        )
+        raise _refused(f"an object in {path.name}", type(value).__name__)
     return value
 
 
@@ -446,28 +398,26 @@ def _variables(
         return []
     arrays = _load(path, [dtype for _, dtype in entries])
     if len(arrays) != len(entries):
-        raise BundleError(
-            expected(f"{len(entries)} arrays in {path.name}", len(arrays), "The file is damaged.")
-        )
+        raise _refused(f"{len(entries)} arrays in {path.name}", len(arrays))
     return [(name, array) for (name, _), array in zip(entries, arrays)]
 
 
-def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+def _load(path: Path, dtypes: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
     _regular(path, 2 * MAX_BYTES)
     if not dtypes:
         return []
     contents = archives.read_arrays(str(path))
     try:
-        stored = {array.location: array for array in contents.arrays}
-        if sum(array.nbytes for array in stored.values()) > 2 * MAX_BYTES:
+        found = {array.location: array for array in contents.arrays}
+        if sum(array.nbytes for array in found.values()) > 2 * MAX_BYTES:
             raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
-        if sum(array.unbacked for array in stored.values()) > MAX_UNBACKED:
+        if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
             raise BundleError(f"{path.name} unpacks to far more data than it stores.")
-        arrays = [stored[str(number)].read() for number in range(len(stored))]
+        arrays = [found[str(number)].read() for number in range(len(found))]
     finally:
         contents.close()
-    return [_typed(array, name) for array, name in zip(arrays, dtypes)]
+    return [_typed(array, str(name)) for array, name in zip(arrays, dtypes)]
 
 
 def _typed(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
@@ -490,6 +440,5 @@ def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int =
     for kind, make in (("tuple", tuple), ("list", list)):
         if kind in structure:
             return make(_packed(child, arrays, depth + 1) for child in structure[kind])
-    raise BundleError(
-        f"An array of the batch was omitted from the bundle: {structure.get('left_out')}."
-    )
+    left_out = structure.get("left_out")
+    raise BundleError(f"An array of the batch was omitted from the bundle: {left_out}.")

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import (
-    ReplayableStep,
-    ReplayResult,
-    origins_of,
-    preserved,
-)
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
-from keras_nanguard._diagnose.causes import Conclusion, decide
-from keras_nanguard._diagnose.conclude import advice
-from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.facts import optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import with_names
-from keras_nanguard._diagnose.words import sentences, table
+from keras_nanguard._diagnose.trials import Trials, with_names
+from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -151,7 +143,8 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     x, y, sample_weight = (
         keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight)
     )
-    return _Examiner(model, x, y, sample_weight).examined()
+    args = tuple(part for part in (x, y, sample_weight) if part is not None)
+    return _Examiner(model, (args,), trains=y is not None).examined()
 
 
 def _tensor(value: Any) -> Any:
@@ -159,212 +152,132 @@ def _tensor(value: Any) -> Any:
 
 
 class _Examiner:
-    """One examination of one model."""
+    """One examination of one model on one batch."""
 
-    def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None):
-        self.model, self.x, self.y = model, x, y
-        self.outputs: Any = None
-        self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
+    def __init__(self, model: Any, batch: Any, trains: bool):
+        self.model, self.batch = model, batch
         self.train_state = TrainState.of(model)
-        self.trains = (
-            y is not None
-            and bool(getattr(model, "compiled", False))
-            and bool(self.train_state.optimizers)
-        )
+        self.optimizers = list(self.train_state.optimizers)
+        self.trains = trains and bool(getattr(model, "compiled", False)) and bool(self.optimizers)
+        self.step = ReplayableStep.of(model, self.optimizers)
+        self.outputs: Any = None
+        self.far: list[str] = []
 
     def examined(self) -> Examination:
-        roles = {id(v): "weights" for v in self.train_state.trainable} | {
-            id(v): "slots" for v in self.train_state.slots
-        }
-        state = [
-            (
-                v.path,
-                roles.get(id(v), "statistics" if keras_variables.is_statistic(v) else "weights"),
-            )
-            for v in (
-                *self.train_state.trainable,
-                *self.train_state.statistics,
-                *self.train_state.slots,
-            )
-            if not finiteness.is_finite(keras_variables.view(v))
-        ]
-        inference, _ = self._forward(False)
-        training, far = self._forward(True)
-        step = self._step()
-        evidence = self._evidence(state, inference, training, far, step)
-        verdict, error = decide(evidence), self._error(inference, training, step)
-        found = Diagnosis(
-            verdict.cause,
-            verdict.culprit,
-            verdict.samples,
-            sentences(evidence, verdict),
-            (
-                self._advice(evidence, verdict)
-                if evidence.first or evidence.state or far or error
-                else ()
-            ),
-            verdict.confidence,
-            verdict.because == "rescaled",
-        )
-        return Examination(
-            found, inference.rows, training.rows, step.word if step is not None else "", error
-        )
-
-    def _error(
-        self, inference: ReplayResult, training: ReplayResult, step: ReplayResult | None
-    ) -> str:
-        """Return which of the runs raised an exception, and the exception: the first of them."""
+        inference, training = self._forward(False), self._forward(True)
+        step = self._train_step() if self.trains else ReplayResult()
         runs = {
             "the forward pass in inference mode": inference,
             "the forward pass in training mode": training,
             "a train step": step,
         }
-        failed = [
-            f"{what} raised {_plain(run.error)}"
-            for what, run in runs.items()
-            if run is not None and run.error
-        ]
-        return failed[0] if failed else ""
+        failed = (f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run.error)
+        error = next(failed, "")
+        evidence = self._evidence(inference, training, step)
+        found = conclude(evidence)
+        if found.cause == "unknown" and evidence.replay_error:
+            found = replace(found, advice=(self._what_it_takes(),))
+        elif not (evidence.first or evidence.state or self.far or error):
+            found = replace(found, advice=())
+        result = step.word if self.trains else ""
+        return Examination(found, inference.rows, training.rows, result, error)
 
-    def _advice(self, evidence: Evidence, verdict: Conclusion) -> tuple[str, ...]:
-        if verdict.cause != "unknown" or not evidence.replay_error:
-            return advice(evidence, verdict)
+    def _what_it_takes(self) -> str:
         taken = [tuple(tensor.shape) for tensor in getattr(self.model, "inputs", None) or ()]
         shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
-        return (f"Pass one batch, x and y as for fit{shapes}.",)
+        return f"Pass one batch, x and y as for fit{shapes}."
 
     def _evidence(
-        self,
-        state: Sequence[tuple[str, str]],
-        inference: ReplayResult,
-        training: ReplayResult,
-        far: Sequence[str],
-        step: ReplayResult | None,
+        self, inference: ReplayResult, training: ReplayResult, step: ReplayResult
     ) -> Evidence:
-        shown = (
-            inference
-            if not inference.finite
-            else training
-            if not training.finite
-            else step or inference
-        )
-        only = not inference.finite and training.finite
+        """Return the evidence of the first run that is not finite, and of the model's state."""
+        bad = (run for run in (inference, training, step) if not run.finite)
+        shown = next(bad, step if self.trains else inference)
+        state = tuple(self._bad_state())
         sites = ["predictions:nonfinite"] if not inference.finite or state else []
-        sites += ["statistics:out_of_range"] if far else []
-        first = inference.first_path if only and not state else (far[0].split()[0] if far else "")
-        evidence = Evidence(
-            refused=False,
-            sites=tuple(sites),
-            state=tuple(state),
-            inputs_bad=batches.bad(self.batch, ("inputs",)),
-            targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
-            inputs=batches.spreads(self.batch, "inputs"),
-            targets=batches.spreads(self.batch, "targets"),
-            target_fault=self._target_fault(),
-            replay=shown.word if shown.first or shown.error else "",
-            replay_error=shown.error,
-            first=shown.first,
-            first_path=shown.first_path or first,
-            origin=shown.origin,
-            low_precision=lowest(self.model),
-            inference="" if inference.error else "finite" if inference.finite else "bad",
-            training="" if training.error else "finite" if training.finite else "bad",
-            rows=shown.origin.rows if shown.origin is not None else (),
-            optimizers=optimizer_facts([o for o in self.train_state.optimizers if o.built]),
-            table=shown.rows,
-            notes=tuple(far),
+        sites += ["statistics:out_of_range"] if self.far else []
+        path = self.far[0].split()[0] if self.far else ""
+        if not inference.finite and training.finite and not state:
+            path = inference.first_path
+        trials = Trials(
+            self.step,
+            self.batch,
+            Evidence(
+                refused=False,
+                sites=tuple(sites),
+                state=state,
+                first_path=path,
+                low_precision=lowest(self.model),
+                inference="" if inference.error else inference.word,
+                training="" if training.error else training.word,
+                rows=shown.origin.rows if shown.origin is not None else (),
+                optimizers=optimizer_facts([o for o in self.optimizers if o.built]),
+                notes=tuple(self.far),
+            ),
         )
-        if evidence.inputs_bad and 0 < len(evidence.rows) < batches.row_count(self.batch):
-            rest = _Examiner(self.model, *batches.without(self.batch, evidence.rows)[0])
-            evidence = replace(
-                evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad"
-            )
-        if evidence.low_precision and shown.first:
-            evidence = replace(evidence, float32=self._in_float32(shown is step))
-        return with_names(evidence, self.model)
+        trials.look_at_batch()
+        trials.look_at_targets()
+        trials.note(shown, "" if shown.finite else "replay")
+        found = trials.evidence
+        if found.inputs_bad and 0 < len(found.rows) < found.count:
+            rest = self._forward(False, batches.without(self.batch, found.rows))
+            trials.add(without_rows="finite" if rest.finite else "bad")
+        if found.low_precision and shown.first:
+            trials.add(float32=self._in_float32(shown is step))
+        return with_names(trials.evidence, self.model)
 
-    def _target_fault(self) -> Any:
-        targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]
-        widths = [
-            int(shape[-1] or 0) if shape else 0 for shape in keras_layers.output_shapes(self.model)
-        ]
-        return target_fault(self.model, targets, widths)
+    def _bad_state(self) -> Iterator[tuple[str, str]]:
+        """Yield path and role of each variable that is not finite."""
+        state = self.train_state
+        roles = {id(v): "weights" for v in state.trainable} | {id(v): "slots" for v in state.slots}
+        for v in (*state.trainable, *state.statistics, *state.slots):
+            if not finiteness.is_finite(keras_variables.view(v)):
+                role = "statistics" if keras_variables.is_statistic(v) else "weights"
+                yield v.path, roles.get(id(v), role)
 
-    def _step(self) -> ReplayResult | None:
-        """Run a train step on the batch."""
-        if not self.trains:
-            return None
+    def _train_step(self) -> ReplayResult:
         if self.outputs is not None:
-            keras_losses.build_losses(self.model, self.y, self.outputs)
-        return self._as_step().run(self.batch, observe=True, update=True)
-
-    def _as_step(self) -> ReplayableStep:
-        return ReplayableStep.of(self.model, self.train_state.optimizers)
+            keras_losses.build_losses(self.model, self.batch[0][1], self.outputs)
+        return self.step.run(self.batch, observe=True, update=True)
 
     def _in_float32(self, step: bool) -> str:
-        variables = [
-            *self.train_state.everything,
-            *self.train_state.metrics,
-            *self.train_state.unlisted,
-        ]
-        with in_float32(self.model, variables, list(self.train_state.optimizers)):
+        with in_float32(self.model, self.step.variables(), self.optimizers):
             if step:
-                return self._as_step().run(self.batch, update=True).word
-            return (
-                "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
-            )
+                return self.step.run(self.batch, update=True).word
+            finite = all(self._forward(mode).finite for mode in (False, True))
+            return "finite" if finite else "bad"
 
-    def _forward(self, training: bool) -> tuple[ReplayResult, list[str]]:
-        """Run the forward pass once in one mode; return its result, and sentences about wrong
-        moving statistics.
+    def _forward(self, training: bool, batch: Any = None) -> ReplayResult:
+        """Run the forward pass once in one mode.
+
+        A pass in training mode also leaves sentences about wrong moving statistics in `far`.
         """
-        origins = origins_of(self.batch, self.train_state.everything)
-        instrument = current.replay().Instrument(self.model, origins)
-        layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
-        before = [_moments(layer) for layer in layers]
-        with preserved(
-            [*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted],
-            self.model,
-        ):
-            for layer in (
-                layers if training else ()
-            ):  # a pass in training mode does not read them, and adds to them
+        norms = [layer for layer in keras_layers.batchnorms(self.model) if layer.built and training]
+        before = [_moments(layer) for layer in norms]
+
+        def body(data: Any) -> Any:
+            for layer in norms:  # training mode does not read their statistics, and adds to them
                 keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
                 keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
-            try:
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(instrument)
-                    stack.enter_context(origins)
-                    outputs = self.model(self.x, **keras_layers.mode(self.model, training))
-                    self.outputs = outputs
-            except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
-                return (
-                    ReplayResult(
-                        error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)
-                    ),
-                    [],
-                )
-            far = (
-                [text for layer, old in zip(layers, before) for text in _far(layer, old)]
-                if training
-                else []
-            )
-        bad = [
-            t
-            for t in keras.tree.flatten(outputs)
-            if not finiteness.is_finite(keras_variables.dense(t))
-        ]
-        origin = next((b for b in map(origins.of, bad) if b is not None), None)
-        named = origin.culprit if origin is not None else ""
-        return (
-            ReplayResult(
-                first="outputs" if bad else "",
-                first_path=named,
-                origin=origin,
-                rows=tuple(instrument.rows),
-            ),
-            far,
-        )
+            outputs = self.model(data[0], **keras_layers.mode(self.model, training))
+            if training:
+                self.far = [text for layer, old in zip(norms, before) for text in _far(layer, old)]
+            self.outputs = outputs
+            return outputs
+
+        step = ReplayableStep(body, self.model, self.optimizers, losses=_float_arrays)
+        run = step.run(self.batch if batch is None else batch, observe=True)
+        bad = run.first == "loss"  # the outputs, in place of losses
+        place = run.origin.culprit if bad and run.origin is not None else ""
+        return replace(run, first="outputs" if bad else "", first_path=place)
+
+
+def _float_arrays(outputs: Any) -> list[Any]:
+    return [
+        t
+        for t in keras.tree.flatten(outputs)
+        if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))
+    ]
 
 
 def _plain(error: str) -> str:

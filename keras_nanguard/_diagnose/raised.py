@@ -21,8 +21,8 @@ LABEL = re.compile(
 LABELS = re.compile(r"Label values: ([-\d ]+)")
 NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
 BROKEN = re.compile(
-    r"Cholesky decomposition (?:was not successful|failed)|Input is not invertible|not positive[-"
-    r" ]definite|(?:matrix|input) is singular"
+    r"Cholesky decomposition (?:was not successful|failed)|Input is not invertible"
+    r"|not positive[- ]definite|(?:matrix|input) is singular"
     r"|Tensor had (?:NaN|Inf|-Inf|\+Inf|[-+ ,a-zA-Z]*(?:NaN|Inf))[a-zA-Z ,+-]* values"
 )
 INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
@@ -31,10 +31,10 @@ UNNAMED = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # PyTorch's comp
 OUT_OF_TABLE = re.compile(r"index out of range in self")  # PyTorch, of an embedding
 CALLED = re.compile(r"when calling (\w+)\.call\(\)")
 
+Explained = tuple[Finding, Diagnosis]
 
-def explained(
-    model: Any, error: BaseException, batch: Any = None
-) -> tuple[Finding, Diagnosis] | None:
+
+def explained(model: Any, error: BaseException, batch: Any = None) -> Explained | None:
     """Return the finding and the diagnosis for an exception, `None` if it is not about the data or
     a numeric domain.
 
@@ -44,24 +44,22 @@ def explained(
         batch: the arguments of the step, if they are known.
     """
     message = str(error)
-    if (bound := OUT_OF_BOUNDS.search(message)) is not None:
-        return _class(model, int(bound[1]), batch)
-    if (beyond := UNNAMED.search(message)) is not None:
-        indices = _class_indices(batch) if _labels_per_row(model) else []
-        wrong = [index for index in indices if not 0 <= index < int(beyond[1])]
-        return _class(model, wrong[0], batch) if wrong else _lookup(model, batch)
-    if OUT_OF_TABLE.search(message) is not None:
+    if label := LABEL.search(message):
+        listed = LABELS.search(message)
+        labels = [int(word) for word in listed[1].split()] if listed else []
+        return _label(model, labels, *map(int, label.groups()))
+    if bound := OUT_OF_BOUNDS.search(message):
+        return _class(model, batch, int(bound[1]))
+    if beyond := UNNAMED.search(message):
+        labels = _class_indices(batch) if _labels_per_row(model) else []
+        wrong = [label for label in labels if not 0 <= label < int(beyond[1])]
+        return _class(model, batch, wrong[0]) if wrong else _lookup(model, batch)
+    if OUT_OF_TABLE.search(message):
         return _lookup(model, batch)
-    label = LABEL.search(message)
-    if label is not None:
-        given = LABELS.search(message)
-        labels = [int(word) for word in given[1].split()] if given else []
-        return _label(model, labels, int(label[1]), int(label[2]), int(label[3]))
-    index = INDEX.search(message)
-    if index is not None:
+    if index := INDEX.search(message):
         return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
     broken = BROKEN.search(message)
-    return _broken(model, message, broken[0]) if broken is not None else None
+    return _broken(model, message, broken[0]) if broken else None
 
 
 def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
@@ -79,7 +77,25 @@ def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
     return found[1] if found is not None else None
 
 
-def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
+def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -> Explained:
+    """A class index outside of `[low, high)`, among the labels of the batch if they are known."""
+    width = _labels_per_row(model)
+    wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
+    rows = tuple(dict.fromkeys(i // width for i in wrong))
+    names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
+    only = names[0] if len(names) == 1 else "loss"
+    culprit = next((name for name in names if "sparse" in name), only)
+    valid = f"from {low} to {high - 1}"
+    seen = (
+        f"The targets contain the class index {value}; the model has {high} classes, {valid}.",
+        "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
+    )
+    advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."
+    finding = Finding("targets", "out_of_range", size=len(labels) or None, value=float(value))
+    return finding, Diagnosis("target_out_of_range", culprit, rows, seen, (advice,), 0.97)
+
+
+def _class(model: Any, batch: Any, value: int) -> Explained:
     """A class index that PyTorch reports without its row: the row is searched in the targets of the
     batch.
     """
@@ -89,74 +105,14 @@ def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
 
 
 def _class_indices(batch: Any) -> list[int]:
-    targets = (
-        [p.array for p in batches.parts(batch) if p.role == "targets"] if batch is not None else []
-    )
-    return (
-        [int(label) for label in targets[0].reshape(-1)]
-        if len(targets) == 1 and np.isfinite(targets[0]).all()
-        else []
-    )
+    targets = _arrays(batch, "targets")
+    known = len(targets) == 1 and np.isfinite(targets[0]).all()
+    return [int(label) for label in targets[0].reshape(-1)] if known else []
 
 
-def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
-    """An index beyond an embedding table, of which PyTorch reports neither: both are searched in
-    the model and the batch.
-    """
-    tables = [
-        layer
-        for layer in keras_layers.layers_of(model)
-        if getattr(layer, "input_dim", None) and hasattr(layer, "embeddings")
-    ]
-    high = int(tables[0].input_dim) if len(tables) == 1 else 0
-    arrays = (
-        [p.array for p in batches.parts(batch) if p.role == "inputs"] if batch is not None else []
-    )
-    for array in arrays if high and len(arrays) == 1 else []:
-        wrong = np.argwhere((array < 0) | (array >= high))
-        if len(wrong):
-            return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
-    culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
-    seen = (
-        f"An index is beyond the end of an embedding table{f' of {high} entries' if high else ''}.",
-    )
-    do = ("Make input_dim of the Embedding larger than the largest index, or map unknown ones.",)
-    return Finding("inputs", "out_of_range"), Diagnosis(
-        "forward_domain", culprit, (), seen, do, 0.9
-    )
-
-
-def _label(
-    model: Any, labels: Sequence[int], value: int, low: int, high: int
-) -> tuple[Finding, Diagnosis]:
-    width = _labels_per_row(model)
-    wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
-    rows = tuple(dict.fromkeys(i // width for i in wrong))
-    names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
-    culprit = next(
-        (name for name in names if "sparse" in name), names[0] if len(names) == 1 else "loss"
-    )
-    return Finding(
-        "targets", "out_of_range", "", 0, 0, len(labels) or None, float(value)
-    ), Diagnosis(
-        "target_out_of_range",
-        culprit,
-        rows,
-        (
-            (
-                f"The targets contain the class index {value}; the model has {high} classes, from"
-                f" {low} to {high - 1}."
-            ),
-            "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
-        ),
-        (
-            (
-                f"Give {culprit!r} class indices from {low} to {high - 1}, or make the last layer"
-                " wider."
-            ),
-        ),
-        0.97,
-    )
+def _arrays(batch: Any, role: str) -> list[np.ndarray[Any, Any]]:
+    found = [] if batch is None else batches.parts(batch)
+    return [part.array for part in found if part.role == role]
 
 
 def _labels_per_row(model: Any) -> int:
@@ -170,61 +126,61 @@ def _labels_per_row(model: Any) -> int:
     return count
 
 
-def _index(model: Any, row: int, value: int, high: int) -> tuple[Finding, Diagnosis]:
-    tables = [
-        layer
-        for layer in keras_layers.layers_of(model)
-        if getattr(layer, "input_dim", None) == high
-    ]
+def _lookup(model: Any, batch: Any) -> Explained:
+    """An index beyond an embedding table, of which PyTorch reports neither: both are searched in
+    the model and the batch.
+    """
+    tables = _tables(model)
+    high = int(tables[0].input_dim) if len(tables) == 1 else 0
+    arrays = _arrays(batch, "inputs")
+    for array in arrays if high and len(arrays) == 1 else []:
+        wrong = np.argwhere((array < 0) | (array >= high))
+        if len(wrong):
+            return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
+    return _index(model, None, None, high)
+
+
+def _index(model: Any, row: int | None, value: int | None, high: int) -> Explained:
+    """An index beyond an embedding table of `high` entries (0: unknown), in words."""
+    tables = [table for table in _tables(model) if high in (0, table.input_dim)]
     culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
-    return Finding("inputs", "out_of_range", "", 0, 0, None, float(value)), Diagnosis(
-        "forward_domain",
-        culprit,
-        (row,),
-        (
-            (
-                f"The index {value} is outside of an embedding table of {high} entries, with"
-                f" indices from 0 to {high - 1}."
-            ),
-        ),
-        (
-            (
-                f"Make input_dim of {culprit or 'the Embedding'!r} larger than the largest index,"
-                " or map unknown ones."
-            ),
-        ),
-        0.95,
-    )
+    entries = f" of {high} entries" if high else ""
+    seen = f"An index is beyond the end of an embedding table{entries}."
+    if value is not None:
+        valid = f"with indices from 0 to {high - 1}"
+        seen = f"The index {value} is outside of an embedding table{entries}, {valid}."
+    table = repr(culprit) if culprit else "the Embedding"
+    advice = f"Make input_dim of {table} larger than the largest index, or map unknown ones."
+    finding = Finding("inputs", "out_of_range", value=None if value is None else float(value))
+    rows = () if row is None else (row,)
+    confidence = 0.9 if value is None else 0.95
+    return finding, Diagnosis("forward_domain", culprit, rows, (seen,), (advice,), confidence)
 
 
-def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
+def _tables(model: Any) -> list[Any]:
+    layers = keras_layers.layers_of(model)
+    return [la for la in layers if getattr(la, "input_dim", None) and hasattr(la, "embeddings")]
+
+
+def _broken(model: Any, message: str, words: str) -> Explained:
+    """A matrix that has no decomposition or inverse, or a check of TensorFlow for NaN."""
     node = NODE.search(message)
     names = node[1].split("/") if node is not None else []
     by_name = {layer.name: layer for layer in keras_layers.layers_of(model)[1:]}
-    known = [
-        n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)) if n in by_name
-    ]
-    layer = by_name[known[0]] if known else _called(model, message)
+    candidates = (n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)))
+    known = next((name for name in candidates if name in by_name), None)
+    layer = by_name[known] if known else _called(model, message)
     culprit = keras_layers.path_of(layer, None, model) if layer is not None else ""
-    return Finding("outputs", "nonfinite", culprit), Diagnosis(
-        "forward_domain",
-        culprit,
-        (),
-        (
-            f"The backend raised: {words}."
-            + (f" The operation was {node[2]}." if node is not None else ""),
-        ),
-        ("Add a small multiple of the identity to a matrix before decomposing or inverting it.",),
-        0.95,
-    )
+    operation = f" The operation was {node[2]}." if node is not None else ""
+    seen = f"The backend raised: {words}.{operation}"
+    advice = "Add a small multiple of the identity to a matrix before decomposing or inverting it."
+    finding = Finding("outputs", "nonfinite", culprit)
+    return finding, Diagnosis("forward_domain", culprit, (), (seen,), (advice,), 0.95)
 
 
 def _called(model: Any, message: str) -> Any:
     """Return the only layer of the class that Keras reports as being called, `None` if unknown."""
     words = CALLED.search(message)
-    layers = [
-        layer
-        for layer in keras_layers.layers_of(model)[1:]
-        if words is not None and type(layer).__name__ == words[1]
-    ]
+    name = words[1] if words is not None else ""
+    layers = [la for la in keras_layers.layers_of(model)[1:] if type(la).__name__ == name]
     return layers[0] if len(layers) == 1 else None

@@ -70,10 +70,10 @@ class Trials:
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
         if obstacle := self.obstacle or self._obstacle():
-            self._add(notes=(obstacle,))
+            self.add(notes=(obstacle,))
             return self.evidence
         run = self._replayed()
-        self._check_targets(run)
+        self.look_at_targets()
         if run.error or run.finite:
             return self.evidence
         self._rerun_in_float32()
@@ -98,12 +98,13 @@ class Trials:
             return ""
         return f"The step was not replayed: this needs {memory.readable(size)} of free memory."
 
-    def _add(self, **found: Any) -> None:
+    def add(self, **found: Any) -> None:
+        """Add results to the evidence."""
         self.evidence = dataclasses.replace(self.evidence, **found)
 
     def look_at_batch(self) -> None:
         """Add the facts about the batch to the evidence."""
-        self._add(
+        self.add(
             count=batches.row_count(self.batch),
             inputs_bad=batches.bad(self.batch, ("inputs",)),
             targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
@@ -121,12 +122,12 @@ class Trials:
             again = current.replay().run_compiled(
                 self.step, self.batch, jit=self.evidence.mode == "xla"
             )
-            self._add(same_mode=again.word)
+            self.add(same_mode=again.word)
             if not again.finite and not again.error:
                 run = again
                 self.note(run, "")
         elif run.finite:
-            self._add(same_mode="finite")
+            self.add(same_mode="finite")
         return run
 
     def _rerun(self, batch: Any) -> ReplayResult:
@@ -142,7 +143,7 @@ class Trials:
         first.
         """
         self.run = run
-        self._add(
+        self.add(
             **({replay: run.word} if replay else {}),
             replay_error=run.error,
             first=run.first,
@@ -153,18 +154,19 @@ class Trials:
             outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
         )
 
-    def _check_targets(self, run: ReplayResult) -> None:
+    def look_at_targets(self) -> None:
+        """Add what the losses do not accept to the evidence."""
         arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
-        shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(
+        shapes = [array.shape for _, array in self.run.outputs] or keras_layers.output_shapes(
             self.step.model
         )
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
-        self._add(target_fault=target_fault(self.step.model, arrays, widths))
+        self.add(target_fault=target_fault(self.step.model, arrays, widths))
 
     def _rerun_in_float32(self) -> None:
         if self.evidence.low_precision:
             with in_float32(self.step.model, self.step.variables(), self.step.optimizers):
-                self._add(float32=self.step.run(self.batch, update=True).word)
+                self.add(float32=self.step.run(self.batch, update=True).word)
 
     def _rerun_unscaled(self) -> None:
         scales = [scale for scale, _ in self.train_state.scales]
@@ -172,7 +174,7 @@ class Trials:
             with preserved(scales):
                 for scale in scales:
                     keras_variables.write(scale, np.ones((), "float32"))
-                self._add(unscaled=self.step.run(self.batch).word)
+                self.add(unscaled=self.step.run(self.batch).word)
 
     def _find_rows(self, run: ReplayResult) -> None:
         """Find the rows without which the step is finite; rows that do not pass this test are not
@@ -199,7 +201,7 @@ class Trials:
             return False
         if not self._without(suspects).finite:
             return False
-        self._add(rows=tuple(suspects), without_rows="finite")
+        self.add(rows=tuple(suspects), without_rows="finite")
         return True
 
     def _without(self, suspects: Sequence[int], observe: bool = False) -> ReplayResult:
@@ -257,7 +259,7 @@ class Trials:
             except Exception:  # noqa: BLE001  a custom model need not accept this call
                 return
         bad = any(n or i for n, i, _ in _counts(outputs))
-        self._add(inference="bad" if bad else "finite")
+        self.add(inference="bad" if bad else "finite")
 
     def _rerun_at_start(self, run: ReplayResult) -> None:
         """Run the batch on the initial state: does it overflow there, too, or only after the first
@@ -270,7 +272,7 @@ class Trials:
             return
         with self.step.preserved():
             _restore(self.train_state.restorable, self.start)
-            self._add(at_start=self._rerun(self.batch).word)
+            self.add(at_start=self._rerun(self.batch).word)
 
     def _restart_with_scaled_data(self) -> None:
         """Train a few steps from the initial state on this batch, unchanged and scaled: does the
@@ -290,7 +292,7 @@ class Trials:
         plain = self._growth_from(first, self.batch)
         scaled = self._growth_from(first, batches.mapped(self.batch, standardized))
         cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
-        self._add(rescaled="finite" if cured else "bad")
+        self.add(rescaled="finite" if cured else "bad")
 
     def _growth_from(self, start: Start, batch: Any) -> float:
         """Return the factor by which the loss grows over a few steps, infinite if it overflows."""

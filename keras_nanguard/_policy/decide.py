@@ -146,8 +146,7 @@ def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
         return _Choice("report", (), "nothing is changed")
     heals = any(action.changes for stage in policy.escalation for action in stage)
     if is_of_data(incident) and heals:  # and no change of the model would help; `stop` ends on it
-        reason = _in_a_row(state.consecutive, "bad step")
-        return _Choice("bad_data", (Skip(),), reason)
+        return _Choice("bad_data", (Skip(),), _in_a_row(state.consecutive, "bad step"))
     return _escalation(policy, state, incident)
 
 
@@ -174,10 +173,7 @@ def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choi
         and not (action.name == "rollback" and nothing_committed)
         and action.name not in state.without_effect
     )
-    reason = _in_a_row(state.climb, "bad step")
-    if not any(action.changes or action.terminal for action in actions):
-        return _Choice("escalation", (*actions, Skip()), reason)
-    return _Choice("escalation", actions, reason)
+    return _Choice("escalation", actions, _in_a_row(state.climb, "bad step"))
 
 
 def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:

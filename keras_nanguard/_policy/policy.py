@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 import tomli_w
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -14,23 +14,55 @@ from typing_extensions import Unpack
 
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Preset
-from keras_nanguard._policy import version_1
 from keras_nanguard._policy.actions import Action, Items, LowerLr, Rollback, Skip, Stop
 from keras_nanguard._policy.documents import SUFFIXES, check_size, parsed, read
-from keras_nanguard._policy.presets import DEFAULT_PRESET, PRESETS, VERSION
-from keras_nanguard._policy.problems import nearest, problems_of, raise_problems, safe_repr
+from keras_nanguard._policy.problems import nearest, problem, problems_of, raise_problems, safe_repr
 from keras_nanguard._policy.records import Record, as_tuple
-from keras_nanguard._policy.rules import Rule
 from keras_nanguard._policy.settings import (
     Divergence,
     Limit,
     LossScale,
+    Rule,
     Snapshot,
     Statistics,
     matches_path,
 )
 
-__all__ = ["SECTIONS", "Policy", "Sections", "Unpack", "json_schema"]
+__all__ = [
+    "DEFAULT_PRESET",
+    "PRESETS",
+    "SECTIONS",
+    "VERSION",
+    "Policy",
+    "Sections",
+    "Unpack",
+    "json_schema",
+]
+
+VERSION: Literal[2] = 2
+"""Version of the form of policy files."""
+
+PRESETS: tuple[str, ...] = get_args(Preset)
+"""The policies that come with the package."""
+
+DEFAULT_PRESET: Preset = "recover"
+"""The preset of a policy that names none."""
+
+FORM = """\
+version = 2
+escalation = ["skip", "skip", ["rollback", "lower_lr"], "stop"]   # first, second, ... bad step
+
+[snapshot]
+every = 100
+verify_after = 10
+
+[[rules]]
+name = "bad data"
+cause = ["input_nonfinite", "target_nonfinite"]
+after = 5                                                         # in a row
+do = "stop"
+"""
+"""What the error for a policy of version 1 shows."""
 
 
 class Sections(TypedDict, total=False):
@@ -150,7 +182,9 @@ class Policy(Record):
     def _of(cls, document: Mapping[str, Any], name: str) -> Policy:
         """Return the policy of a whole document; `name` is what it is called in messages."""
         check_size(document, name)
-        version_1.refuse(document, name)
+        if document.get("version") == 1:
+            found = problem("version", "2", 1)
+            raise PolicyError(f"{name} has an old form: {found}. The new form:\n\n{FORM}", (found,))
         try:
             return cls.model_validate(document)
         except ValidationError as error:

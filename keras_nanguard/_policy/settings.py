@@ -1,4 +1,4 @@
-"""The tables of a policy besides its rules: snapshots, and the checks between steps.
+"""The tables of a policy: snapshots, the checks between steps, limits, and rules.
 
 Imports no backend.
 """
@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from typing_extensions import Self
 
-from keras_nanguard._policy.actions import Action, FixLossScale, Item, LowerLr, Rollback, as_file
-from keras_nanguard._policy.records import Globs, Record, Steps, listed
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._policy.actions import (
+    Action,
+    FixLossScale,
+    Item,
+    Items,
+    LowerLr,
+    Rollback,
+    as_file,
+)
+from keras_nanguard._policy.records import Causes, Globs, Kinds, Name, Record, Sites, Steps, listed
 
 __all__ = [
     "Divergence",
     "Limit",
     "LossScale",
+    "Rule",
     "Snapshot",
     "Statistics",
     "matches_path",
@@ -123,6 +133,44 @@ class Limit(Record):
     site: Literal["weights", "statistics", "slots"] = Field(description="what it applies to")
     max_abs: float = Field(gt=0, description="a larger magnitude is `out_of_range`")
     layer: Globs = Field(default=("*",), description="globs of Keras paths")
+
+
+class Rule(Record):
+    """Actions for incidents with a given cause, site, kind or layer.
+
+    A rule that only reports (`warn`, `quarantine`, `call`) adds its actions to the decision. Any
+    other rule replaces the decision.
+    """
+
+    name: Name = Field(description="a rule replaces the rule of the preset that has the same name")
+    cause: Causes = Field(default=(), description="causes that it applies to, all if omitted")
+    site: Sites = Field(default=(), description="sites that it applies to, all if omitted")
+    kind: Kinds = Field(default=(), description="kinds that it applies to, all if omitted")
+    layer: Globs = Field(default=(), description="globs of Keras paths, all if omitted")
+    after: int = Field(
+        default=1, ge=1, le=10**6, description="number of such incidents in a row at which it acts"
+    )
+    do: Items = Field(description="one action or several")
+
+    @property
+    def only_reports(self) -> bool:
+        """Whether no action changes the run, ends it or is `skip`."""
+        return not any(
+            action.changes or action.terminal or action.name == "skip" for action in self.do
+        )
+
+    def matches(self, incident: Incident) -> bool:
+        """Return whether the rule applies to an incident: one of its findings meets every field."""
+        if self.cause and incident.causes.isdisjoint(self.cause):
+            return False
+        return any(self._finding(finding) for finding in incident.findings)
+
+    def _finding(self, finding: Finding) -> bool:
+        return (
+            (not self.site or finding.site in self.site)
+            and (not self.kind or finding.kind in self.kind)
+            and (not self.layer or any(matches_path(finding.path, glob) for glob in self.layer))
+        )
 
 
 def matches_path(path: str, glob: str) -> bool:

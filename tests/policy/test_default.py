@@ -6,8 +6,7 @@ import pytest
 
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Finding, Incident
 from keras_nanguard._policy.decide import RATE_CURES, decide
-from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.policy import PRESETS, Policy
 from keras_nanguard._policy.state import BAD_DATA, PolicyState
 
 BOUND = 12

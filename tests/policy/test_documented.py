@@ -13,9 +13,8 @@ import keras_nanguard
 from keras_nanguard import Policy, PolicyError
 from keras_nanguard._core.incident import CAUSES, KINDS, SITES
 from keras_nanguard._policy.documents import parsed
-from keras_nanguard._policy.policy import SECTIONS, json_schema
-from keras_nanguard._policy.presets import PRESETS
-from keras_nanguard._policy.rules import Rule
+from keras_nanguard._policy.policy import PRESETS, SECTIONS, json_schema
+from keras_nanguard._policy.settings import Rule
 from keras_nanguard.actions import ACTIONS
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keras_nanguard import Policy
-from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.policy import PRESETS
 from keras_nanguard._policy.warnings import GuardOptions, ModelNames, warnings_about
 
 NET = ModelNames("net", ("net/embedding/embeddings", "net/dense/kernel", "net/bn/moving_mean"))

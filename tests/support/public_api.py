@@ -157,7 +157,7 @@ def formats() -> Iterator[str]:
 
 
 FORMATS = {
-    "policy": ("_policy.presets", "VERSION"),
+    "policy": ("_policy.policy", "VERSION"),
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_diagnose.bundle", "FORMAT"),
     "snapshot": ("_fit.snapshot_files", "FORMAT"),
