@@ -38,7 +38,7 @@ def _functional() -> type:
     x = keras.Input((1,), name="x")
     return type(
         keras.Model(x, keras.layers.Identity(name="same")(x), name="model")
-    )  # Keras 3.12 takes no model without a layer
+    )  # Keras 3.12 rejects models without layers
 
 
 class _OfTensors:

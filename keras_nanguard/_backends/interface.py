@@ -56,17 +56,17 @@ class Transaction:
     """The step as the user wrote it, in the form that this backend takes."""
 
     replayed: Callable[..., Any]
-    """The step as it can be run again: a function of its batch that reads and writes the variables,
-    and returns the outputs.
+    """The step for replays: a function of its batch that reads and writes the variables, and
+    returns the outputs.
     """
 
     judged: Callable[..., Verdict] | None = None
-    """The step as training has compiled it, run again and forgotten; returns its verdict. `None`
-    where that takes a new trace.
+    """Runs the compiled step again without side effects; returns its verdict. `None` if that would
+    need a new trace.
     """
 
     jit: bool
-    """Whether the step is compiled by XLA, or by what the backend has instead."""
+    """Whether the step is compiled by XLA, or by the backend's own compiler."""
 
     losses: Callable[[Any], list[Any]]
     """Returns the losses among the outputs, for a step that never calls `compute_loss`."""
@@ -76,10 +76,10 @@ class Transaction:
     """The reports of refused steps, a `ReportQueue`."""
 
     given: Any
-    """What the last execution was given."""
+    """The arguments of the last execution."""
 
     counted = False
-    """Whether any number of steps may run between two looks of the host, so that they count
+    """Whether several steps may run before the host reads their verdicts, so that the steps count
     themselves.
     """
 
@@ -90,7 +90,7 @@ class Transaction:
     """Whether it was traced for an earlier run."""
 
     untracked: Mapping[int, Any]
-    """The variables that the step writes and Keras lists nowhere."""
+    """The variables that the step writes and Keras does not track."""
 
     tolerated: set[int]
     """Keys of the variables that may be infinite or NaN."""
@@ -282,8 +282,8 @@ class Replay:
 
 
 class Host:
-    """Functions for the process as a whole: as they are for one that trains alone, and whose random
-    numbers are all in variables. The class `Host` of the module `host`.
+    """Functions for the process as a whole. The defaults are those of a process that trains alone,
+    with all of its random state in variables. The class `Host` of the module `host`.
     """
 
     SPREADS_ARRAYS = False

@@ -59,7 +59,7 @@ def scan(given: argparse.Namespace) -> int:
 
 
 def print_error(error: Exception, words: Mapping[str, str]) -> None:
-    """Print an error in one line, with the options of the command line in place of arguments."""
+    """Print an error in one line, with command line options instead of Python arguments."""
     print(f"keras-nanguard: {in_options(one_line(error), words)}", file=sys.stderr)
 
 
@@ -96,8 +96,7 @@ def recalibrate(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _taking_data(path: str) -> Iterator[None]:
-    """Convert what Keras raises where a model does not take the data, which may be anything, to one
-    sentence."""
+    """Convert any exception of Keras about data that do not fit the model to one sentence."""
     from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 
     try:
@@ -202,7 +201,7 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
     for name in modules:
         try:
             module = importlib.import_module(name.removesuffix(".py"))
-        except (Exception, SystemExit) as error:  # whatever the module does
+        except (Exception, SystemExit) as error:  # the module may raise anything
             received = f"--import {name}: {type(error).__name__}: {error}"
             remedy = "Run the command where Python finds the module."
             raise GuardError(expected("a module that can be imported", received, remedy)) from error
@@ -263,7 +262,7 @@ def _compared(given: argparse.Namespace) -> int:
 
 
 def watch(given: argparse.Namespace) -> int:
-    """Show a run in the terminal while it goes on."""
+    """Show a running fit in the terminal."""
     from keras_nanguard._report.watch import watch as show
 
     return FOUND if show(given.directory, given.interval, given.once) else CLEAN

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words: dict[str, str] = {}
     _print_what_can_be_encoded()
     root = parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
+    if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         import argcomplete
 
         argcomplete.autocomplete(root)

@@ -133,8 +133,8 @@ class History:
         return [Measured(*entry) for entry in self._first[:START_STEPS] if entry[0] < step]
 
     def jump(self, step: int) -> tuple[float, int]:
-        """Return the largest rise of the loss over its lowest value before, and the step where it
-        occurred.
+        """Return the largest rise of the loss over its lowest value before, and the step at which
+        it occurred.
         """
         best, low = (1.0, 0), math.inf
         entries = self._entries(step)

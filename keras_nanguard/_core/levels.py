@@ -1,6 +1,6 @@
-"""The level of a loss, and where a loss left it. Imports no backend.
+"""The level of a loss, and the step at which a loss left it. Imports no backend.
 
-Computed from what was recorded, once an incident needs it:
+Computed from the recorded losses, when an incident needs it:
 
     level    median of the last 16 losses
     spread   1.48 times the median distance of these losses from their level: the standard deviation

@@ -50,7 +50,7 @@ def room(root: Path = Path("/")) -> float:
     process, because the next step needs that memory again.
 
     Args:
-        root: where the files of the system are; another folder in tests.
+        root: root of the file system; another folder in tests.
     """
     status = _numbers(root / "proc/self/status")
     again = max(status.get("VmHWM", 0) - status.get("VmRSS", 0), 0)

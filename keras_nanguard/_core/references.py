@@ -29,7 +29,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """Yield what a function refers to."""
+    """Yield the objects that a function refers to."""
     owner = getattr(function, "__self__", None)
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())

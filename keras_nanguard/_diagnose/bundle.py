@@ -70,7 +70,7 @@ MAX_JSON = 64 << 20
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle as it was read.
+    """The content of a bundle.
 
     Attributes:
         path: its folder.
@@ -110,7 +110,7 @@ def write(
         run: the run, whose state is the one before the step.
         incident: the incident with its diagnosis.
         batch: the arguments of the step.
-        evidence: what the diagnosis was decided from.
+        evidence: the evidence of the diagnosis.
         mode: how the step was compiled.
     """
     folder = Path(directory) / FOLDER

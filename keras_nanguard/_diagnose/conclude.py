@@ -61,7 +61,7 @@ def _holds(word: str, words: Mapping[str, Any]) -> bool:
 
 
 def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
-    """Return what the advice names, and the conditions that it depends on.
+    """Return the names in the advice, and the conditions on which it depends.
 
     The rule that decided (`Conclusion.because`) is a condition, too.
     """
@@ -122,7 +122,7 @@ def _culprit(e: Evidence, v: Conclusion) -> str:
 
 
 def _about(o: OptimizerFacts) -> dict[str, Any]:
-    """Return what the advice says of one optimizer."""
+    """Return the advice about one optimizer."""
     settings = dict(o.settings)
     return {
         **asdict(o),
@@ -136,7 +136,7 @@ def _about(o: OptimizerFacts) -> dict[str, Any]:
 
 
 def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
-    """Return the inputs that no network takes as they are."""
+    """Return the inputs that have to be scaled for any network."""
     raw = [part for part in e.inputs if not part.integer and part.max_abs >= RAW]
     return [{**asdict(part), "name": repr(argument_path(part.name))} for part in raw]
 

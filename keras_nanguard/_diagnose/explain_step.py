@@ -63,7 +63,7 @@ class Explainer:
         says: whether to print a line if a diagnosis takes longer than a second.
 
     Attributes:
-        evidence: what the last diagnosis was decided from.
+        evidence: the evidence of the last diagnosis.
         full: whether the last incident was diagnosed in full.
     """
 

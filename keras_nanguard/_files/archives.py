@@ -128,7 +128,7 @@ def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Conten
 
 
 def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
-    """Return the weights, in place if they are stored as they are, else unpacked."""
+    """Return the weights: in place if they are stored uncompressed, else unpacked."""
     info = archive.getinfo(WEIGHTS)
     refuse_bomb(info)
     if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
@@ -139,7 +139,7 @@ def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
         needed = f"{WEIGHTS} takes {info.file_size} bytes unpacked"
         raise FileFormatError(f"{needed} and {tempfile.gettempdir()} has {free}.")
     unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-    with archive.open(info) as member:  # ends after `file_size` bytes, whatever is compressed
+    with archive.open(info) as member:  # ends after `file_size` bytes
         shutil.copyfileobj(member, unpacked, READ_BYTES)
     return Window(unpacked, 0, info.file_size)
 
@@ -198,7 +198,7 @@ def _member(
 def _pieces(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], start: int
 ) -> Iterator[NDArray[Any]]:
-    """Read the values in the order of the file, whatever their shape."""
+    """Read the values in the order of the file, without their shape."""
     values = max(1, READ_BYTES // max(1, dtype.itemsize))
     left = info.file_size - start
     with archive.open(info) as member:

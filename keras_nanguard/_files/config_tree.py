@@ -25,7 +25,7 @@ def snake_case(name: str) -> str:
 
 
 class LayerConfig:
-    """The configuration of a layer, empty where a file has none.
+    """The configuration of a layer, empty if a file has none.
 
     Args:
         node: the configuration as Keras serializes it; anything else counts as empty.
@@ -88,7 +88,7 @@ def _is_layer(node: Any) -> bool:
 
 def optimizer_settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the optimizer's settings from a model's configuration, with `class_name`; those of a
-    `LossScaleOptimizer` are below those of its inner optimizer. Empty where there is none."""
+    `LossScaleOptimizer` are below those of its inner optimizer. Empty if there is none."""
     compiled = (config or {}).get("compile_config")
     node = compiled.get("optimizer") if isinstance(compiled, dict) else None
     outer = LayerConfig(node)

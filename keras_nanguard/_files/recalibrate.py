@@ -5,7 +5,7 @@ The method is PreciseBN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021
 passes through the model with each BatchNormalization using that batch's own mean and variance, and
 the population's follow from the batches' by the law of total variance, merged one batch at a time
 in float64 (Chan, Golub and LeVeque, 1983). So for a layer that sees the data itself the result is
-mean and variance of all of the data, whatever the size of the batches.
+mean and variance of all data, regardless of the size of the batches.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ def answer(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         return {"refused": str(error)}
     except Unwritable as error:
         return {"unwritable": error.args}
-    except Exception as error:  # noqa: BLE001 (whatever it is, the program that asked raises it)
+    except Exception as error:  # noqa: BLE001 (the parent process raises it)
         return {"fault": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
     """Answer the request on the standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the program that asked decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lines = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of a library must not mix with the answer

@@ -170,7 +170,7 @@ def sample_ids(value: Any) -> Any:
     """Return the names of the rows of the data.
 
     Raises:
-        GuardError: if it is neither a sequence nor a key.
+        GuardError: if the argument is neither a sequence nor a key.
     """
     is_sequence = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     if value is None or isinstance(value, str) or is_sequence:

@@ -49,7 +49,7 @@ def _of_data(incident: Incident) -> bool:
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
-    All methods raise `NonFiniteError` if the policy says so, after the incident was reported.
+    All methods raise `NonFiniteError` if the policy requires it, after the incident was reported.
 
     Args:
         run: the run.
@@ -117,9 +117,7 @@ class Incidents:
             self._last_unexplained = run.step
         if _has_onset(incident):
             self._diverged = state
-        elif self._diverged != state or _of_data(
-            incident
-        ):  # else it is still the state that is wrong, whatever the cause is called
+        elif self._diverged != state or _of_data(incident):  # else the state is still bad
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
@@ -253,7 +251,7 @@ class Incidents:
         """
         run = self._run
         measured = self._measured(verdict, refused) | dict(values or {})
-        agreement = run.agreement if act else Agreement()  # a report alone needs no other process
+        agreement = run.agreement if act else Agreement()  # a report needs no other process
         found = sorted(agreement.findings(findings, report), key=lambda f: SITES.index(f.site))
         replicas = report.replicas if report else ()
         place = run.counts.place(step)

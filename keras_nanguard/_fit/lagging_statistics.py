@@ -66,7 +66,7 @@ class Lagging:
     def __init__(self) -> None:
         self._looks, self._done = LOOKS, False
 
-    @np.errstate(all="ignore")  # what is looked at is not finite
+    @np.errstate(all="ignore")  # the values are not finite
     def look(
         self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]
     ) -> tuple[list[Finding], Diagnosis] | None:
@@ -90,7 +90,7 @@ class Lagging:
         self._looks = max(self._looks - 1, 0)
         try:
             found = _measured(run, layers, batch, remaining)
-        except Exception:  # noqa: BLE001  a model of the user's that cannot be run so is no trouble
+        except Exception:  # noqa: BLE001  the user's model may not run this way
             return None
         if found is None or not found.lags(trained):
             return None

@@ -115,7 +115,7 @@ class LayerLooks:
             needed += FIRST_STEP * size_of(run.train_state().restorable)
         return memory.room_for(needed)
 
-    @np.errstate(all="ignore")  # what is looked at need not be finite
+    @np.errstate(all="ignore")  # the values may not be finite
     def _compare(self, run: Run) -> None:
         self._half = False
         step, committed, rollbacks = self._at

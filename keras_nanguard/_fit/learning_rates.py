@@ -34,7 +34,7 @@ class RateChange(Record):
         factor: the present factor of the guard.
         lowest: the smallest factor since the rate was last unchanged.
         rate: a plain rate as the guard has left it; `None` for a schedule or a callable.
-        absolute: whether another callback computes a plain rate anew, and does not scale it.
+        absolute: whether another callback computes a plain rate itself, and does not scale it.
     """
 
     factor: Factor
@@ -56,7 +56,7 @@ class Rate:
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
         self._left: float | None = None  # the plain rate as the guard has left it
-        self._absolute = False  # whether another callback computes the plain rate anew
+        self._absolute = False  # whether another callback computes the plain rate itself
         self._scale: Any = None
         self.given: Any = None
         self._overrides = Overrides()
@@ -123,7 +123,7 @@ class Rate:
         self._set(max(min(factor, 1.0), self.factor))
 
     def give_back(self) -> None:
-        """Restore the rate that there would be without the guard."""
+        """Restore the rate of a run without the guard."""
         self.hold()
         self._set(1.0)
 

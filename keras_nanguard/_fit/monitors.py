@@ -80,7 +80,7 @@ class Monitors:
         self._rollbacks = self._since = self._seen = 0
         self._gradient = 0.0
 
-    @np.errstate(all="ignore")  # what is looked at is not finite
+    @np.errstate(all="ignore")  # the values are not finite
     def look(self, run: Run) -> list[Finding]:
         """Run all checks and return their findings, each kind once."""
         step = run.step

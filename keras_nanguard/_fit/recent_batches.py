@@ -61,7 +61,7 @@ class Recent:
         self._entries: deque[tuple[int, Any]] = deque()
         self._sizes: deque[int] = (
             deque()
-        )  # of the last entry of those that share what they were given, 0 of the others
+        )  # of the last entry of those that share their arguments, 0 of the others
         self._bytes = self._since = 0
         self._cut = False
         self._origin: Snapshot | None = None

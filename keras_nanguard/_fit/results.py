@@ -44,11 +44,11 @@ def bad_arrays(logs: Any) -> list[Finding]:
     return []
 
 
-@np.errstate(all="ignore")  # what is looked at is not finite
+@np.errstate(all="ignore")  # the values are not finite
 def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
     """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
-    Never raises. `says`: whether to print a line if it takes longer than a second.
+    Never raises. `says`: whether to print a line if this takes longer than a second.
     """
     from keras_nanguard._diagnose.notice import when_slow
 

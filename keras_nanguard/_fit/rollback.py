@@ -289,7 +289,7 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
 
 
 def _return_to(run: Run, plan: Rerun) -> None:
-    """Continue counting from a snapshot. Tasks between two steps are due anew."""
+    """Continue counting from a snapshot. Tasks between two steps are due again."""
     step, good, every = plan.snapshot.step, plan.snapshot.good, run.policy.snapshot.every
     run.counts.return_to(step, good, plan.refused)
     run.recovery.return_to(step, good)

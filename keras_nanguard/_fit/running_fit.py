@@ -1,6 +1,6 @@
 """Detects which `fit` a callback belongs to, and whether it is still running.
 
-Keras tells a callback when training begins, but not when it ends by an exception of another
+Keras notifies a callback when training begins, but not when it ends by an exception of another
 callback or of the data, or by Ctrl-C. So three things are watched: exceptions that pass through the
 callbacks of that fit, the deletion of its `CallbackList`, and the running frames when they are
 needed.

@@ -57,7 +57,7 @@ def passed(
 ) -> tuple[Outcome, ...]:
     """Pass over the poles of an incident; return its outcomes, of which one tells so.
 
-    Steps that are still to be replayed come to them once more: `pass_over` follows there.
+    Steps that are still to be replayed reach them again: `pass_over` handles that.
     """
     if not poles or run.stopped or run.rerun is not None or not run.policy.refuse:
         return outcomes

@@ -38,7 +38,7 @@ __all__ = ["Session"]
 
 
 class Session(Run):
-    """The host side of the transaction: the state of a run, and what is done with it.
+    """The host side of the transaction: the state of a run, and the tasks on it.
 
     Args:
         model: the guarded model.
@@ -85,7 +85,7 @@ class Session(Run):
             raise GuardError(expected("a model that one process can save", received, remedy))
         return DiskRing(self, directory)
 
-    # What the backend asks
+    # For the backend
 
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
         """Store the guarded step, and the access to the state that it trains."""
@@ -233,7 +233,7 @@ class Session(Run):
             last: whether no other step was started since, so that the state is the one it left.
 
         Returns:
-            Whether the step was healthy and nothing else had to be done.
+            Whether the step was healthy and no task was due.
 
         Raises:
             NonFiniteError: if the policy raises.
@@ -305,7 +305,7 @@ class Session(Run):
                 own = [reports[verdict.step]] if verdict.step in reports else ()
                 self._judge(verdict, own, last=counts.step == end - 1)
         counts.step = end
-        if self.transaction is not transaction:  # compiled anew before all steps were counted
+        if self.transaction is not transaction:  # compiled again before all steps were counted
             self.transaction.recount(end)
         self._run_due_tasks()
 
@@ -412,7 +412,7 @@ class Session(Run):
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""
         self.guard_state = self.guard_state or GuardState.of(self)
-        if self.agreement.has_news:  # no step has told the others since
+        if self.agreement.has_news:  # no later step has reported it to the others
             self.incidents.between_steps(self.agreement.pick_up(), act=False)
         self.release()
         self.recovery.end()

@@ -1,12 +1,12 @@
-"""One snapshot on disk: its record, and what is written into its files and read into a model.
+"""One snapshot on disk: its record and its files.
 
 Each snapshot is one folder::
 
     snapshots/
-      guard_state.json           what the policy has changed, written anew at every incident
+      guard_state.json           the policy's changes, written at every incident
       snapshot-00000012/
         state.weights.h5         what Keras itself saves: weights, statistics, optimizers
-        rest.npz                 what it does not: seeds, states of stateful RNNs, metrics
+        rest.npz                 the rest: seeds, states of stateful RNNs, metrics
         snapshot.json            position, verified or not, checksums of the files and of itself
 """
 

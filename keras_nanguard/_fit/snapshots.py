@@ -83,7 +83,7 @@ class Snapshot:
 
 
 class Taken(NamedTuple):
-    """What became of a snapshot.
+    """The result of taking a snapshot.
 
     Attributes:
         bad: the path of the first variable that is not finite, `""` if all are. Then nothing is
@@ -192,7 +192,7 @@ class Ring:
         return max(min(waiting), 1) if waiting else math.inf
 
     def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot, or else the oldest."""
+        """Return the `depth`-th newest verified snapshot, or the oldest if there are fewer."""
         verified = [s for s in self.snapshots if s.verified]
         return verified[-min(depth, len(verified))] if verified else None
 

@@ -2,8 +2,8 @@
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
 the next one removes. If nothing can be written (a full disk, a folder that is read-only, one that
-another process writes to), training continues: a line warns once, the snapshots that are there
-stay, and the next one is tried again.
+another process writes to), training continues: a line warns once, existing snapshots remain, and
+the next one is tried again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DiskRing(Ring):
     def _store(self, values: Values, fresh: Snapshot) -> None:
         """Write the state to disk. If that fails, keep it in memory if it fits."""
         variables = [variable for variable, _ in values]
-        values.clear()  # copies, on an accelerator, which nobody needs while the files are written
+        values.clear()  # copies, on an accelerator; not needed while the files are written
         for snapshot in self._on_disk():
             if snapshot.step != 0:
                 snapshot.arrays = {}

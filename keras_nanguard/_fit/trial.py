@@ -36,8 +36,8 @@ once in a thousand for a normal distribution.
 """
 
 EACH = 10
-"""Minimum number of batches from which on a lower loss on each of them is enough: by chance this
-happens once in a thousand (sign test). The test of the mean fails if one of the losses is huge.
+"""Number of batches for which a lower loss on each of them is enough: by chance this happens once
+in a thousand (sign test). The test of the mean fails if one of the losses is huge.
 """
 
 
@@ -65,7 +65,7 @@ class Trial:
     def losses(self, state: State, batches: Sequence[Any]) -> list[float]:
         """Return the loss of each batch in a state, infinity if it is not finite.
 
-        All states are compared with the random numbers of the present one.
+        The random numbers are the same for all states: those of the present one.
         """
         found = []
         for args in batches:

@@ -4,9 +4,9 @@ iterates over, printing.
 Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
-- ``Progbar._prev_total_width``: how many columns of the line a progress bar takes, and 0 before it
-  is drawn.
-- ``Optimizer._learning_rate``: the rate as it was given; a trace of a step captures the object.
+- ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.
+- ``Optimizer._learning_rate``: the rate that the user passed; a trace of a step captures the
+  object.
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
   called.
 - ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would
@@ -90,8 +90,8 @@ def _bar_in_line() -> Any:
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return what a trace of a train step captures: the call of `compile`, the optimizers, their
-    rates, all variables.
+    """Return the objects that a trace of a train step captures: the call of `compile`, the
+    optimizers, their rates, all variables.
 
     The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
     called.
@@ -144,9 +144,9 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
 
 @contextmanager
 def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
-    """Set `trainable` of the variables to what the optimizers were built for.
+    """Set `trainable` of the variables to the values for which the optimizers were built. Keras
 
-    Keras keeps its train function where `trainable` is changed and `compile` is not called.
+    keeps its train function if `trainable` is changed without a call of `compile`.
     """
     trained = {
         id(native_variables.unwrapped(v))
@@ -182,7 +182,7 @@ def on_making(
 def begin_at(model: Any, epoch: int | None) -> None:
     """Make `fit` start at this epoch, as `BackupAndRestore` does; `None` undoes it.
 
-    It takes precedence over the argument `initial_epoch` of `fit`.
+    It overrides the argument `initial_epoch` of `fit`.
     """
     if epoch is not None:
         model._initial_epoch = _Epoch(epoch)
@@ -236,7 +236,7 @@ def running_arrays() -> tuple[Any, Any]:
     """Return `x` and `y` of the innermost running `fit` if it trains on arrays, else `(None,
     None)`.
 
-    What is left of them after `validation_split`, whose rows come last.
+    The rows at the end that `validation_split` removes are not included.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -12,8 +12,8 @@ Names private to Keras that are used here, because there is no public way:
   Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
 - ``Model._record_training_state_sharding_spec``: Keras 3.9 has it, and a train step there needs
-  what it notes, which `fit` forgets at its end. Later releases have none and need none; `make
-  matrix` runs what it is for with Keras 3.9.
+  its record, which `fit` releases at its end. Later releases do not have or need it; `make matrix`
+  tests this with Keras 3.9.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of the others.
 """
@@ -74,7 +74,7 @@ class TrainerState:
         return gathered
 
     def hold(self, state: Any) -> None:
-        """Store the present state, also where Keras looks for it when `fit` is cut short."""
+        """Store the present state, also in the attribute that Keras reads when `fit` ends early."""
         self.state, self.synced = state, False
         self.model._jax_state = dict(zip(_PARTS, state))
 
@@ -106,13 +106,13 @@ class TrainerState:
             self.reading = False
 
     def now(self) -> Any:
-        """Return the present state for reading, from wherever it is."""
+        """Return the present state for reading: the stored arrays or the variables."""
         if not self.model._jax_state_synced:
             return self.state
         return tuple([v.value for v in part] for part in by_part(self.model))
 
     def take(self) -> Any:
-        """Return the present state as the next step takes it."""
+        """Return the present state in the form that the next step takes."""
         if self.synced:
             self.state = self.model._get_jax_state(
                 **dict.fromkeys(_PARTS, True), purge_model_variables=True
@@ -123,8 +123,8 @@ class TrainerState:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Let steps run inside the context although the variables hold the state, as they do again
-        after it: while callbacks act.
+        """Let steps run inside the context although the variables hold the state. After it they
+        hold it again. Used while callbacks act.
         """
         if not self.model._jax_state_synced:
             yield
@@ -164,8 +164,8 @@ def variables(model: Any) -> list[Any]:
 
 
 def ready(model: Any, data: Any) -> None:
-    """Build metrics and optimizer, and note where the state lies, as `fit` does before its first
-    step on this data.
+    """Build metrics and optimizer, and record the shardings of the state, as `fit` does before its
+    first step on this data.
     """
     if not model.optimizer.built or not model.metrics_variables:
         model._symbolic_build(data_batch=data)
@@ -179,8 +179,8 @@ def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a
     time; Keras 3.6 gives a list of them.
 
-    The step compiles what it can itself. From Keras 3.16 on this loop would compile it, unless the
-    model is not to be compiled.
+    The step compiles itself. Keras 3.16 and later would also compile it in this loop, unless the
+    model runs eagerly.
     """
     compile_with, model.jit_compile = model.jit_compile, False
     try:

@@ -11,7 +11,7 @@ Names private to Keras that are used here, because there is no public way:
 - ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`.
-- ``Metric._direction``: whether a metric should grow; the callbacks of Keras ask it, too.
+- ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 
 `tests/diagnosis/test_internals.py` and `tests/keras_internals/test_internals.py` fail when a
@@ -54,13 +54,13 @@ def layers_of(model: Any) -> list[Any]:
 
 def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
     """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and
-    the value of now.
+    the present value.
     """
     return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
 
 
 def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes in which a call has replaced a tensor, because this is not a write to a
+    """Restore attributes in which a call has replaced a tensor. Such a change is not a write to a
     variable.
     """
     for held, name, before in attributes:
@@ -194,8 +194,8 @@ def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the argument that calls a model in training or inference mode, none if its `call`
-    takes none.
+    """Return the argument that calls a model in training or inference mode; empty if its `call` has
+    no such argument.
     """
     return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
 

@@ -46,7 +46,7 @@ def build_losses(model: Any, y: Any, y_pred: Any) -> None:
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     if compiled is not None and not getattr(compiled, "built", True):
-        with contextlib.suppress(Exception):  # the step says what is wrong with the targets
+        with contextlib.suppress(Exception):  # the step reports the fault of the targets
             compiled.build(y, y_pred)
 
 

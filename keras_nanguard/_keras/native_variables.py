@@ -45,7 +45,7 @@ class NativeVariable:
         return bool(self.value.trainable)
 
     def assign(self, value: Any) -> None:
-        """Give it a value."""
+        """Set its value."""
         self.value.assign(value)
 
 
@@ -63,5 +63,5 @@ def as_keras(variable: Any) -> Any:
 
 
 def unwrapped(variable: Any) -> Any:
-    """Return the variable that `as_keras` was given."""
+    """Return the variable that was passed to `as_keras`."""
     return variable.value if isinstance(variable, NativeVariable) else variable

@@ -6,8 +6,8 @@ Names private to Keras that are used here, because there is no public way:
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
   callable; every step reads the rate through it. The public property returns the variable itself if
   the rate is a number.
-- ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a
-  number, a schedule and a callable, and evaluates a schedule at the next iteration.
+- ``Optimizer._learning_rate``: the rate that the user passed; the public property does not
+  distinguish a number, a schedule and a callable, and evaluates a schedule at the next iteration.
 - ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
@@ -15,7 +15,7 @@ Names private to Keras that are used here, because there is no public way:
 - ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its
   slots of a variable; `apply` rejects any other variable.
 - ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what
-  it clips at is a number of Python there, which a compiled step cannot read anew.
+  it clips at is a Python number there, which a compiled step cannot read again.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are
   public but undocumented.
 
@@ -155,8 +155,8 @@ def register_twins(
 
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:
-    """Return the rate that the last step used, or one before it: of a schedule, the rate so many
-    iterations ago, else that of now.
+    """Return the rate of the last step, or of an earlier one. If it is not a schedule, return the
+    present rate.
     """
     iteration = scheduled_iteration(optimizer, ago)
     return learning_rate(optimizer) if iteration is None else scheduled_rate(optimizer, iteration)
@@ -168,8 +168,8 @@ def iterations(optimizer: Any) -> Any:
 
 
 def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
-    """Return the iteration of the next step, or of one before it; `None` if the learning rate is no
-    `LearningRateSchedule`.
+    """Return the iteration of the next step, or of an earlier one; `None` if the learning rate is
+    not a `LearningRateSchedule`.
     """
     schedule = getattr(inner(optimizer), "_learning_rate", None)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
@@ -184,5 +184,5 @@ def scheduled_rate(optimizer: Any, iteration: int) -> float:
 
 
 def accumulation_steps(optimizer: Any) -> int:
-    """Return over how many steps an optimizer accumulates gradients, 1 if it does not."""
+    """Return the number of steps over which an optimizer accumulates gradients, 1 by default."""
     return int(getattr(inner(optimizer), "gradient_accumulation_steps", None) or 1)

@@ -1,7 +1,7 @@
 """Temporary overrides of attributes of one instance, without Keras' attribute tracking.
 
 Attributes of classes and modules, which all threads share, are overridden only in the threads that
-ask for it.
+enter the override.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class ThreadOverrides:
     """Overrides of functions of a class or a module in the threads that have entered, and in no
     other.
 
-    The first thread that enters installs them, and the last one that leaves removes them, in
-    whatever order they do. Where threads enter often, `hold` keeps them installed in between: to
-    change a class makes Python forget what it knows of its attributes.
+    The first thread that enters installs them, and the last one that leaves removes them. If
+    threads enter often, `hold` keeps them installed in between, because changing a class
+    invalidates Python's cache of its attributes.
 
     Args:
         target: the class or module.
@@ -111,7 +111,7 @@ class ThreadOverrides:
             self._holds += 1
 
     def release(self) -> None:
-        """Undo `hold`, from whatever thread."""
+        """Undo `hold`, from any thread."""
         with self._lock:
             self._holds -= 1
             if not self._inside and not self._holds:

@@ -14,9 +14,9 @@ __all__ = ["on_first_replica", "without_strategy"]
 
 @contextlib.contextmanager
 def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
-    """Let variables of Keras stand for the copy of the first replica alone.
+    """Make variables of Keras refer only to the copy of the first replica. Variables with one copy,
 
-    Variables that have one copy, and those of the backend's own, stay as they are.
+    and native variables of the backend, do not change.
     """
     replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
     for variable, value in replaced:
@@ -30,7 +30,7 @@ def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_strategy(optimizers: Iterable[Any], default: Any) -> Iterator[None]:
-    """Let optimizers update outside of the strategy that they were made in."""
+    """Let optimizers update outside of the strategy in which they were created."""
     with Overrides() as overrides:
         for optimizer in map(inner, optimizers):
             if getattr(optimizer, "_distribution_strategy", default) is not default:

@@ -13,7 +13,7 @@ __all__ = ["load_weights", "save_weights"]
 
 
 def save_weights(model: Any, path: Path) -> None:
-    """Save as `Model.save_weights` does, whatever an instance has in its place."""
+    """Save as `Model.save_weights` does, even if an instance overrides that method."""
     _remember_attributes()
     type(model).save_weights(model, path)
 
@@ -27,10 +27,10 @@ def load_weights(model: Any, path: Path) -> None:
 def _remember_attributes() -> None:
     """Let Keras find, in this thread, which attributes of an optimizer it does not save.
 
-    It looks at an empty optimizer for that, and stores the answer under another name than it looks
-    for (keras/src/saving/saving_lib.py, `get_attr_skipset`: `saving_attr_skipset_` and
-    `saving_attr_skiplist_`). So it makes one each time; on TensorFlow each takes 70 KB for ever, as
-    the runtime keeps an operation for every name of a variable.
+    It inspects an empty optimizer for that, and stores the answer under another name than the one
+    it reads (keras/src/saving/saving_lib.py, `get_attr_skipset`: `saving_attr_skipset_` and
+    `saving_attr_skiplist_`). So it creates one each time; on TensorFlow each leaks 70 KB, as the
+    runtime keeps an operation for every name of a variable.
     """
     known = _attributes_of_optimizers()
     if (
@@ -44,5 +44,5 @@ def _remember_attributes() -> None:
 def _attributes_of_optimizers() -> Any:
     look = getattr(
         saving_lib, "get_attr_skipset", None
-    )  # a release may call it otherwise: then all is as Keras does it
+    )  # if a release renames it, Keras' behavior does not change
     return None if look is None else look("Optimizer")

@@ -32,12 +32,12 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 __all__ = ["SECOND_MOMENTS", "SLOTS", "GradientSlot", "gradient_slots", "second_moments"]
 
 LEAST = 20.0
-"""Multiple of what rounding may come to from which on a difference says something."""
+"""Multiple of the rounding error above which a difference is significant."""
 
 
 BLOCK = 1 << 13
-"""Entries that are compared at once: fewer than 10,000, from which on OpenBLAS wakes threads for
-each `dot` (interface/dot.c), which takes 2 ms if all cores are busy.
+"""Entries that are compared at once: below 10,000, above which OpenBLAS wakes threads for each
+`dot` (interface/dot.c), which takes 2 ms if all cores are busy.
 """
 
 
@@ -47,8 +47,8 @@ class GradientSlot:
 
     Attributes:
         variable: the array.
-        kept: the share of it that a step leaves.
-        scale: what the gradient is multiplied by.
+        kept: the share of it that remains after a step.
+        scale: the factor of the gradient.
         squared: whether its square is added.
         updates: the variable that counts the updates of the optimizer: the gradient is known if
             there was one.
@@ -61,7 +61,7 @@ class GradientSlot:
     updates: Any = None
 
     def norm(self, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> float:
-        """Return the norm of the gradient of the step between; NaN where rounding hides it."""
+        """Return the norm of the gradient of the step between; NaN if rounding hides it."""
         unit = (
             largest
             if before.dtype.itemsize == 8
@@ -137,8 +137,8 @@ SLOTS: dict[type, Callable[[Any, int, Any], GradientSlot | None]] = {
     keras.optimizers.Adagrad: _second_moment("_accumulators", ""),
     keras.optimizers.Adadelta: _second_moment("_accumulated_grads", "rho"),
 }
-"""How each optimizer of Keras keeps its gradients; those that are not here keep no array that they
-follow from.
+"""How each optimizer of Keras stores its gradients. The gradients of other optimizers cannot be
+computed from their arrays.
 """
 
 
@@ -158,7 +158,7 @@ largest magnitude instead.
 
 
 def second_moments(optimizers: Iterable[Any]) -> list[Any]:
-    """Return the slots that only squared gradients change; none of a class of the user's own."""
+    """Return the slots that only squared gradients change; none for custom classes."""
     found: list[Any] = []
     for outer in optimizers:
         optimizer = keras_optimizers.inner(outer)
@@ -169,15 +169,15 @@ def second_moments(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def _kind(optimizer: Any, known: Container[type]) -> type | None:
-    """Return the known class of an optimizer; a class of the user's own may update as it likes."""
+    """Return the known class of an optimizer; a custom class may update in another way."""
     kinds = type(optimizer).__mro__
     kind = next((c for c in kinds if c in known or not c.__module__.startswith("keras.")), None)
     return kind if kind in known else None
 
 
 def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
-    """Return where the gradient of each weight is kept, by `id` of the weight. The variables hold
-    the state before a step.
+    """Return the slot that has the gradient of each weight, by `id` of the weight. The variables
+    hold the state before a step.
     """
     found: dict[int, GradientSlot] = {}
     for outer in optimizers:

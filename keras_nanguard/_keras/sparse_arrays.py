@@ -58,7 +58,7 @@ def by_rows(value: Any) -> Array:
     """Return an array with one row for each sample: with its zeros, or with the stored values of
     each row side by side.
 
-    Where even these are too many, all stored values are in a single row.
+    If even these are too many, all stored values are in a single row.
     """
     if fits(value) and hasattr(value, "todense"):
         return spread_arrays.as_array(value.todense())
@@ -81,8 +81,8 @@ def by_rows(value: Any) -> Array:
 
 
 def has_coordinates(value: Any) -> bool:
-    """Whether each stored value is a number of its own with all its indices, as in every batch that
-    Keras makes.
+    """Whether each stored value is one number with all of its indices, as in every batch that Keras
+    creates.
     """
     listed = (
         getattr(value, "n_batch", None) == 0 and value.n_dense == 0 and not hasattr(value, "indptr")
@@ -91,8 +91,8 @@ def has_coordinates(value: Any) -> bool:
 
 
 def gathered(value: Any, rows: Array) -> tuple[Array, Array, tuple[int, ...]]:
-    """Return places, values and shape of a sparse tensor made of these rows, in this order; a row
-    may come again.
+    """Return places, values and shape of a sparse tensor of these rows, in this order; rows may
+    repeat.
     """
     indices, values, shape = coordinates(value)
     order = np.argsort(indices[:, 0], kind="stable")

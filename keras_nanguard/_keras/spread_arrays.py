@@ -67,7 +67,7 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
         processes: number of processes.
 
     Raises:
-        GuardError: in place of the `RuntimeError`.
+        GuardError: instead of the `RuntimeError`.
     """
     started = time.monotonic()
     try:

@@ -6,10 +6,10 @@ Names private to Keras that are used here, because there is no public way:
 - ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic
   tensor, and from what.
 - ``Sequential._functional``: the graph of a `Sequential`.
-- ``Model._compile_metrics`` and its ``_user_metrics``: the metrics as they were given to `compile`.
+- ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
-- ``Optimizer._learning_rate``: the rate as it was given, a schedule included; the public property
-  calls a schedule.
+- ``Optimizer._learning_rate``: the rate that the user passed, which may be a schedule; the public
+  property calls a schedule.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -73,10 +73,10 @@ def loss_options(loss: Any) -> dict[str, Any]:
 
 
 def given_metrics(model: Any) -> Any:
-    """Return the metrics as they were given to `compile`, `None` if there are none."""
+    """Return the metrics that were passed to `compile`, or `None`."""
     return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
 
 
 def given_rate(optimizer: Any) -> Any:
-    """Return the learning rate as it was given: a variable, a schedule or a callable."""
+    """Return the learning rate that the user passed: a variable, a schedule or a callable."""
     return getattr(optimizer, "_learning_rate", None)

@@ -1,7 +1,7 @@
 """The whole train state of a model: its variables, by role.
 
-Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate as it was
-given. `tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
+Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate that the
+user passed. `tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainState:
         trainable: weights that the optimizers update, including those that are not part of the
             model.
         other: every other variable of the model: BatchNorm statistics, frozen weights, seed
-            generators, and the states of stateful RNNs, which no list of Keras contains.
+            generators, and the states of stateful RNNs, which Keras does not list.
         metrics: variables of the loss tracker and of the metrics.
         slots: variables of the optimizers apart from rate and loss scale: moments, iterations,
             accumulators, EMA.
@@ -117,8 +117,8 @@ class TrainState:
         """The float variables among `other` that are not running statistics: frozen weights, masks,
         "best so far" values.
 
-        Such a variable may be infinite on purpose (a mask of -Inf), which is accepted if it is so
-        from the start.
+        Such a variable may be infinite on purpose (a mask of -Inf). This is accepted if it is
+        infinite from the start.
         """
         return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
 
@@ -167,7 +167,7 @@ def _unlisted(
     tensors = [v for v in held if hasattr(v, "untyped_storage") and id(v) not in listed]
     tensors = [
         v for v in tensors if v.grad_fn is None and v.device.type != "meta"
-    ]  # no history, and none of the symbolic build
+    ]  # without histories and variables of the symbolic build
     unlisted = keras_variables.unique(
         [*native, *tensors, *buffers, *keras_variables.global_seed_variables()]
     )

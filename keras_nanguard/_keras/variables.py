@@ -98,8 +98,8 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that may share its memory: to be read at once,
-    and never written.
+    """Return the variable's value as a NumPy array that may share its memory: read it at once, and
+    never write it.
     """
     value = variable.value
     if has_handle(
@@ -141,7 +141,7 @@ def bytes_of(variable: Any) -> int:
 
 
 def on_host(variable: Any) -> bool:
-    """Whether its value is in the memory of the host, and on no accelerator."""
+    """Whether its value is in host memory, not on an accelerator."""
     return "cpu" in str(getattr(native(variable), "device", "cpu")).lower()
 
 
@@ -154,8 +154,8 @@ def is_statistic(variable: Any) -> bool:
 
 
 def write(variable: Any, array: Any) -> None:
-    """Assign a copy of the array to the variable, outside of any step; some backends modify the
-    array that they are given.
+    """Assign a copy of the array to the variable, outside of any step. A copy, because some
+    backends modify the array.
     """
     variable.assign(np.array(array))
 
@@ -166,9 +166,7 @@ def assign(variable: Any, array: Any) -> None:
 
 
 def restorer(variable: Any) -> Callable[[], Any]:
-    """Return a function that gives a variable, of Keras or of the backend's own, the value back
-    that it has now.
-    """
+    """Return a function that restores the present value of a variable of Keras or the backend."""
     if hasattr(variable, "held"):  # the rates of an optimizer of torch
         restore: Callable[[], Any] = variable.held()
         return restore

@@ -1,9 +1,9 @@
-"""Writing many variables so that a failure never leaves a mixture of two states.
+"""Writes many variables so that a failure never leaves a mixture of two states.
 
 Memory of a device can be exhausted, a file can become unreadable and Ctrl-C can arrive between any
 two variables. A failed write is attempted once more, because memory is often free a moment
-later. If it fails again, the finished writes are undone, or the others completed if the old values
-are unknown.
+later. If it fails again, the finished writes are undone. If the old values are unknown, the other
+writes are completed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras_nanguard._keras import variables as keras_variables
 __all__ = ["finish", "write_all"]
 
 ATTEMPTS = 2
-"""How often one part is attempted. In `finish` an interrupt, too, ends only one attempt."""
+"""Number of attempts of each part. In `finish` an interrupt also ends only one attempt."""
 
 
 def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
@@ -33,7 +33,7 @@ def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
 
     Raises:
         StateLostError: if neither is possible.
-        BaseException: whatever was raised while writing. Without `undo` only an interrupt, after
+        BaseException: the exception raised while writing. Without `undo` only an interrupt, after
             all is written.
     """
     if not undo:
@@ -60,7 +60,7 @@ def _repeated(part: Callable[..., Any], *args: Any) -> Any:
 
 
 def finish(parts: Iterable[Callable[[], Any]]) -> None:
-    """Do every part, whatever is raised meanwhile; each can be repeated without harm.
+    """Do every part, even if some raise. Each part can be repeated without harm.
 
     Raises:
         StateLostError: if a part has failed twice.

@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 REPORT, SKIP, RESTORE, CHANGE, END = range(5)
-"""Phases: the order in which the actions of one decision run, whatever their order in the file.
+"""Phases: the order in which the actions of one decision run, regardless of their order in the
+file.
 
 Actions that only report come first and endings last. A rollback precedes changes of the state, so
 that it does not undo them.

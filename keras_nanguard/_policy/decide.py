@@ -72,7 +72,7 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
     """Return what to do about an incident, and the state to pass in with the next one.
 
     Pure and total: it has no side effects and never raises for a valid policy. A refused step stays
-    refused whatever the decision.
+    refused, regardless of the decision.
     """
     matching = [rule for rule in policy.rules if rule.matches(incident)]
     state = state.counted(incident, [rule.name for rule in matching])
@@ -117,7 +117,7 @@ def _in_a_row(count: int, what: str) -> str:
 
 
 def _bound(policy: Policy, state: PolicyState, incident: Incident) -> _Choice | None:
-    """Return the end of a run of which too many steps are bad."""
+    """Return the end of a run with too many bad steps."""
     if not policy.refuse or state.last != state.step:
         return None
     if state.consecutive >= policy.max_consecutive_refused:
@@ -227,7 +227,8 @@ def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> lis
 def _parameters(
     policy: Policy, state: PolicyState, incident: Incident, action: Action
 ) -> dict[str, Any]:
-    """Return an action as data, with what the tables of the policy and earlier incidents set."""
+    """Return an action as data, with the parameters from the tables of the policy and from earlier
+    incidents."""
     given = action.model_dump(exclude_unset=True)
     table = getattr(policy, action.name, None)
     default = table.model_dump() if isinstance(table, Action) else action.model_dump()

@@ -180,7 +180,7 @@ class Policy(Record):
 
     @classmethod
     def _of(cls, document: Mapping[str, Any], name: str) -> Policy:
-        """Return the policy of a whole document; `name` is what it is called in messages."""
+        """Return the policy of a whole document; `name` is its name in messages."""
         check_size(document, name)
         if document.get("version") == 1:
             found = problem("version", "2", 1)
@@ -268,7 +268,7 @@ def _preset(name: str) -> Mapping[str, Any]:
 
 
 def _document(source: Any) -> tuple[Mapping[str, Any], str]:
-    """Return the document of a source, and what it is called in messages."""
+    """Return the document of a source, and its name in messages."""
     if isinstance(source, str) and source in PRESETS:
         return {"preset": source}, "the policy"
     if isinstance(source, Mapping):

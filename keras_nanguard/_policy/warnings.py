@@ -53,7 +53,7 @@ def warnings_about(
     Args:
         policy: the policy.
         names: the names in the model; None if there is no model to compare with.
-        options: what the guard has; None if there is no guard.
+        options: the settings of the guard; None if there is no guard.
     """
     found = [*_never_reached(policy)]
     found += _match_nothing(policy, names) if names is not None else ()

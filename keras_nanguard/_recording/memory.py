@@ -85,7 +85,7 @@ class Memory:
         self._unwritten, self._waiting = [], 0
 
     def write_anew(self) -> None:
-        """Note that the file may have nothing of it."""
+        """Note that the file may be empty, so that everything is written again."""
         self._unwritten = None
 
     def add_steps(self, rows: Sequence[Row]) -> None:
@@ -120,7 +120,8 @@ class Memory:
         return self.one("SELECT sum(length(text) + length(data)) FROM events") or 0
 
     def add_layers(self, rows: Sequence[Row]) -> None:
-        """Append one moment; beyond the limit half of them go, but none of the last quarter."""
+        """Append one moment. Above the limit half of them are removed, but none of the last
+        quarter."""
         self.run(insert("layers"), rows)
         if self.one("SELECT count(*) FROM layers") <= MAX_LAYER_ROWS:
             return

@@ -157,7 +157,7 @@ def writer_of(file: Path) -> str:
 
 
 def contents(connection: sqlite3.Connection, file: Path | None = None) -> dict[str, Any]:
-    """Return what a recording holds: `meta`, `steps`, `bins`, `events`, `layers`, `samples`.
+    """Return the parts of a recording: `meta`, `steps`, `bins`, `events`, `layers`, `samples`.
 
     Args:
         connection: the database, in memory or of a file.

@@ -238,7 +238,7 @@ class Recorder:
             self._memory.run(upsert_sample(), [(*row, steps, reason)])
 
     def end(self, status: str, step: int, epoch: int) -> None:
-        """End a fit: write what is left, and close the file."""
+        """End a fit: write the remaining data, and close the file."""
         with self._lock:
             if not self._running:
                 return
@@ -256,7 +256,7 @@ class Recorder:
             self._problem = writer.problem
 
     def end_with_process(self) -> None:
-        """End a fit that an exception has ended between two steps, when its process ends."""
+        """End, at the exit of the process, a fit that an exception has ended between two steps."""
         with self._lock:
             self._fold()
             last = self._memory.one("SELECT coalesce(max(step), -1) FROM steps")

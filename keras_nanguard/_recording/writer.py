@@ -37,7 +37,7 @@ class File:
     Args:
         path: the file.
         writer: identifies the run. The file belongs to the run that opened it last.
-        statements: the first ones. A reader sees all of their results, or the file as it was.
+        statements: the first statements. A reader sees all of their results, or the previous file.
 
     Raises:
         GuardError: if the path has a file that is not a recording, or unsafe to write to.
@@ -168,7 +168,7 @@ class Writer:
         return self._is_here and self._idle.wait(WAIT) and not self.problem
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining data, and close the file."""
         atexit.unregister(self._at_exit)
         if self._is_here:
             self._jobs.put(None)
@@ -192,7 +192,7 @@ class Writer:
                     elif not file.write(statements):
                         self.problem = f"another run writes to {self.path}"
                     break
-                except Exception as error:  # noqa: BLE001  training continues, and a line says so
+                except Exception as error:  # noqa: BLE001  training continues, and a line warns
                     locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
                     if self.ending or not locked:
                         self.problem = str(error) or type(error).__name__

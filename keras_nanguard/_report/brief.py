@@ -46,7 +46,7 @@ def brief_line(
         incident: the incident.
         samples: the bad rows of its step.
         details: how to see all details; omitted if the line would become too long.
-        repeats: how many incidents of this kind there are, if the line says so; else 0.
+        repeats: number of incidents of this kind, if the line mentions it; else 0.
     """
     diagnosis = incident.diagnosis
     text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{_changes(incident)}."

@@ -95,7 +95,7 @@ def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
         end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))
         for name, values in columns.items():
             last = np.asarray(values, np.float64)[:end]
-            last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN is what was not measured
+            last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN means not measured
             if name != "step" and len(last):
                 grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0)
                 course = " → ".join(f"{value:.3g}" for value in last)

@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
 
 
 def _of_folder(path: Path) -> list[Incident]:
-    """Return the incidents of a run: of its recording or else the export, and other bundles."""
+    """Return the incidents of a run, from its recording or export, and of other bundles."""
     sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
     found = read(sources[0]) if sources else []
     listed = {Path(incident.bundle).name for incident in found if incident.bundle}

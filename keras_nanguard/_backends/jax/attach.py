@@ -40,7 +40,7 @@ class ModelAttachment(attach.Attachment):
     pending: StepResult | None = None
 
     _gathered = True
-    """Whether Keras has gathered the state anew for the step that runs."""
+    """Whether Keras has gathered the state again for the running step."""
 
     def __init__(self, model: Any, session: GuardedSession):
         if _trainer.uses_nnx():
@@ -243,7 +243,7 @@ class LoopStep(attach.LoopStep):
         return result
 
     def held(self) -> Callable[[], None]:
-        """Return a function that restores keys, averages and counters of the loop's own, which are
+        """Return a function that restores the loop's own keys, averages and counters, which exist
         only in the state.
         """
         self.sync_variables()

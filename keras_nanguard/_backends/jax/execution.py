@@ -128,7 +128,7 @@ class StepTrace:
                 steps,
                 jnp.asarray(optimizer.initial_scale, old.dtype),
             )
-        # A step that was halted has nothing to say of its own batch.
+        # A halted step has no verdict on its own batch.
         return {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
 
     def _places(self, outputs: Any, records: Sequence[Update], new: Any) -> list[Place]:
@@ -178,7 +178,7 @@ class DeferredUpdates(StepTrace):
 
     def complete(self) -> tuple[Any, ...]:
         outputs, new = self._run()
-        # Whether such gradients make an optimizer's state overflow only its update can tell.
+        # Only the update shows whether such gradients make an optimizer's state overflow.
         self.may_commit &= self.gradients <= rules.BOUND
         done, sums = self._update(new)
         chosen = self._chosen(new, {*self.changed, *self.holding}, done)

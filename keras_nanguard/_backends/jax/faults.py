@@ -1,7 +1,7 @@
 """Fault injection on JAX: around the compiled step, which is a function of state and batch.
 
-The host counts the steps. Inside of the step loss and gradients ask it whether the fault is due.
-The host waits for each step, so what they ask is about the step that runs.
+The host counts the steps. Inside the step a callback to the host returns whether the fault is due
+in loss and gradients. The host waits for each step, so the answer is about the running step.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Transaction(interface.Transaction):
         model: the model whose `compute_loss` returns the loss, or `None`.
         refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
         jit: whether to compile the step.
-        owns_state: whether nobody else uses the state, so that it may be overwritten.
+        owns_state: whether no other code uses the state, so that it may be overwritten.
         shardings: shardings of the arrays of the state; `None` if they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
 
@@ -94,7 +94,7 @@ class Transaction(interface.Transaction):
     """
 
     untracked: dict[int, Any] = {}
-    """A pure step writes nothing but what it returns."""
+    """Empty: a pure step writes nothing."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class Transaction(interface.Transaction):
         places = [place for one in counts for place in one.items()]
         return [(site, path, *np.asarray(n).tolist(), size) for (site, path, size), n in places]
 
-    # What a diagnosis asks of it
+    # For a diagnosis
 
     def _of_variables(self) -> tuple[Any, list[Any]]:
         """Return the present state from the variables, and the variables."""
@@ -307,7 +307,7 @@ class Transaction(interface.Transaction):
         self.unpublished.clear()
         return Verdict.of(np.asarray(vector).tolist())
 
-    # What the session asks of it
+    # For the session
 
     def release_run(self) -> None:
         """Release everything of the finished run, its state and its last batch."""

@@ -1,3 +1,1 @@
-"""What the backends have in common. Nothing in here asks which of them runs, but through
-`_backends.current`.
-"""
+"""Code common to all backends. It selects by backend only through `_backends.current`."""

@@ -299,11 +299,11 @@ class LoopStep(StateAccess):
     """
 
     STATE_PASSES_THROUGH_STEP = False
-    """Whether a step takes and returns the state of its optimizers, whatever those are."""
+    """Whether a step takes and returns the state of its optimizers."""
 
     @staticmethod
     def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return model and optimizers as the library takes them: those of Keras as they are."""
+        """Return model and optimizers in Keras' form; those of Keras are returned unchanged."""
         return model, optimizers
 
     def __init__(self, function: Any, session: GuardedSession):

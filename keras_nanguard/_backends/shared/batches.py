@@ -1,4 +1,4 @@
-"""The batch of a step: its inputs and targets by name, what is wrong with them, and parts of it."""
+"""The batch of a step: inputs and targets by name, their faults, and parts of the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as ker
 __all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
 
 OUTLIER = 30.0
-"""How many times the typical magnitude of a row one row has to reach to stand out."""
+"""Multiple of the typical magnitude of a row above which a row is an outlier."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def row_count(args: Any) -> int:
 
 
 def mapped(args: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return the batch with `change(role, tensor)` in place of each of its float or integer
-    tensors.
-    """
+    """Return the batch with each float or integer tensor replaced by `change(role, tensor)`."""
     roles = {id(p.value): p.role for p in parts(args)}
     return keras.tree.map_structure(
         lambda v: change(roles[id(v)], v) if id(v) in roles else v, args

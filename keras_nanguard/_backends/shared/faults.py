@@ -1,8 +1,8 @@
 """Fault injection: the place and the value of a fault, the same on every backend.
 
-A hook wraps the train step of a model from outside of the transaction. So a refusal restores
-neither its count of steps nor what it writes to the state. A backend's `Hook` knows how a step is
-wrapped there, and whether a fault is due in it.
+A hook wraps the train step of a model outside of the transaction, so a refusal restores neither its
+count of steps nor the fault that it writes to the state. A backend's `Hook` implements how a step
+is wrapped, and whether a fault is due in it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FaultHook:
 
     @property
     def _now_inside(self) -> Any:
-        """The same, where the loss is computed."""
+        """The same, when the loss is computed."""
         return self._now
 
     @property
@@ -288,9 +288,9 @@ def _zero(value: Any, factor: Any, mask: Any) -> Any:
 
 
 def repeated(model: Any) -> Callable[[], None]:
-    """Return what to call before each replay of a step, so that it counts as that step.
+    """Return a function to call before each replay of a step, so that faults of later steps are not
 
-    Faults of later steps then do not come early.
+    injected early.
     """
     hooks = [hook for hook in FaultHook.installed if hook.model is model and hook.counts_replays]
     counted = [(hook, hook.seen) for hook in hooks]

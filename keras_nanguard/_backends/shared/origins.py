@@ -1,8 +1,8 @@
 """Finds the origin of NaN and Inf in one recorded run: common code of all backends.
 
 A backend records its operations one by one, and follows each bad value from the operation that
-produced it. This module decides what is reported of that operation, and which of several candidates
-is the culprit.
+produced it. This module decides which facts about that operation are reported, and which of several
+candidates is the culprit.
 """
 
 from __future__ import annotations

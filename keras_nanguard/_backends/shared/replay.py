@@ -161,7 +161,7 @@ class ReplayableStep:
 
         Args:
             args: its arguments.
-            observe: whether to record layers and operations, which costs a few times as much.
+            observe: whether to record layers and operations, which takes several times as long.
             update: whether to run the updates, and to check the resulting weights and slots.
         """
         with self.preserved():
@@ -221,7 +221,7 @@ class _Pass:
 
     def _origins(self, args: Sequence[Any]) -> Any:
         tolerated = [v for v in self.train_state.everything if id(v) in self.step.tolerated]
-        # NaN is to blame where it gets into the loss.
+        # The culprit is the place at which NaN enters the loss.
         infinite = {id(v) for v in tolerated if not finiteness.counts(keras_variables.view(v))[0]}
         return origins_of(args, self.train_state.everything, infinite)
 
@@ -235,7 +235,7 @@ class _Pass:
         steepest = ""
         for gradient, variable in pairs:
             flat = finiteness.widen(keras_variables.dense(gradient)).ravel()
-            with np.errstate(all="ignore"):  # a sum that overflows is what is asked for
+            with np.errstate(all="ignore"):  # a sum may overflow
                 own = float(np.dot(flat, flat))
                 if not math.isfinite(own):
                     own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))

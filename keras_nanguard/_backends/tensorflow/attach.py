@@ -163,7 +163,7 @@ class ModelAttachment(attach.Attachment):
         if not self._takes:
             if isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                 return self._run(lambda: self.inner(data))
-            batches = list(data)  # of `train_on_batch`: a step that is traced anew takes it again
+            batches = list(data)  # of `train_on_batch`: a second trace reads it again
             return self._run(lambda: self.inner(iter(batches)))
         batch = self.session.transaction.take(data)
         if self._eager:

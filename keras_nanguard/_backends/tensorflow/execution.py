@@ -104,9 +104,10 @@ class StepTrace:
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
-        """Keys of what was noted as new to the run."""
+        """Keys of the variables that were created inside the step."""
         self.after_update: dict[int, bool] = {}
-        """What the body reads (`False`) or writes (`True`) after it asked for its first update."""
+        """Keys of the variables that the body reads (`False`) or writes (`True`) after its first
+        update."""
 
     def complete(self, args: Sequence[Any]) -> StepResult:
         """Run the body as a transaction."""
@@ -336,7 +337,7 @@ class StepTrace:
         last = [tf.cast(part, self.kind) for part in (self.step % PERIOD, self.halted)]
         return tf.stack([*first, *update_sums, self.scale, *last])
 
-    # What comes of it
+    # Commit or refuse
 
     def commit(self) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots."""

@@ -82,7 +82,8 @@ class _Share(StepTrace):
     """
 
     adapts_updates = False
-    """All replicas trace their updates at the same time; what is overridden for one is for all."""
+    """False: all replicas trace their updates at the same time, so an override for one applies to
+    all."""
 
     def __init__(self, setup: StepSetup, halted: Any, step: Any, strategy: Any, number: int):
         super().__init__(setup, halted, step)
@@ -158,7 +159,7 @@ class _Step:
         """Run the body on one replica."""
         try:
             share.keep()
-            if share is not self.first:  # it looks after what the replicas have in common
+            if share is not self.first:  # it handles what all replicas share
                 common = {id(v.handle) for v, _ in self.first.kept}
                 share.kept = [(v, old) for v, old in share.kept if id(v.handle) not in common]
             share.args = args

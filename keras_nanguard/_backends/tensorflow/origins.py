@@ -176,7 +176,7 @@ class Origins(OriginTracker):
 def _array(tensor: Any) -> np.ndarray[Any, Any]:
     return np.asarray(
         tensor if len(tensor.shape) else tensor.numpy()
-    )  # a scalar of bfloat16 is no array by itself
+    )  # a bfloat16 scalar is not an array
 
 
 def _is_float(tensor: Any) -> bool:

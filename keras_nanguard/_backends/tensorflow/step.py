@@ -51,11 +51,12 @@ class Transaction(interface.Transaction):
             itself and files its row, its batch is filed if it is refused, and after a step that
             committed a bad state all are refused until the host has healed it.
         note_created: called with each variable that is created inside the step, and its value.
-        refuse: refuse bad steps; otherwise they run as they are, and only their verdict is told.
+        refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
+            reported.
         host_has_batches: the host takes each batch off the data, and passes it to `give`.
 
     Attributes:
-        given: what the last step was given, if the host has it.
+        given: the arguments of the last step, if the host has them.
         keeps_undo: whether updates run where the step asks for them.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.

@@ -30,8 +30,8 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["FRESH", "Parts", "StepResult", "StepRun"]
 
 FRESH = 2
-"""Number of first steps for which the train state is read each time and everything is kept, to find
-what they write.
+"""Number of first steps in which the train state is read each time and everything is kept, to find
+the tensors that a step writes.
 
 The second step shows whether the loop adds to existing gradients, as one that accumulates over
 steps does.
@@ -367,7 +367,7 @@ class StepRun:
         self.verdict = self.verdict._replace(weights=numbers[0], slots=numbers[1])
 
     def _read_anew(self) -> None:
-        """Read the train state, of which the step has created a part."""
+        """Read the train state again, because the step has created a part of it."""
         self.parts = Parts(self.owner.read_train_state())
 
     # Commit or refuse

@@ -253,7 +253,7 @@ class Intercept:
             watch.updating = False
 
     def make(self, keep: bool = True) -> None:
-        """Run the deferred updates, with the old values kept."""
+        """Keep the old values, then run the deferred updates."""
         waiting, self.waiting = self.waiting, []
         for record in waiting:
             if keep:

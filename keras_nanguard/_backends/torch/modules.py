@@ -25,7 +25,7 @@ def local(tensor: Any) -> Any:
 
 
 def storage(tensor: Any) -> int:
-    """Return a number of the memory that a tensor stands in."""
+    """Return the address of the memory of a tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
@@ -101,7 +101,7 @@ class TorchModule:
 
     @property
     def trainable_variables(self) -> list[TensorVariable]:
-        """Parameters that have a gradient."""
+        """Parameters that require a gradient."""
         return [v for v in self.variables if v.trainable]
 
     @property
@@ -110,7 +110,7 @@ class TorchModule:
         return [v for v in self.variables if not v.trainable]
 
     def _flatten_layers(self, include_self: bool = True, recursive: bool = True) -> list[Any]:
-        """No layer of Keras' is in it."""
+        """Return no layers: a module has no layers of Keras."""
         return []
 
 
@@ -128,7 +128,7 @@ class Rate:
         return max(float(group["lr"]) for group in self.of.param_groups)
 
     def held(self) -> Callable[[], None]:
-        """Return what gives each group the rate back that it has now."""
+        """Return a function that restores the present rate of each group."""
         before = [float(group["lr"]) for group in self.of.param_groups]
 
         def restore() -> None:
@@ -152,17 +152,16 @@ class Rate:
 
 
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every `TorchOptimizer` that there is: a replay has to leave the states of those that train its
-model as they were.
+"""Every existing `TorchOptimizer`. A replay restores the states of those that train its model.
 """
 
 
 class TorchOptimizer:
-    """An optimizer of torch's as one of Keras'.
+    """Adapts a `torch.optim.Optimizer` to the interface of a Keras optimizer.
 
     Attributes:
         of: the optimizer.
-        global_clipnorm: norm that gradients are clipped to before each update, `None` for none.
+        global_clipnorm: norm at which gradients are clipped before each update, or `None`.
     """
 
     built = True
@@ -194,8 +193,8 @@ class TorchOptimizer:
         return any(id(local(p)) in tensors for p in params)
 
     def held(self) -> Callable[[], None]:
-        """Return what puts the state back as it is now, numbers that are no tensors and missing
-        entries included.
+        """Return a function that restores the present state, including plain numbers and missing
+        entries.
         """
         state = self.of.state.items()
         before = {p: {k: _copied(v) for k, v in slots.items()} for p, slots in state}
@@ -216,9 +215,9 @@ class TorchOptimizer:
         return restore
 
     def create_state(self) -> None:
-        """Create the state that the first update would create, by one at rate 0.
+        """Create the state that the first update would create, by an update at rate 0. If `step`
 
-        An optimizer whose `step` needs a closure stays as it is.
+        needs a closure, create nothing.
         """
         params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
         if self.of.state:
@@ -255,15 +254,15 @@ def _copied(value: Any) -> Any:
 
 
 def first_value(name: str, tensor: Any) -> np.ndarray[Any, Any]:
-    """Return what a slot of this name starts with: 0, but for the two that torch's optimizers start
-    with 1.
+    """Return the initial value of a slot of this name: 1 for two slots of torch's optimizers, else
+    0.
     """
     start = 1.0 if name in ("mu_product", "mu") else 0.0
     return np.full(tuple(tensor.shape), start, np.float32)
 
 
 def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return model and optimizers as the library takes them: those of Keras as they are."""
+    """Return model and optimizers in Keras' form; those of Keras are returned unchanged."""
     if isinstance(model, torch.nn.Module) and not isinstance(model, keras.layers.Layer):
         model = TorchModule(model)
     paths = {id(v.value): v.path for v in model.variables}

@@ -1,9 +1,9 @@
 """Exceptions by which torch reports a bad number: a step that raises one is a bad step.
 
-Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not tell
-them from an exception of the user's. `is_numeric` also checks the origin: the code that raised it
-is torch's own Python, or no Python at all (the C++ of torch). An exception that a `raise` statement
-outside of torch has raised is never taken for one.
+Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not
+distinguish them from an exception of the user's code. `is_numeric` also checks the origin: the code
+that raised it is torch's own Python, or no Python at all (the C++ of torch). An exception that a
+`raise` statement outside of torch has raised is never taken for one.
 """
 
 from __future__ import annotations

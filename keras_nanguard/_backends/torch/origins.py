@@ -1,10 +1,10 @@
-"""Where NaN and Inf occur first, on PyTorch: watches every operation of a run, and follows each bad
-value.
+"""Finds the origin of NaN and Inf on PyTorch: records every operation of a run, and follows each
+bad value.
 
-The same as `origins` does on TensorFlow. A `TorchDispatchMode` sees each operation that runs, those
-of the backward pass included. Values are known by the storage that they stand in, as autograd makes
-new tensors of the same storage at will; a storage that is written in place takes over the origin of
-what is written.
+It does the same as `origins` on TensorFlow. A `TorchDispatchMode` sees each operation that runs,
+those of the backward pass included. Values are known by the storage that they stand in, as autograd
+makes new tensors of the same storage at will; a storage that is written in place takes over the
+origin of what is written.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ NAMES = {
     "binary_cross_entropy": "Log",
     "binary_cross_entropy_backward": "RealDiv",
 }
-"""Words of torch for operations that `causes` knows by TensorFlow's; any other is called as torch
-calls it.
+"""Torch's names of operations that `causes` knows by TensorFlow's names. All others keep torch's
+name.
 """
 
 _MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 UNWRITTEN = ("empty", "resize", "set_")
-"""Operations whose result is whatever stood in memory."""
+"""Operations whose result is uninitialized memory."""
 
 FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_full")
 
 
 class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
-    """Context in which every operation on this thread is watched. Variables are known by the memory
-    that they stand in.
+    """Context that records every operation of this thread. Variables are identified by the address
+    of their memory.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -92,9 +92,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         OriginTracker.__init__(self, *args, **kwargs)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind a tensor, `None` where it is finite or nothing is known of
-        it.
-        """
+        """Return the origin behind a tensor, or `None` if it is finite or unknown."""
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
         return super().of(tensor)
@@ -105,9 +103,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return storage(variable.value)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the origin behind the bad value that was last written into this variable, if any
-        was.
-        """
+        """Return the origin of the bad value that was last written into this variable, if any."""
         return self.of(getattr(variable, "value", variable))
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
@@ -120,7 +116,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return storage(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, and look at its result."""
+        """Run one operation, and record its result."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         written = _written(func, args, kwargs)
@@ -215,8 +211,8 @@ def _tensors(values: Any) -> Iterator[Any]:
 def _groups(
     outputs: Sequence[Any], args: Any, kwargs: Any
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield outputs and inputs that belong together: element by element where the operation takes
-    lists of tensors.
+    """Yield outputs and the inputs they depend on: element by element if the operation takes lists
+    of tensors.
     """
     lists = [
         a

@@ -89,7 +89,7 @@ class Transaction(interface.Transaction):
         self.steps = 0
         self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.given: Any = None
-        self.unread: tuple[Any, ...] = ()  # what the step before has left behind, on a device
+        self.unread: tuple[Any, ...] = ()  # sums of the previous step, still on a device
         self.stale = True
 
     def __call__(self, *args: Any) -> Any:

@@ -172,7 +172,7 @@ def _without_repeats(tensor: Any, of: Any = None) -> Any:
 
 
 def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
-    """Return a replacement of a method that writes its object: it is kept first."""
+    """Return a replacement of a method that writes its object. It keeps the object first."""
 
     def write(
         real: Callable[..., Any], journals: list[UndoLog], target: Any, *args: Any, **kwargs: Any

@@ -53,8 +53,8 @@ class Update:
         raise NotImplementedError
 
     def held(self) -> Callable[[], None] | None:
-        """Return a function that restores the state of the optimizer that is in no tensor; `None`
-        if there is none.
+        """Return a function that restores the optimizer's state outside of tensors, or `None` if
+        there is no such state.
         """
         return None
 
