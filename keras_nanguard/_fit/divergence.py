@@ -72,7 +72,14 @@ and trials can wait.
 """
 
 HELD_OUT, MOST_HELD_OUT = 8, 32
-"""Minimum and maximum number of held-out batches."""
+"""Minimum and maximum number of held-out batches. The minimum is enough to see that most healthy
+runs have learned something.
+"""
+
+REST = 10
+"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones: they
+take at most a tenth of the time. It doubles each time.
+"""
 
 FACTORS = (0.1, 0.01, 0.001)
 """Factors of the learning rate in the trials: one, two and three decades."""
@@ -88,12 +95,6 @@ EXPLAINED = 0.01
 
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
-
-
-CLEARED, PROGRESS = 1.0, 0.0
-"""Results of trials that prove nothing. `CLEARED`: the rate does not change. `PROGRESS`: the run
-improves, and the next trials are not delayed.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,8 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._cleared = 1, math.inf
-        self._skipped, self._previous = 0, math.inf
+        self._wait, self._next = 0, 0
+        self._cleared = self._previous = math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
 
@@ -173,7 +174,7 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait, self._skipped = run.counts.rollbacks, 1, 0
+            self._rollbacks, self._wait, self._next = run.counts.rollbacks, 0, 0
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
@@ -182,13 +183,12 @@ class Divergence:
         level = median([loss for _, loss in run.history.last(WINDOW)] or [math.nan])
         if not self._suspect(run, began, level):
             return None
-        found = self._found(run)
+        found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._skipped, self._cleared = 0, level
-        if found == CLEARED:
-            self._wait *= 2
-        elif found != PROGRESS:
+        self._wait = max(2 * self._wait, REST * steps)
+        self._next, self._cleared = run.step + self._wait, level
+        if found is not None:
             self._adjust(run, found)
         return None
 
@@ -205,9 +205,7 @@ class Divergence:
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
     def _suspect(self, run: Run, began: int, level: float) -> bool:
-        """Whether trials are worth their time. After trials without result the interval is
-        doubled.
-        """
+        """Whether trials are worth their time."""
         losses = [loss for step, loss, _ in run.history.since(began)]
         if len(losses) < WINDOW:
             return False
@@ -215,12 +213,11 @@ class Divergence:
         before, self._previous = self._previous, median(losses)
         if level < HALF * start and self._previous < FALLS * before:
             return False
-        self._skipped += 1
-        return self._skipped >= self._wait or level > 2.0 * self._cleared
+        return run.step >= self._next or level > 2.0 * self._cleared
 
-    def _found(self, run: Run) -> Lost | float:
-        """Return the proof that the run is lost, a factor for the rate, `CLEARED`, or
-        `PROGRESS`.
+    def _found(self, run: Run) -> tuple[Lost | float | None, int]:
+        """Return the proof that the run is lost, a factor for the rate, or `None`; and the number
+        of steps of the trials.
         """
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
@@ -231,9 +228,11 @@ class Divergence:
         )
         first = run.ring.start
         if few or first is None or not run.ring.at_hand(first):
-            return CLEARED
+            return None, 0
         with trial(run) as trying:
-            return CLEARED if trying is None else self._tried(run, trying, batches, held_out, first)
+            if trying is None:
+                return None, 0
+            return self._tried(run, trying, batches, held_out, first), trying.steps
 
     def _tried(
         self,
@@ -242,20 +241,19 @@ class Divergence:
         batches: Sequence[Any],
         held_out: Sequence[Any],
         first: Snapshot,
-    ) -> Lost | float:
+    ) -> Lost | float | None:
         """Run the trials; see the module docstring."""
-        untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), held_out))
-        present = trying.losses(trying.present, held_out)
         before = run.recovery.diverged
-        learned = not before and _has_learned(
-            trying, trying.present, present, untrained.losses, held_out
-        )
-        if learned and _moves(run, trying):  # as a healthy run: no step has to be trained
-            return CLEARED
+        for some in (held_out[:HELD_OUT], held_out):
+            untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), some))
+            present = trying.losses(trying.present, some)
+            learned = not before and _has_learned(
+                trying, trying.present, present, untrained.losses, some
+            )
+            if learned and not _dead(run, trying.present, trying.trained(trying.present, some)):
+                return None
         further = trying.trained(trying.present, batches)
         dead = _dead(run, trying.present, further)
-        if learned and not dead:
-            return CLEARED
         goes_on = (
             trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
         )
@@ -268,17 +266,17 @@ class Divergence:
             and clearly_lower(goes_on, present)
             and clearly_lower(goes_on, aim)
         ):
-            return PROGRESS
+            return None
         best = self._best_arm(run, trying, batches, held_out, untrained)
         if best is None:
-            return CLEARED
+            return None
         least = min(fmean(present), fmean(goes_on), math.inf if before else untrained.mean)
         far = best.mean <= HALF * least
         clear = all(
             clearly_lower(best.losses, other) for other in (present, goes_on, untrained.losses)
         )
         if not (clear and (far or damaged)):
-            return _better_rate(run, trying, batches, held_out, goes_on) if before else CLEARED
+            return _better_rate(run, trying, batches, held_out, goes_on) if before else None
         self._probation = _Probation(
             trying.present, {id(r): r.factor for r in run.recovery.rates.values()}
         )
@@ -355,8 +353,8 @@ def _better_rate(
     batches: Sequence[Any],
     held_out: Sequence[Any],
     goes_on: Sequence[float],
-) -> float:
-    """Return the factor by which the present rate should change, or `CLEARED`."""
+) -> float | None:
+    """Return the factor by which the present rate should change, if it should."""
     lowered = min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
     for factor in (TENFOLD, 1 / TENFOLD):
         if factor > 1.0 and lowered * factor > FACTORS[0] * (1 + 1e-6):
@@ -366,7 +364,7 @@ def _better_rate(
         enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
         if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
             return factor
-    return CLEARED
+    return None
 
 
 def _has_learned(
@@ -388,18 +386,6 @@ def _has_learned(
         return True
     own, others = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
     return clearly_lower(own, others) and fmean(own) <= (1.0 - EXPLAINED) * fmean(others)
-
-
-def _moves(run: Run, trying: Trial) -> bool:
-    """Whether most kernels have changed since a snapshot of the last window."""
-    earlier = run.ring.before(run.step - HELD_OUT)
-    if (
-        earlier is None
-        or earlier.step < max(run.step - LONGEST, 1)
-        or not run.ring.at_hand(earlier)
-    ):
-        return False
-    return not _dead(run, trying.state_of(earlier), trying.present)
 
 
 def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:

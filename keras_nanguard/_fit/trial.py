@@ -46,6 +46,7 @@ class Trial:
 
     Attributes:
         present: the present state of the run.
+        steps: number of steps so far.
     """
 
     def __init__(self, run: Run):
@@ -53,6 +54,7 @@ class Trial:
         self._variables = run.train_state().kept
         self._seeds = keras_variables.seeds(self._variables)
         self._repeated = repeated(run.model)
+        self.steps = 0
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def state_of(self, snapshot: Snapshot) -> State:
@@ -119,6 +121,7 @@ class Trial:
     def _step(self, args: Any) -> float:
         """Run one step; return its loss, infinity if it was refused."""
         access = self._run.access
+        self.steps += 1
         self._repeated()
         verdict = access.run_again(args)
         access.sync_variables()
