@@ -77,8 +77,9 @@ runs have learned something.
 """
 
 REST = 10
-"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones: they
-take at most a tenth of the time. It doubles each time.
+"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones, if
+the run has learned something: trials then take at most a tenth of the time. Otherwise they take at
+most half of it. Either number of steps doubles each time.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -95,6 +96,10 @@ EXPLAINED = 0.01
 
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
+
+
+LEARNED = 1.0
+"""Result of the trials of a run that has learned something: its rate does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +191,9 @@ class Divergence:
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._wait = max(2 * self._wait, REST * steps)
+        self._wait = max(2 * self._wait, steps * (REST if found == LEARNED else 1))
         self._next, self._cleared = run.step + self._wait, level
-        if found is not None:
+        if found not in (None, LEARNED):
             self._adjust(run, found)
         return None
 
@@ -216,8 +221,8 @@ class Divergence:
         return run.step >= self._next or level > 2.0 * self._cleared
 
     def _found(self, run: Run) -> tuple[Lost | float | None, int]:
-        """Return the proof that the run is lost, a factor for the rate, or `None`; and the number
-        of steps of the trials.
+        """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and
+        the number of steps of the trials.
         """
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
@@ -251,7 +256,7 @@ class Divergence:
                 trying, trying.present, present, untrained.losses, some
             )
             if learned and not _dead(run, trying.present, trying.trained(trying.present, some)):
-                return None
+                return LEARNED
         further = trying.trained(trying.present, batches)
         dead = _dead(run, trying.present, further)
         goes_on = (
