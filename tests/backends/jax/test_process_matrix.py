@@ -167,7 +167,7 @@ def test_stopped_by_both(runs):
 
 def test_killed_and_resumed(way, runs, tmp_path):
     """One process dies; started again, all resume from disk and end as if nothing had happened."""
-    whole, _ = runs[0]["whole"][0]
+    whole = runs[0]["whole"][0][0]
     count, spread = WAYS[way]
     *others, last = jax_started([tmp_path] * count, *spread, "killed")
     last.communicate(timeout=LIMIT)
