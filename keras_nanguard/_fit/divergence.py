@@ -227,12 +227,8 @@ class Divergence:
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
         batches = batches[: len(batches) - len(held_out)]
-        batches, few = (
-            batches * max(math.ceil(TRIAL / max(len(batches), 1)), 1),
-            len(batches) < HELD_OUT,
-        )
         first = run.ring.start
-        if few or first is None or not run.ring.at_hand(first):
+        if len(batches) < HELD_OUT or first is None or not run.ring.at_hand(first):
             return None, 0
         with trial(run) as trying:
             if trying is None:
@@ -243,7 +239,7 @@ class Divergence:
         self,
         run: Run,
         trying: Trial,
-        batches: Sequence[Any],
+        batches: list[Any],
         held_out: Sequence[Any],
         first: Snapshot,
     ) -> Lost | float | None:
@@ -257,21 +253,21 @@ class Divergence:
             )
             if learned and not _dead(run, trying.present, trying.trained(trying.present, some)):
                 return LEARNED
-        further = trying.trained(trying.present, batches)
-        dead = _dead(run, trying.present, further)
-        goes_on = (
-            trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
-        )
         growth, path = _growth(run, trying, first)
-        damaged = bool(dead) or growth >= GROWN
-        aim = untrained.losses if damaged else present
-        if (
-            not before
-            and not dead
-            and clearly_lower(goes_on, present)
-            and clearly_lower(goes_on, aim)
-        ):
-            return None
+        further: State | None = trying.present
+        again = batches * (math.ceil(TRIAL / len(batches)) - 1)
+        for more in (batches, again) if again else (batches,):
+            further = None if further is None else trying.trained(further, more)
+            goes_on = (
+                [math.inf] * len(held_out) if further is None else trying.losses(further, held_out)
+            )
+            dead = _dead(run, trying.present, further)
+            damaged = bool(dead) or growth >= GROWN
+            aim = untrained.losses if damaged else present
+            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
+            if progress and not dead and not before:
+                return None
+        batches = [*batches, *again]
         best = self._best_arm(run, trying, batches, held_out, untrained)
         if best is None:
             return None
