@@ -307,6 +307,34 @@ class TestHealthy:
         same(model, plain)
 
 
+class CountsSteps(keras.Model):
+    """Counts its training steps, also those of trials."""
+
+    steps = 0
+
+    def call(self, x, training=None):
+        self.steps += bool(training)
+        return super().call(x, training=training)
+
+
+class TestTime:
+    """What trials cost a healthy run, in steps."""
+
+    @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1.0), (0.1, 0.15)])
+    def test_a_share_of_the_steps(self, rate, most):
+        """A run that has learned something is tested rarely, one that has not for at most half of its time."""
+
+        def model():
+            inputs = keras.Input((64,))
+            made = CountsSteps(inputs, layers.Dense(1)(layers.Dense(8, "relu")(inputs)))
+            made.compile(optimizers.SGD(rate), "mse", run_eagerly=True)
+            return made
+
+        target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
+        trained, _ = fit(model, NanGuard(), y=target.astype("float32"), epochs=20)
+        assert trained.steps - 800 <= most * 800 + 200  # the first trials come after 40 steps
+
+
 class TestReplay:
     @pytest.mark.parametrize("every", [100, 250])
     def test_the_epochs_show_the_steps_that_count(self, every):
