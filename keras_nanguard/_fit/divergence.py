@@ -25,6 +25,9 @@ A run that has diverged at a higher rate has been lost before, so there the last
 The chosen rate is checked as well: training continues from the present state at ten times and at a
 tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
 at which training diverged, a tenth if the loss is less than half.
+
+Most healthy runs are recognized on 8 batches, and the next trials come after ten times as many
+steps as the last ones took.
 """
 
 from __future__ import annotations
