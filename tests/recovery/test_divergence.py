@@ -317,17 +317,18 @@ class CountsSteps(keras.Model):
         return super().call(x, training=training)
 
 
+@pytest.mark.skipif(zoo.BACKEND != "torch", reason="a compiled step cannot count its calls")
 class TestTime:
     """What trials cost a healthy run, in steps."""
 
-    @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1.0), (0.1, 0.15)])
+    @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1.0), (0.01, 0.15)])
     def test_a_share_of_the_steps(self, rate, most):
         """A run that has learned something is tested rarely, one that has not for at most half of its time."""
 
         def model():
             inputs = keras.Input((64,))
             made = CountsSteps(inputs, layers.Dense(1)(layers.Dense(8, "relu")(inputs)))
-            made.compile(optimizers.SGD(rate), "mse", run_eagerly=True)
+            made.compile(optimizers.Adam(rate), "mse")
             return made
 
         target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
