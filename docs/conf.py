@@ -52,10 +52,10 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-default_role = "literal"  # docstrings are written in the manner of Keras: `name` is code
+default_role = "literal"  # as in docstrings of Keras, `name` is code
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(?!keras_nanguard\.).*"),  # no links to the docs of Python, NumPy and Keras: that takes a network
+    ("py:.*", r"(?!keras_nanguard\.).*"),  # no links to the docs of Python, NumPy and Keras, which would need a network
     ("py:.*", r".*\.(Arguments|Returned)"),  # type variables
     ("py:class", r"keras_nanguard\._policy\.(policy\.Sections|actions\.Action)"),  # described by the page on policy fields
 ]
@@ -84,12 +84,12 @@ def _fences_to_directives(app: Any, what: str, name: str, obj: Any, options: Any
             made.append(f"    {line}" if inside and line else line)
         inside = inside != bool(fence)
     lines[:] = made
-    if what == "property" and lines:  # napoleon takes what is before a colon for the type
+    if what == "property" and lines:  # napoleon treats text before a colon as the type
         lines[0] = lines[0].replace(": ", " -- ")
 
 
 def _links_of_the_repository(app: Any, name: str, source: list[str]) -> None:
-    """Let links that leave docs/ lead to pages of the site; the code of the package is named, but no part of the site."""
+    """Make links that leave docs/ point to pages of the site. Links to code become plain names."""
     text = source[0]
     for path in (*example_pages.SCRIPTS, *example_pages.NOTEBOOKS):
         target = "../" * name.count("/") + example_pages.page_of(path.name)

@@ -74,7 +74,7 @@ def _sum(rows: Iterable[list[str]], column: int) -> int:
 
 
 def _shares(rows: Iterable[list[str]], column: int) -> tuple[int, int]:
-    """Return how many of how many: a cell has one number if both are the same."""
+    """Return count and total: a cell has one number if both are equal."""
     found = [numbers(cells[column]) for cells in rows if cells[column]]
     return sum(one[0] for one in found), sum(one[-1] for one in found)
 
@@ -93,7 +93,7 @@ def peers() -> str:
 
 
 def kills() -> str:
-    """Return what became of killed runs."""
+    """Return the results of killed runs."""
     head = ["backend", "kills", "completed runs", "with the same bits", "newest snapshot lost"]
     rows = raw("crash", "kills")
     return table(head, ([cells[0], cells[1], cells[3], cells[5], cells[6]] for cells in rows))
@@ -124,7 +124,7 @@ def mutate() -> str:
 
 
 def soak() -> str:
-    """Return whether all faults were counted, and what memory did."""
+    """Return whether all faults were counted, and the memory over time."""
     rows = [cells for cells in raw("soak", "soak") if cells[1] in ("steps", "disk", "unguarded", "one-guard")]
     return table(["backend", "form", "length", "incidents of faults", "memory after a tenth, at most later"], (cells[:5] for cells in rows))
 
@@ -154,7 +154,7 @@ SOURCES = {
     "soak": ("soak", "soak", soak),
     "scale": ("scale", "scale", scale),
 }
-"""For each table of the page: the campaign and the full table that it is made from, and how."""
+"""For each table of the page: the campaign, the full table, and the function that summarizes it."""
 
 
 def written(name: str) -> str:

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = [*sorted(FOLDER.glob("*.py")), *sorted(FOLDER.glob("*.toml"))]
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-"""What a terminal shows as colours and weights."""
+"""Escape sequences for colours and weights."""
 
 
 def page_of(file: str) -> str:
@@ -33,7 +33,7 @@ def sources() -> str:
 
 
 def notebooks() -> str:
-    """Return each notebook as a section: its texts, its code, and what it printed and drew."""
+    """Return each notebook as a section: its texts, its code, and its output."""
     return "\n".join(f"## {path.name}\n\n" + "\n\n".join(_cells(path)) + "\n" for path in NOTEBOOKS)
 
 
@@ -58,7 +58,7 @@ def _output(output: dict[str, Any]) -> str:
 
 
 PAGES = {"examples_sources": sources, "notebooks": notebooks}
-"""What is appended to which page."""
+"""The text that is appended to each page."""
 
 
 if __name__ == "__main__":

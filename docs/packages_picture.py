@@ -30,7 +30,7 @@ PLACES = {
     "errors": (5.6, 7),
     "_core": (2.6, 8),
 }
-"""Column and row of each package and front."""
+"""Column and row of each package and entry point."""
 
 ARROWS = (
     ("__main__", "_cli"),
@@ -55,7 +55,7 @@ ARROWS = (
     ("_report", "_policy"),
     ("errors", "_core"),
 )
-"""The imports between them, without those that follow from others."""
+"""The imports between them, without those that others imply."""
 
 WITHOUT_KERAS = {"_core", "_recording", "_policy", "_report", "errors", "actions"}
 

@@ -33,7 +33,7 @@ STYLES = {
 
 
 class Accuracy(keras.callbacks.Callback):
-    """Notes the accuracy on held-out digits every few steps."""
+    """Records the accuracy on held-out digits every few steps."""
 
     def __init__(self, x: Any, y: Any):
         super().__init__()

@@ -2,7 +2,7 @@
 
     python docs/reference_pages.py
 
-`tests/docs/test_reference.py` fails where a page is not what this writes.
+`tests/docs/test_reference.py` fails if a page differs from this output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMED = {
     SITES: "[site](../policies.md#rules)",
     tuple(ACTIONS): "[action](#actions-do)",
 }
-"""How long lists of names are called, by their members."""
+"""Links for long lists of names, by their members."""
 
 SECTIONS = {
     "Snapshots: `[snapshot]`": "Snapshot",
@@ -93,7 +93,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def _referred(field: dict[str, Any], defined: dict[str, Any]) -> str:
-    """Return the description of what a field refers to."""
+    """Return the description of the table that a field refers to."""
     options = [field, *field.get("anyOf", ()), field.get("items", {})]
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
     return defined[names[0]].get("description", "").rstrip(".") if names else ""
@@ -121,7 +121,7 @@ def _type(field: dict[str, Any], defined: dict[str, Any]) -> str:
 
 
 def _bounds(field: dict[str, Any]) -> str:
-    """Return the bounds of a number, without those that are only there against typing errors."""
+    """Return the bounds of a number, without those that only catch typing errors."""
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     found = [f"{sign} {field[name]:.10g}" for name, sign in signs.items() if name in field and field[name] < 1e6]
     return f" {', '.join(found)}" if found else ""

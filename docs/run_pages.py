@@ -3,14 +3,14 @@
     python docs/run_pages.py docs/howto/*.md            compare
     python docs/run_pages.py --write docs/howto/*.md    write what was printed into the pages
 
-The blocks fenced ```python of one page run one after the other in one fresh namespace, in an empty directory. A block fenced ```text
-directly after one of them is what it printed. Five comments are understood:
+The blocks fenced ```python of one page run in order in one fresh namespace, in an empty directory. A block fenced ```text directly after
+one of them has its output. Five comments are recognized:
 
-    <!-- run first: CODE -->       runs where it stands and is not shown, nor is what it prints
+    <!-- run first: CODE -->       runs at this place; neither code nor output is shown
     <!-- not run: REASON -->       before a block fenced ```py, which does not run
     <!-- backend: jax -->          the page runs on that backend; otherwise on TensorFlow
     <!-- run by: tests/... -->     the blocks of this page are run by another test
-    <!-- rounded: 0.2 REASON -->   numbers of this page that are no counts may differ by this share (and by a tenth of it in all)
+    <!-- rounded: 0.2 REASON -->   numbers other than counts may differ by this share (and by a tenth of it absolutely)
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from markdown_it import MarkdownIt
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)")
 TOLERANCE = 0.01
-"""Share by which numbers that are no counts may differ, on a page that does not say another one."""
+"""Share by which numbers other than counts may differ, unless the page sets another one."""
 
 EXACT_UP_TO = 10_000
-"""Whole numbers up to this are steps, rows and counts: they have to be the same."""
+"""Whole numbers up to this are steps, rows and counts. They must be equal."""
 
 SLOW = "NanGuard: diagnosing"
-"""Beginning of the line that is printed where a diagnosis takes more than a second."""
+"""Beginning of the line that is printed if a diagnosis takes more than a second."""
 
 ANY_LINES = "..."
-"""A line of this in the page stands for any lines of the output."""
+"""A line of this in the page matches any lines of the output."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page, and the block after it that shows what it prints."""
+    """A block of code of a page, and the block after it with its output."""
 
     code: str
     line: int
@@ -68,7 +68,7 @@ def parsed(text: str) -> Iterator[Any]:
 
 
 def comment(token: Any, name: str) -> str | None:
-    """Return what a comment of the given name holds, or `None`."""
+    """Return the content of a comment of the given name, or `None`."""
     found = re.match(rf"\s*<!--\s*{name}:(.*?)-->", token.content, re.S) if token.type == "html_block" else None
     return found.group(1).strip() if found else None
 
@@ -99,19 +99,19 @@ def blocks(text: str) -> list[Block]:
 
 
 def declared(text: str, name: str) -> str | None:
-    """Return what the page itself says in a comment, such as its backend."""
+    """Return a setting of the page from a comment, such as its backend."""
     return next((value for token in parsed(text) if (value := comment(token, name)) is not None), None)
 
 
 def backend_of(text: str) -> str | None:
-    """Return the backend on which a page runs; `None` where nothing of it is run here."""
+    """Return the backend on which a page runs; `None` if no block of it runs here."""
     if declared(text, "run by") is not None or not blocks(text):
         return None
     return declared(text, "backend") or "tensorflow"
 
 
 def without_reason(text: str) -> list[int]:
-    """Return the lines of the blocks that do not run and do not say why."""
+    """Return the lines of the blocks that do not run and have no reason."""
     tokens = list(parsed(text))
     pairs = zip([None, *tokens], tokens)
     is_py = (pair for pair in pairs if pair[1].type == "fence" and pair[1].info.strip() == "py")
@@ -119,7 +119,7 @@ def without_reason(text: str) -> list[int]:
 
 
 def run(path: Path) -> list[tuple[Block, str]]:
-    """Run a page in an empty directory, and return each block with what it printed."""
+    """Run a page in an empty directory, and return each block with its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     results = []
     home = Path.cwd()
@@ -142,7 +142,7 @@ def run(path: Path) -> list[tuple[Block, str]]:
 
 
 def _fresh() -> None:
-    """Take away what the page before has left in Keras."""
+    """Reset the global settings of Keras that the previous page has changed."""
     import keras
 
     keras.config.set_dtype_policy("float32")
@@ -151,14 +151,14 @@ def _fresh() -> None:
 
 
 def tidied(output: str, *folders: str) -> str:
-    """Return an output without the folders of this machine, and without the line that only a slow one prints."""
+    """Return an output without local folders, and without the line that only a slow machine prints."""
     for folder in folders:
         output = output.replace(os.path.realpath(folder) + os.sep, "").replace(folder + os.sep, "")
     return "".join(line.rstrip() + "\n" for line in output.splitlines() if not line.startswith(SLOW))
 
 
 def tolerance_of(text: str) -> float:
-    """Return by which share numbers of a page that are no counts may differ: processors round training in their own ways."""
+    """Return the share by which numbers of a page other than counts may differ, because processors round differently."""
     return float((declared(text, "rounded") or str(TOLERANCE)).split()[0])
 
 
@@ -192,7 +192,7 @@ def _close(one: str, other: str, tolerance: float) -> bool:
 
 
 def problems(path: Path) -> list[str]:
-    """Run a page and return where it printed something else than it shows."""
+    """Run a page and return the differences between its output and the page."""
     found, tolerance = [], tolerance_of(path.read_text(encoding="utf-8"))
     for block, printed in run(path):
         if block.expected is not None and not same(block.expected, printed, tolerance):
@@ -201,7 +201,7 @@ def problems(path: Path) -> list[str]:
 
 
 def written(text: str, results: Sequence[tuple[Block, str]]) -> str:
-    """Return a page with what its blocks printed; what is within the tolerance stays as it is."""
+    """Return a page with the output of its blocks. Output within the tolerance does not change."""
     lines, tolerance = text.splitlines(), tolerance_of(text)
     for block, printed in reversed(results):
         if block.output_lines and block.expected is not None and not same(block.expected, printed, tolerance):

@@ -325,7 +325,7 @@ def read(path: str | Path | None) -> Bundle:
     """
     folder, what = Path(path or ""), "the folder of an incident"
     if path is None or not folder.exists():
-        received = "None" if path is None else f"{str(path)!r}, which is not there"
+        received = "None" if path is None else f"{str(path)!r}, which does not exist"
         kept = f"a directory keeps the newest {MAX_BUNDLES}"
         raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
     if not (folder / "bundle.json").is_file():

@@ -19,7 +19,7 @@ from keras_nanguard._diagnose.words import at_rows, sentences
 __all__ = ["advice", "conclude"]
 
 RAW = 100.0
-"""Magnitude of an input from which it counts as not scaled."""
+"""Magnitude above which an input counts as not scaled."""
 
 MAX_NORM = 1e15
 """Gradient norm above which the squares in an optimizer may overflow, in float32."""

@@ -42,7 +42,7 @@ def load_model(path: str) -> Any:
         raise FileFormatError(expected("a model file", f"path={shown!r}", remedy))
     if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would block
         received = f"{shown}, which is not a file"
-        raise FileFormatError(expected("a model file", received, "Name a model file."))
+        raise FileFormatError(expected("a model file", received, "Pass a model file."))
     refuse_code_in_hdf5(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
@@ -112,7 +112,7 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     targets = arrays.pop("y", None)
     if not arrays:
         received = f"{plain_text(path)} without any"
-        raise FileFormatError(expected("inputs in the data", received, "Name an array x."))
+        raise FileFormatError(expected("inputs in the data", received, "Name one array x."))
     if "x" in arrays or len(arrays) == 1:
         return arrays.get("x", next(iter(arrays.values()))), targets
     return arrays, targets

@@ -71,7 +71,7 @@ def _contents(path: str) -> Contents:
     if os.path.isdir(path):
         return _folder(path)
     if not os.path.isfile(path):
-        remedy = "Name a model file."
+        remedy = "Pass a model file."
         raise FileFormatError(expected("a file or a folder", f"path={shown!r}", remedy))
     with open(path, "rb") as file:
         head = file.read(8)
@@ -82,7 +82,7 @@ def _contents(path: str) -> Contents:
     if head.lstrip()[:1] == b"{":
         return _sharded(path)
     received = f"{shown}, which starts with {head!r}" if head else "an empty file"
-    raise FileFormatError(expected(f"one of {_KINDS}", received, "Name a file that Keras 3 saved."))
+    raise FileFormatError(expected(f"one of {_KINDS}", received, "Pass a file that Keras 3 saved."))
 
 
 def _hdf5(path: str) -> Contents:
@@ -141,7 +141,7 @@ def _shard_names(path: str) -> list[str]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         what, received = "an index of sharded weights", f"{shown} without weight_map"
-        raise FileFormatError(expected(what, received, f"Name one of {_KINDS}."))
+        raise FileFormatError(expected(what, received, f"Pass one of {_KINDS}."))
     found: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if isinstance(listed, list) else [listed]:

@@ -84,7 +84,7 @@ def repair(
     """
     auto = "source" if source is not None else None
     if source is None and "source" in (statistics, weights, slots):
-        remedy = "Name a good model or file."
+        remedy = "Pass a good model or file."
         raise GuardError(expected("a source to take values from", "source=None", remedy))
     bound = STATISTICS_LIMIT if statistics_limit is None else statistics_limit
     options = RepairOptions(

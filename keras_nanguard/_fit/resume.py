@@ -91,7 +91,7 @@ class Resumed:
             try:
                 current.host().set_generator_state(drawn)
             except (TypeError, ValueError, RuntimeError) as error:
-                what, remedy = "the state of a generator in the snapshot", "Omit resume=True."
+                what, remedy = "a snapshot with a valid generator state", "Omit resume=True."
                 raise GuardError(expected(what, plain_text(error), remedy)) from error
 
     def after(self, epoch: int | None) -> Resumed:
@@ -166,6 +166,6 @@ def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
-        text = f"NanGuard resumes with the state of the policy at the snapshot: {error}."
+        text = f"NanGuard uses the policy state in the snapshot: {error}."
         warnings.warn(text, stacklevel=3)
         return GuardState.from_dict(record.guard_state)

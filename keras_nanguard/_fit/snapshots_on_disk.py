@@ -2,7 +2,7 @@
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
 the next one removes. If nothing can be written (a full disk, a folder that is read-only, one that
-another process writes to), training continues: a line warns once, existing snapshots remain, and
+another run writes to), training continues: a line warns once, existing snapshots remain, and
 the next one is tried again.
 """
 
@@ -301,8 +301,8 @@ class Lock:
             self._lock.acquire()
         except Timeout:
             folder = Path(self._lock.lock_file).parent
-            remedy = "give each run a directory of its own"
-            raise OSError(f"another process writes to {folder}; {remedy}") from None
+            remedy = "use one directory per run"
+            raise OSError(f"another run writes to {folder}; {remedy}") from None
         except NotImplementedError:  # a file system without locks
             pass
         self.held = True

@@ -107,7 +107,7 @@ def _inside(outer: Any, name: str) -> Iterable[Any]:
 
 def _text(file: Path, name: str) -> str:
     """Return the text of a regular file of moderate size, in UTF-8."""
-    what, remedy = f"a policy file at {name}", "Name the file itself."
+    what, remedy = f"a policy file at {name}", "Pass the file itself."
     try:
         if file.exists() and not file.is_file():
             kind = "a directory" if file.is_dir() else "something that is not a regular file"

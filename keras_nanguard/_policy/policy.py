@@ -106,7 +106,7 @@ class Policy(Record):
     Create one with `Policy.load`; `print(policy)` shows the file that makes it.
     """
 
-    version: Literal[2] = Field(default=VERSION, description="version of the form of policy files")
+    version: Literal[2] = Field(default=VERSION, description="version of the policy format")
     preset: Preset = Field(default=DEFAULT_PRESET, description="the policy to start from")
     refuse: bool = Field(default=True, description="whether bad steps are refused")
     escalation: _Stages = Field(

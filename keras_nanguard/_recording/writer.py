@@ -115,7 +115,7 @@ def _check_safe(file: Path) -> None:
     Raises:
         GuardError: if it would write to another file, or remove one.
     """
-    remedy = "Give the guard a directory of its own, or remove the file."
+    remedy = "Use one directory per run, or remove the file."
     if file.is_symlink():
         raise GuardError(expected(f"a recording at {file}", "a link", remedy))
     journal = file.with_name(f"{file.name}-journal")

@@ -85,7 +85,7 @@ def test_the_oldest_bundle_goes_first(tmp_path, monkeypatch):
     named = [incident.bundle for incident in guard.incidents]
     assert named == [None, None, *(str(tmp_path / "incidents" / name) for name in kept)]
     removed = tmp_path / "incidents" / "incident-00000000-00"
-    for gone, words in ((removed, "which is not there"), (None, "Received: None")):
+    for gone, words in ((removed, "which does not exist"), (None, "Received: None")):
         with pytest.raises(BundleError, match=f"{words}.*a directory keeps the newest 2"):
             replay(gone)
 
