@@ -129,7 +129,7 @@ def _table_of_faults(found: list[dict[str, Any]]) -> str:
         training = "came to its end" if not r["code"] else "ended with an error"
         lines.append(f"| {what} | {said} | {training} | {'yes' if r['same'] else 'no'} |")
     lines += ["", "| file of the newest good snapshot | ways it was damaged | seen, said, and passed over |", "|---" * 3 + "|"]
-    for file in ("state.weights.h5", "rest.npz", "snapshot.json", "guard_state.json"):
+    for file in ("state.npz", "snapshot.json", "guard_state.json"):
         ways = {r["what"]: r for r in found if r["what"].startswith(f"{file}: ") and "trained on" not in r["what"]}
         if ways:
             lines.append(f"| `{file}` | {len(ways)} | {sum(r['same'] for r in ways.values())} |")

@@ -31,7 +31,7 @@ from campaigns.crash_life import (
     versions,
 )
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.snapshot_files import read, written
+from keras_nanguard._fit.snapshots_on_disk import read, written
 
 
 class Case:
@@ -172,7 +172,7 @@ def damages(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     left = case.killed("damaged")
     newest = find(left, BATCHES)
     assert newest is not None
-    for file in ("state.weights.h5", "rest.npz", "snapshot.json", "guard_state.json"):
+    for file in ("state.npz", "snapshot.json", "guard_state.json"):
         for how, damage in DAMAGES.items():
             copy = case.folder / "copy"
             shutil.rmtree(copy, ignore_errors=True)

@@ -264,13 +264,10 @@ def snapshots(recipe: Recipe, folder: Path) -> Path:
             inner = root / file_name(name)
             inner.mkdir(exist_ok=True)
             about = snapshot.get("snapshot.json")
-            if "rest.npz" in snapshot:
-                (inner / "rest.npz").write_bytes(patched(made.npz(snapshot["rest.npz"]), recipe.get("patch")))
-            if "state.weights.h5" in snapshot:
-                (inner / "state.weights.h5").write_bytes(made.hdf5(snapshot["state.weights.h5"]))
-            if isinstance(about, dict) and isinstance(about.get("files"), dict):
-                sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in inner.iterdir() if file.is_file()}
-                about = {**about, "files": {key: sums.get(key, value) for key, value in about["files"].items()}}
+            if "state.npz" in snapshot:
+                (inner / "state.npz").write_bytes(patched(made.npz(snapshot["state.npz"]), recipe.get("patch")))
+            if isinstance(about, dict) and (inner / "state.npz").exists():
+                about = {**about, "state": hashlib.sha256((inner / "state.npz").read_bytes()).hexdigest()}
             (inner / "snapshot.json").write_text(_signed(about), "utf-8", "surrogatepass")
     return folder
 

@@ -120,7 +120,7 @@ TARGETS: dict[str, Target] = {
             "`snapshots/`",
             "`NanGuard(resume=True)`",
             (
-                "keras_nanguard._fit.snapshot_files",
+                "keras_nanguard._fit.snapshots_on_disk",
                 "keras_nanguard._fit.resume",
                 "keras_nanguard._fit.guard_state",
                 "keras_nanguard._policy.state",

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,13 +19,11 @@ from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
-from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
-from keras_nanguard._fit.epoch_logs import hide_from_progress_bar
-from keras_nanguard._fit.flight import FlightMixin
-from keras_nanguard._fit.lagging_statistics import Lagging
+from keras_nanguard._fit.arguments import policy_lines
+from keras_nanguard._fit.callbacks import Firewall, hide_from_progress_bar, shielded
 from keras_nanguard._fit.loops import LoopMixin
-from keras_nanguard._fit.policy_lines import policy_lines
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.reports import Reporter, ReportMixin
+from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
@@ -36,7 +34,7 @@ from keras_nanguard._policy.warnings import GuardOptions
 __all__ = ["NanGuard"]
 
 
-class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
+class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
     """Guards training against NaN and Inf, and against runs that are proven to have diverged.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It
@@ -208,8 +206,9 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self._attachment.in_use = self._at_work
         self._attachment.attach()
         self._reporter.begin()
+        session, callbacks = self.session, self._fit.callbacks
         self._firewall = Firewall(
-            self.session, self._fit.callbacks if self._fit is not None else ()
+            session, session.logs, lambda: session.seen_outside([]), callbacks
         )
 
     def _at_work(self, strictly: bool = False) -> bool:
@@ -266,9 +265,6 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             self.model.make_train_function(force=True)
         if self._fit is not None:
             self._fit.begin()
-        self._begin_fit()
-
-    def _begin_fit(self) -> None:
         callbacks = surrounding()
         if self.session is not None:
             self.session.callbacks_deferred = callbacks_deferred(callbacks)
@@ -279,14 +275,6 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         resuming = self.session.resuming if self.session is not None else None
         if resuming is not None and resuming.leaves_nothing_of(self._epochs()):
             self._settle_start()  # no step will run: other callbacks receive the state now
-
-    def start_counting(self, model: Any, params: Any) -> None:
-        """Begin a fit of a model that is guarded without this callback in its list."""
-        keras.callbacks.Callback.set_model(self, model)
-        self.set_params(params)
-        self._training = True
-        self._reporter.begin()
-        self._begin_fit()
 
     def _print_policy_warnings(self) -> None:
         """Print a line for each rule and setting of the policy without effect in this run, each
@@ -375,27 +363,24 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             session.counts.resume_epoch(session.resuming.batch)
             keras_fitting.begin_at(self.model, None)
 
-    def before_epoch_end(self, logs: Any) -> None:
-        """Replace the logs of an epoch without committed steps, before any callback receives
-        them.
-        """
-        if self.session is None:
-            return
-        self.session.resolve_pending()
-        self.session.note_rate()
-        if self.session.counts.idle and isinstance(logs, dict):
-            logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
-        if self.session.failed and isinstance(logs, dict):
-            self.session.logs.fail(logs)
-        self._add_logs(logs)
-
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
-        self.before_epoch_end(logs)
-        callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
-        with shielded(
-            callbacks, logs, self.session.logs.no_best if self.session is not None else ()
-        ):
+        """Replace the logs of an epoch without committed steps, before any callback receives them,
+        and hide values that are not finite from callbacks that compare.
+        """
+        session = self.session
+        callbacks: Iterable[Any] = ()
+        if session is not None:
+            session.resolve_pending()
+            session.note_rate()
+            if session.counts.idle and isinstance(logs, dict):
+                logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
+            if session.failed and isinstance(logs, dict):
+                session.logs.fail(logs)
+            self._add_logs(logs)
+        if self._fit is not None and self.policy.refuse:
+            callbacks = self._fit.callbacks
+        with shielded(callbacks, logs, session.logs.no_best if session is not None else ()):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -10,7 +10,6 @@ import keras
 from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._fit.running_fit import after_train_begin, surrounding
 from keras_nanguard._keras import overrides
 from keras_nanguard._policy.problems import safe_repr
 from keras_nanguard.guard import NanGuard
@@ -64,46 +63,6 @@ def _made_of_tensors(cls: type) -> type:
     made = type(cls.__name__, (cls, _functional()), named)
     package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
     return keras.saving.register_keras_serializable(package, name)(made) if package else made
-
-
-class _Epochs(keras.callbacks.Callback):
-    """Reports the epochs to the guard of a model, and adds refused steps to the epoch logs."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.guard: NanGuard = model.nanguard
-
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        after_train_begin(surrounding(), self._settle_start)
-
-    def _settle_start(self) -> None:
-        if self._is_in_charge():
-            self.guard._settle_start()
-
-    def _is_in_charge(self) -> bool:
-        return self.guard.session is not None and not _has_callback(self.model)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self._is_in_charge():
-            self.guard.start_counting(self.model, self.params)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._is_in_charge():
-            self.guard.on_epoch_begin(epoch, logs)
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        if self._is_in_charge():
-            self.guard.on_test_begin(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._is_in_charge():
-            self.guard.before_epoch_end(logs)
-            self.guard.on_epoch_end(epoch, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._is_in_charge():
-            self.guard.end_fit(True)
 
 
 @keras.saving.register_keras_serializable("keras_nanguard")
@@ -180,18 +139,24 @@ class NanGuardModel(keras.Model):
         """Train like `keras.Model.fit`. Steps and epochs of incidents count from the start of this
         fit.
         """
-        self.train_function = None
+        guard, self.train_function = self.nanguard, None
         given = args[5] if len(args) > 5 else kwargs.get("callbacks")
-        if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):
-            kwargs["callbacks"] = [_Epochs(self), *keras.tree.flatten(given or [])]
-        guard, before, finished = self.nanguard, self.nanguard.session, False
-        try:
-            history = super().fit(*args, **kwargs)
-            finished = True
-            return history
-        finally:
-            if guard.session is not before:  # no callback has guarded this fit
-                guard.end_fit(finished)
+        if isinstance(given, keras.callbacks.CallbackList):
+            callbacks, others = given, given.callbacks
+        else:
+            others = keras.tree.flatten(given or [])
+            callbacks = [guard, *others]
+        if not any(isinstance(callback, NanGuard) for callback in others):
+            if guard.session is not None:  # of steps without a fit
+                guard.session.end()
+            if callbacks is given:
+                given.append(guard)
+                given.set_model(self)
+            elif len(args) > 5:
+                args = (*args[:5], callbacks, *args[6:])
+            else:
+                kwargs["callbacks"] = callbacks
+        return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""

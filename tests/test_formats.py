@@ -31,7 +31,7 @@ from keras_nanguard import (
 )
 from keras_nanguard._core import atomic_files
 from keras_nanguard._diagnose import bundle
-from keras_nanguard._fit import snapshot_files
+from keras_nanguard._fit import snapshots_on_disk
 from keras_nanguard._policy.state import PolicyState
 from keras_nanguard._report import files
 
@@ -150,8 +150,8 @@ def test_bundle_replays(release):
 )
 def test_snapshots(release):
     """A run goes on from the snapshots, with what the policy had changed."""
-    written = snapshot_files.written(release / "run" / "snapshots")
-    assert [snapshot_files.read(path).step for path in written] == [8, 12]
+    written = snapshots_on_disk.written(release / "run" / "snapshots")
+    assert [snapshots_on_disk.read(path).step for path in written] == [8, 12]
     guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
     assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
@@ -207,7 +207,7 @@ NEWER = {
     "run/incidents.jsonl": (files.read, GuardError),
     f"{BUNDLE}/bundle.json": (lambda path: bundle.read(path.parent), BundleError),
     "run/snapshots/snapshot-00000004/snapshot.json": (
-        lambda path: snapshot_files.read(path.parent),
+        lambda path: snapshots_on_disk.read(path.parent),
         FileFormatError,
     ),
 }

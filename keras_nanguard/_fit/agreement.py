@@ -8,7 +8,7 @@ by all processes and in the same order:
     outcomes    whether each action was done on all of them
 
 Each result is a pure function of these facts, so every process has the same incident, decision and
-budgets. `Alone` is the same for one process, without any exchange.
+budgets. A process that trains alone exchanges nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._keras import spread_arrays
 
-__all__ = ["Agreement", "Together", "agreement"]
+__all__ = ["Agreement"]
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
 """Limits of an incident in a message: findings, rows in a path, sentences, samples, and characters
@@ -40,16 +40,30 @@ OF_ITS_OWN = ("inputs", "targets", "state", "outputs", "loss", "statistics")
 
 
 class Agreement:
-    """The decisions of a process that trains alone.
+    """The decisions of a process, with those that it trains with.
+
+    Args:
+        together: whether other processes take part. If not, nothing is exchanged.
 
     Attributes:
         count, rank: number of processes, and number of this one, from 0.
-        has_news: whether this process has findings between two steps that the others do not have.
-        news: whether any process has, according to the last step.
+        news: whether any process has findings between two steps, according to the last step.
     """
 
-    count, rank = 1, 0
-    has_news = news = False
+    def __init__(self, together: bool = False):
+        self.rank, self.count = (processes.index(), processes.count()) if together else (0, 1)
+        self.news = False
+        self._kept: list[Finding] = []
+        self._own: set[str] = set()
+        self._of = 0
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        return [value] if self.count == 1 else processes.exchange(value, what)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this process has findings between two steps that the others do not have."""
+        return bool(self._kept)
 
     def all_see(self, verdict: Verdict) -> bool:
         """Return whether a verdict is the same in all processes.
@@ -57,98 +71,33 @@ class Agreement:
         It is not if NaN is in the copy that one process has of a weight or slot that all hold. The
         next loss, which is computed by all of them, shows it to the others.
         """
-        return True
+        common = verdict.loss + verdict.gradients + verdict.statistics
+        shown = verdict.refused or verdict.finite or not isfinite(common)
+        return self.count == 1 or shown or not current.host().SPREADS_ARRAYS
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether it is set in any process."""
-        return flags
+        return tuple(map(any, zip(*self._exchange(flags, "what they have found in a step"))))
 
     def between_steps(self, findings: list[Finding]) -> list[Finding]:
         """Return findings between two steps if all processes have them; otherwise store them until
         then.
         """
-        return findings
-
-    def pick_up(self) -> list[Finding]:
-        """Return the stored findings, once all processes have them."""
-        return []
-
-    def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        """Return the findings of all processes in a step; `report` has the batch of this one."""
-        return list(findings)
-
-    def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
-        """Return the incident with the diagnosis of the best informed process; `report` has the
-        batch of this one.
-        """
-        return incident
-
-    def is_of(self, incident: Incident) -> bool:
-        """Return whether the rows of an incident belong to the batch of this process."""
-        return True
-
-    def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        """Return the outcomes of the actions on all processes."""
-        return outcomes
-
-    def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
-        """Return the snapshot to restore, which all processes have; `None` if there is none."""
-        return snapshot
-
-    def rerun(self, rerun: Rerun | None) -> Rerun | None:
-        """Return the steps to replay, or `None` if a process cannot replay the same ones."""
-        return rerun
-
-    def fits(self, fits: bool) -> bool:
-        """Return whether a copy that all processes read together fits into memory."""
-        return fits
-
-    def room(self, missing: float, bad: str) -> tuple[float, str]:
-        """Return the common decision about a snapshot.
-
-        Args:
-            missing: the bytes that are not free for it, 0 if it fits.
-            bad: the path of a variable that is not finite, `""` if all are.
-        """
-        return missing, bad
-
-
-class Together(Agreement):
-    """The decisions of a process that trains together with others."""
-
-    def __init__(self) -> None:
-        self.rank, self.count = processes.index(), processes.count()
-        self._kept: list[Finding] = []
-        self._own: set[str] = set()
-        self._of = 0
-
-    def _exchange(self, value: Any, what: str) -> list[Any]:
-        return processes.exchange(value, what)
-
-    @property
-    def has_news(self) -> bool:  # type: ignore[override]
-        return bool(self._kept)
-
-    def all_see(self, verdict: Verdict) -> bool:
-        common = verdict.loss + verdict.gradients + verdict.statistics
-        shown = verdict.refused or verdict.finite or not isfinite(common)
-        return shown or not current.host().SPREADS_ARRAYS
-
-    def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        return tuple(map(any, zip(*self._exchange(flags, "what they have found in a step"))))
-
-    def between_steps(self, findings: list[Finding]) -> list[Finding]:
-        if current.host().SPREADS_ARRAYS:  # every process has read the same numbers
+        if self.count == 1 or current.host().SPREADS_ARRAYS:  # all have read the same numbers
             return findings
         self._kept += findings
         return []
 
     def pick_up(self) -> list[Finding]:
+        """Return the stored findings, once all processes have them."""
         self.news = False
         found, self._kept = self._kept, []
         return found
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
+        """Return the findings of all processes in a step; `report` has the batch of this one."""
+        if self.count == 1:
+            return list(findings)
         self._own = {f.site for f in findings}
         labelled = _with_rows(findings, report, self.rank)
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
@@ -157,6 +106,11 @@ class Together(Agreement):
         return united([[Finding(**f) for f in part] for part in found])
 
     def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
+        """Return the incident with the diagnosis of the best informed process; `report` has the
+        batch of this one.
+        """
+        if self.count == 1:
+            return incident
         own = incident.diagnosis
         sites = [site for site in OF_ITS_OWN if site in self._own]
         known = self._exchange(
@@ -179,9 +133,17 @@ class Together(Agreement):
         return incident.with_(diagnosis=chosen)
 
     def is_of(self, incident: Incident) -> bool:
-        return current.host().SPREADS_ARRAYS or self._of == self.rank  # all read a spread batch
+        """Return whether the rows of an incident belong to the batch of this process."""
+        return self._of == self.rank or current.host().SPREADS_ARRAYS  # all read a spread batch
 
     def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Return the outcomes of the actions on all processes.
+
+        Raises:
+            GuardError: if an action was done on some of them only.
+        """
+        if self.count == 1:
+            return outcomes
         known = self._exchange(
             [[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcome of their actions"
         )
@@ -199,27 +161,33 @@ class Together(Agreement):
         return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
+        """Return the snapshot to restore, which all processes have; `None` if there is none."""
+        if self.count == 1:
+            return snapshot
         steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
         found = next((s for s in ring.snapshots if s.step == min(steps)), None)
-        able = found is not None and ring.restorable(found)
+        able = found is not None and ring.at_hand(found)
         return found if all(self._exchange(able, "whether they can restore it")) else None
 
     def rerun(self, rerun: Rerun | None) -> Rerun | None:
+        """Return the steps to replay, or `None` if a process cannot replay the same ones."""
         steps = None if rerun is None else [batch is not None for batch in rerun.batches]
         known = self._exchange(steps, "the steps to replay")
         return rerun if all(given == known[0] for given in known) else None
 
     def fits(self, fits: bool) -> bool:
+        """Return whether a copy that all processes read together fits into memory."""
         return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
 
     def room(self, missing: float, bad: str) -> tuple[float, str]:
+        """Return the common decision about a snapshot.
+
+        Args:
+            missing: the bytes that are not free for it, 0 if it fits.
+            bad: the path of a variable that is not finite, `""` if all are.
+        """
         known = self._exchange([missing, bad], "whether there is room for a snapshot")
         return max(m for m, _ in known), next((b for _, b in known if b), "")
-
-
-def agreement(model: Any, loop: bool) -> Agreement:
-    """Return the agreement for the run of a model; `loop` for a loop of the user's own."""
-    return Together() if current.host().trains_together(model, loop) else Agreement()
 
 
 def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:

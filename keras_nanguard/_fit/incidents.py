@@ -12,11 +12,10 @@ from keras_nanguard._core.levels import WINDOW, level_of, onset
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
-from keras_nanguard._fit import perform, recorded, schedule_poles
+from keras_nanguard._fit import perform, recorded
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.rollback import draw_anew, run_again
-from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.sightings import in_batch, values as measurements
+from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
+from keras_nanguard._fit.run import Run, in_batch, measurements
 from keras_nanguard._fit.trial import trial
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import decide
@@ -158,20 +157,16 @@ class Incidents:
         with trial(self._run, rates=False) as trying:
             return trying is not None and trying.is_bad_by_noise(args)
 
-    def committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
-        """Raise the incident of a step that has committed."""
-        run = self._run
-        report = Report(verdict, (), (), run.transaction.batch(run.step, run.transaction.given))
-        self.raise_incident(run.step, findings, report=report, verdict=verdict)
-
     def poisoned(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is not finite. Return `False` if every
         entry is finite.
         """
-        findings = self._run.scan("weights")
+        run, findings = self._run, self._run.scan("weights")
         if findings:
-            self._run.recorder.push(self._run.step, verdict.loss, verdict.gradients, verdict.scale)
-            self.committed(verdict, findings)
+            run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale)
+            batch = run.transaction.batch(run.step, run.transaction.given)
+            report = Report(verdict, (), (), batch)
+            self.raise_incident(run.step, findings, report=report, verdict=verdict)
         return bool(findings)
 
     def postponed(self, verdict: Verdict) -> Verdict:
@@ -295,7 +290,7 @@ class Incidents:
         values = dict(incident.values)
         if _has_onset(incident):
             values.setdefault("onset", onset(run.history.series))
-        poles = schedule_poles.found(run, incident)
+        poles = find_poles(run, incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
@@ -308,7 +303,7 @@ class Incidents:
         outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         recorded.acted(run, outcomes)
-        outcomes = schedule_poles.passed(run, poles, self._with_result(incident, outcomes))
+        outcomes = pass_poles(run, poles, self._with_result(incident, outcomes))
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
         run.checks_fully |= run.recovery.active
         run.ring.note()

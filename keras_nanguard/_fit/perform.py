@@ -5,27 +5,30 @@ a reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import finiteness
+from keras_nanguard._core import atomic_files, finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit import quarantine as _quarantine_files
-from keras_nanguard._fit.recalibration import initial_statistics, learning
+from keras_nanguard._fit.recovery import initial_statistics, learning
 from keras_nanguard._fit.rollback import Answer, Order, newest, restore_for_good, roll_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
+    sparse_arrays,
+    spread_arrays,
     variables as keras_variables,
 )
 from keras_nanguard._keras.whole_writes import write_all
 
-__all__ = ["HEALING", "PERFORMERS", "perform"]
+__all__ = ["HEALING", "PERFORMERS", "arrays_of", "keep_batch", "perform"]
 
 HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
 """Actions that replace the state."""
@@ -85,7 +88,8 @@ def _lower_lr(order: Order) -> Answer:
         return "skipped", f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}"
     run.recovery.diverged |= _diverged(incident)
     returns = p.get("recover_after") and not run.recovery.diverged
-    run.recovery.lowered(run.counts, (p["recover_after"], p.get("ramp", 0)) if returns else None)
+    way_back = (p["recover_after"], p.get("ramp", 0)) if returns else None
+    run.recovery.lowered(run.step, run.counts.committed, way_back)
     return "done", "learning rate of " + ", ".join(changed)
 
 
@@ -245,7 +249,7 @@ def _quarantine(order: Order) -> Answer:
     if report is None or report.batch is None:
         return "skipped", "there is no batch to save"
     limits = p["max_batches"], p["max_mb"]
-    return _quarantine_files.keep(directory, order.incident, report.batch, *limits)
+    return keep_batch(directory, order.incident, report.batch, *limits)
 
 
 def _stop(order: Order) -> Answer:
@@ -310,3 +314,101 @@ PERFORMERS: dict[str, Callable[[Order], Answer]] = {
     "call": _call,
 }
 """The function of each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""
+
+
+# Bad batches on disk: plain arrays without pickle, written atomically. A file is named
+# `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by `/name` or
+# `/number` if the data are nested. Sparse and ragged tensors are stored by their parts (`x/values`,
+# `x/indices`). The entry `incident` has the incident as JSON text.
+
+
+FOLDER = "quarantine"
+
+_SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested_row_splits")
+"""Parts of sparse and ragged tensors."""
+
+_NAMES = ("x", "y", "sample_weight")
+
+
+def keep_batch(
+    directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float
+) -> tuple[str, str]:
+    """Write a batch to disk; return `("done", path)`, or `("skipped", reason)` if a limit is
+    reached.
+
+    Args:
+        directory: the guard's directory.
+        incident: its incident.
+        batch: the arguments of the step.
+        max_batches: maximum number of batches.
+        max_mb: maximum size of all of them in megabytes.
+    """
+    folder = Path(directory) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.sweep(folder)
+    kept = sorted(folder.glob("step-*.npz"))
+    if len(kept) >= max_batches:
+        there = f"{folder} already has {len(kept)} batches"
+        return "skipped", f"{there}, and max_batches is {max_batches}"
+    arrays = arrays_of(batch)
+    arrays["incident"] = np.array(incident.to_json())
+    size = sum(array.nbytes for array in arrays.values())
+    size += sum(path.stat().st_size for path in kept)
+    if size > max_mb * 1e6:
+        return "skipped", f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
+    path = _free(folder, f"step-{incident.step:08d}")
+    with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    return "done", f"the batch is in {path}"
+
+
+def _free(folder: Path, name: str) -> Path:
+    """Return an unused path. An earlier run may have the same step."""
+    path, number = folder / f"{name}.npz", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.npz"
+    return path
+
+
+def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
+    data = batch[0] if len(batch) == 1 else batch
+    is_usual = isinstance(data, (tuple, list)) and len(data) <= len(_NAMES)
+    parts = dict(zip(_NAMES, data)) if is_usual else {"x": data}
+    leaves = (leaf for name, part in parts.items() for leaf in _leaves(name, part))
+    return {path: _plain(value) for path, value in leaves}
+
+
+def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        children = [(str(key), value) for key, value in data.items()]
+    elif isinstance(data, (list, tuple)):
+        children = [(str(number), value) for number, value in enumerate(data)]
+    else:
+        too_large = sparse_arrays.has_coordinates(data) and not sparse_arrays.fits(data)
+        if hasattr(data, "todense") and not too_large:
+            data = data.todense()
+        children = []
+        if hasattr(data, "flat_values"):
+            children = [(name, getattr(data, name)) for name in _RAGGED]
+        elif sparse_arrays.is_sparse(data):
+            children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
+        if not children and data is not None:
+            yield path, data
+    for name, child in children:
+        yield from _leaves(f"{path}/{name}", child)
+
+
+def _plain(value: Any) -> np.ndarray[Any, Any]:
+    array = spread_arrays.as_array(value)
+    if array.dtype.kind == "O":  # text, as TensorFlow hands it out
+        texts = [
+            i.decode("utf-8", "replace") if isinstance(i, bytes) else str(i) for i in array.flat
+        ]
+        return np.array(texts).reshape(array.shape)
+    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
+        return array.astype(np.float32)
+    return array

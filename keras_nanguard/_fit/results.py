@@ -1,15 +1,24 @@
-"""Results of `evaluate` and `predict` that are not finite: finds the bad batch and the cause.
+"""Results of `evaluate` and `predict` that are not finite, and of validations that lag behind.
 
 Keras passes no batch to these callbacks. After a call that ended in NaN, its data are therefore
 read once more, up to the first bad batch. A healthy call costs nothing. Data from a generator
 cannot be read twice.
+
+A train step never reads the moving statistics of BatchNorm, so no step shows that they lag behind
+those of the batches. The check runs if a validation loss is far above the training loss. It runs
+one validation batch with the present moving statistics, with statistics estimated from the last
+train batches, and with the statistics that the moving ones will have at the end of this fit. It
+reports the layer if the estimated ones remove the difference and the rest of the fit would not.
+Nothing is changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,13 +26,34 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._fit.epoch_logs import numbers
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._fit.callbacks import numbers
+from keras_nanguard._fit.recovery import learning
+from keras_nanguard._fit.run import Run
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
-__all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
+__all__ = ["Lagging", "bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
 
 BATCHES = 64
 """Maximum number of batches that are read."""
+
+
+LOOKS = 3
+"""Number of validations of one fit that are checked, besides the last one."""
+
+FAR = 2.1
+"""Minimum ratio of the validation loss to the training loss, and to the loss with estimated
+statistics.
+"""
+
+LAST = 8
+"""Number of train steps that give the training loss and the estimated statistics."""
+
+UNDONE = 0.5
+"""Minimum share of the difference that the estimated statistics remove."""
 
 
 def bad_metrics(logs: Any) -> list[Finding]:
@@ -94,3 +124,145 @@ def _batches() -> Iterator[tuple[Any, Any, Any]]:
 def _finite(value: Any) -> bool:
     arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
     return all(finiteness.is_finite(array) for array in arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Losses of one batch with the present, the estimated, and the final statistics."""
+
+    now: float
+    anew: float
+    later: float
+    worst: str
+
+    def lags(self, trained: float) -> bool:
+        """Whether the moving statistics cause the difference, and will not recover in this fit."""
+        small = FAR * max(self.anew, trained)
+        removed = self.now - self.anew >= UNDONE * (self.now - trained)
+        return min(self.now, self.later) > small and removed
+
+
+class Lagging:
+    """The check of the validations of one fit, until it has found something."""
+
+    def __init__(self) -> None:
+        self._looks, self._done = LOOKS, False
+
+    @np.errstate(all="ignore")  # the values are not finite
+    def look(
+        self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]
+    ) -> tuple[list[Finding], Diagnosis] | None:
+        """Check a validation; return findings and diagnosis, or `None`. Never raises.
+
+        Args:
+            run: the run.
+            logs: of the validation.
+            batch: returns `(x, y, sample_weight)` of one batch of it, or `None`.
+            plan: number of `epochs` of the fit and `steps` per epoch, if known.
+        """
+        steps = plan.get("steps") or run.step - run.counts.epoch_start
+        remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
+        layers = learning(run.model)
+        trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
+        far = 0.0 < FAR * trained < loss < math.inf
+        if self._done or not layers or not far or _spread_out(run.model):
+            return None
+        if not self._looks and remaining:
+            return None
+        self._looks = max(self._looks - 1, 0)
+        try:
+            found = _measured(run, layers, batch, remaining)
+        except Exception:  # noqa: BLE001  the user's model may not run this way
+            return None
+        if found is None or not found.lags(trained):
+            return None
+        self._done = True
+        finding = Finding("validation", "out_of_range", "loss", value=loss)
+        return [finding], _diagnosis(run, layers, found, loss, trained)
+
+
+def _trained(run: Run) -> float:
+    """Return the typical loss of the last steps of this epoch, NaN if there are none."""
+    start = run.counts.epoch_start
+    losses = [m.loss for m in run.history.before(run.step) if m.step >= start]
+    return statistics.median(losses[-LAST:]) if losses else math.nan
+
+
+def _spread_out(model: Any) -> bool:
+    """Whether the model trains on several devices or processes, so that one batch cannot run
+    alone.
+    """
+    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
+    return replicas > 1 or keras.distribution.distribution() is not None
+
+
+def _measured(
+    run: Run, layers: list[Any], batch: Callable[[], Any], remaining: int
+) -> _Measured | None:
+    from keras_nanguard._backends.shared.replay import preserved
+    from keras_nanguard._files.recalibrate import recalibrate
+
+    model, train_state = run.model, run.train_state()
+    moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
+    with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted], model):
+        data, trained = batch(), run.recent.last(LAST, run.transaction.batch)
+        if data is None or not trained:
+            return None
+        x, y, weights = data
+        inputs = [keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in trained]
+
+        def loss() -> float:
+            found = model.compute_loss(x, y, model(x, training=False), weights)
+            return float(keras.ops.convert_to_numpy(found))
+
+        now, before = loss(), [keras_variables.read(v) for v in moving]
+        names = [name for layer in layers for name in (layer.path, layer.name)]
+        recalibrate(model, iter(inputs), only=names)
+        anew, after = loss(), [keras_variables.read(v) for v in moving]
+        momenta = [layer.momentum for layer in layers for _ in range(2)]
+        for variable, momentum, old, new in zip(moving, momenta, before, after):
+            keras_variables.write(variable, new + (old - new) * momentum**remaining)
+        return _Measured(now, anew, loss(), _worst(layers, before, after))
+
+
+def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
+    """Return the path of the layer whose moving variance differs most from the estimated one."""
+
+    def factor(number: int) -> float:
+        old, new = (finiteness.widen(values[2 * number + 1]) + 1e-12 for values in (before, after))
+        return max(float((old / new).max()), float((new / old).max()))
+
+    return str(layers[max(range(len(layers)), key=factor)].path)
+
+
+def _diagnosis(
+    run: Run, layers: list[Any], found: _Measured, loss: float, trained: float
+) -> Diagnosis:
+    momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
+    optimizers = map(keras_optimizers.inner, run.train_state().optimizers)
+    counted = [int(keras_variables.read(optimizer.iterations)) for optimizer in optimizers]
+    steps = max(counted, default=run.counts.committed)
+    needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
+    share = momentum**steps
+    if share > 0.005:
+        at = f"After {steps} steps at momentum={momentum:g}"
+        lag = f"{at} the initial values still have a weight of {share:.1%}."
+        needs = f"at this momentum it takes {needed}"
+        remedy = f"Train for more steps: {needs} until the initial values have a weight of 1%."
+    else:
+        average = f"At momentum={momentum:g} they average about {needed} steps"
+        lag = f"{average}, during which the weights have changed."
+        remedy = "Lower the learning rate towards the end, so that the statistics catch up."
+    advice = [remedy]
+    if momentum > 0.9:
+        advice.append("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.")
+    advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
+    losses = f"{loss:.3g}, and the loss of the last train steps {trained:.3g}"
+    anew = f"{found.anew:.3g} with statistics estimated from the last train batches"
+    evidence = (
+        f"The validation loss is {losses}.",
+        f"On one validation batch it is {found.now:.3g} with the moving statistics, and {anew}.",
+        lag,
+    )
+    path, advised = found.worst, tuple(advice)
+    return Diagnosis("batchnorm_statistics", path, (), evidence, advised, confidence=0.9)

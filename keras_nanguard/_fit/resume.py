@@ -5,26 +5,27 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshot_files import (
+from keras_nanguard._fit.snapshots_on_disk import (
+    FOLDER,
     GUARD_STATE,
     SnapshotRecord,
+    StoredState,
     build_optimizers,
-    folder_of,
-    load,
     read,
     signature,
     written,
 )
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.state import PolicyState
 
 __all__ = ["Resumed", "find"]
 
@@ -75,18 +76,23 @@ class Resumed:
             why = f"{self.path} was written before the model was built"
             warnings.warn(f"NanGuard starts from the present weights: {why}.", stacklevel=2)
         else:
-            self._write(run.model, train_state)
+            self._write(train_state)
 
-    def _write(self, model: Any, train_state: TrainState) -> None:
-        fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
+    def _write(self, train_state: TrainState) -> None:
+        variables, metrics = train_state.everything, train_state.metrics
         try:
-            drawn = load(model, train_state.everything, train_state.metrics, self.path, self.record)
-        except FileFormatError as error:
+            stored = StoredState(self.path, self.record, variables)
+            for variable in variables:
+                keras_variables.write(variable, stored[id(variable)])
+            if self.batch and len(metrics) == self.record.metrics:
+                for metric, value in zip(metrics, stored.metrics()):
+                    keras_variables.write(metric, value)
+            drawn = stored.generator()
+            stored.close()
+        except PARSE_ERRORS as error:
             build = "Build the model as in the previous run (call it on data once)"
             text = expected("the model of the snapshot", error, f"{build}, or omit resume=True.")
             raise GuardError(text) from error
-        for metric, value in fresh if not self.batch else ():
-            keras_variables.write(metric, value)
         if drawn is not None:
             try:
                 current.host().set_generator_state(drawn)
@@ -134,7 +140,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
         GuardError: if there are snapshots and none of them can be used, or if the folder cannot be
             read.
     """
-    folder = folder_of(directory)
+    folder = Path(directory) / FOLDER
     faults: list[str] = []
     try:
         paths = written(folder)
@@ -146,7 +152,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
             record = read(path)
             if not record.verified:
                 continue
-            guard_state = _guard_state(folder, record)
+            guard_state = _guard_state(folder)
         except FileFormatError as error:
             faults.append(str(error))
             warnings.warn(f"NanGuard resumes from an older snapshot: {error}.", stacklevel=2)
@@ -161,11 +167,11 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
     return None
 
 
-def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
-    """Return the last changes of the policy; if the newer file is broken, those at the snapshot."""
+def _guard_state(folder: Path) -> GuardState:
+    """Return the last changes of the policy; none if their file is broken."""
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
-        text = f"NanGuard uses the policy state in the snapshot: {error}."
+        text = f"NanGuard resumes without the policy state: {error}."
         warnings.warn(text, stacklevel=3)
-        return GuardState.from_dict(record.guard_state)
+        return GuardState(policy_state=PolicyState())

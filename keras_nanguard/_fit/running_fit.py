@@ -21,7 +21,7 @@ import keras
 
 from keras_nanguard._keras import overrides
 
-__all__ = ["Fit", "after_train_begin", "callbacks_deferred", "outside", "surrounding"]
+__all__ = ["Fit", "callbacks_deferred", "outside", "surrounding"]
 
 _HOOKS = tuple(
     f"on_{what}_{when}"
@@ -92,19 +92,6 @@ def _is_inside(frame: FrameType | None, callbacks: Any, itself: bool = True) -> 
             return True
         frame = frame.f_back
     return False
-
-
-def after_train_begin(callbacks: Any, then: Callable[[], None]) -> None:
-    """Call a function once, after all callbacks of a list have run `on_train_begin`."""
-    if callbacks is None:
-        return
-
-    def on_train_begin(logs: Any = None) -> None:
-        overrides.unset_instance(callbacks, "on_train_begin")
-        callbacks.on_train_begin(logs)
-        then()
-
-    overrides.set_instance(callbacks, "on_train_begin", on_train_begin)
 
 
 class Fit:

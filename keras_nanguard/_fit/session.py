@@ -9,7 +9,7 @@ read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -21,12 +21,11 @@ from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded
+from keras_nanguard._fit.callbacks import Logs
 from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
-from keras_nanguard._fit.layer_looks import LayerLooks
-from keras_nanguard._fit.monitors import Monitors
+from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
@@ -378,7 +377,7 @@ class Session(Run):
     def _take_snapshot(self) -> float:
         """Copy the present state, or raise an incident if it is not finite."""
         step, good = self.counts.step, self.counts.committed
-        with self.access.variables_readable() if self.ring.only_reads else nullcontext():
+        with self.access.variables_readable():
             train_state = self.train_state()
             self.history.start(self.ring.snapshots, train_state.trainable)
             level, tolerated = level_of(self.history.last(WINDOW)), self.tolerated

@@ -10,23 +10,21 @@ copy does not fit into memory, it reuses the buffers of an older one or is not m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness, memory
+from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.levels import Level
 from keras_nanguard._keras import variables as keras_variables, whole_writes
 
-__all__ = [
-    *("Ring", "Snapshot", "Taken", "compact", "first_bad", "left_as_they_are", "missing_bytes"),
-    "size_of",
-]
+__all__ = ["Ring", "Snapshot", "Taken", "compact", "first_bad", "missing_bytes", "size_of"]
 
 FIRST_STEP = 3
 """Additional memory of the first step, in multiples of the train state: gradients and the program.
@@ -42,8 +40,6 @@ Array = np.ndarray[Any, Any]
 Values = list[tuple[Any, Array]]
 """Variables, each with its value."""
 
-S = TypeVar("S", bound="Snapshot")
-
 
 @dataclass
 class Snapshot:
@@ -54,21 +50,25 @@ class Snapshot:
         good: number of good steps of the fit until then.
         verified: whether enough good steps have followed.
         proof: number of good steps that verify it.
-        arrays: the values, by `id` of the variable.
+        arrays: the values, by `id` of the variable. Those of a snapshot on disk are read each time.
         drawn: the state of the generator that belongs to no variable, or `None`.
         metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
         level: the level of the loss when it was taken, or `None` if unknown.
+        path: its folder on disk, `None` if it is only in memory.
+        noted: whether its file says that it is verified, if it is.
     """
 
     step: int
     good: int
     verified: bool = False
     proof: int = 0
-    arrays: dict[int, Array] = field(default_factory=dict)
+    arrays: Mapping[int, Array] = field(default_factory=dict)
     drawn: Array | None = field(default_factory=lambda: current.host().generator_state())
     metrics: dict[int, Array] = field(default_factory=dict)
     level: Level | None = None
+    path: Path | None = None
+    noted: bool = False
 
     def draw_again(self) -> None:
         """Restore the generator that belongs to no variable."""
@@ -76,8 +76,11 @@ class Snapshot:
             current.host().set_generator_state(self.drawn)
 
     def value(self, variable: Any) -> Array | None:
-        """Return the copy of one variable, `None` if the snapshot has none."""
-        found = self.arrays.get(id(variable))
+        """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
+        try:
+            found = self.arrays.get(id(variable))
+        except FileFormatError:
+            return None
         is_compact = found is not None and found.base is not None and not any(found.strides)
         return np.array(found) if is_compact else found
 
@@ -113,9 +116,6 @@ class Ring:
             verified.
         agree: returns what several processes do about a snapshot; see `Agreement.room`.
     """
-
-    only_reads = True
-    """Whether taking a snapshot does nothing but read variables."""
 
     def __init__(self, keep: int, good_after: int, agree: Agree = lambda *facts: facts):
         self.keep, self.good_after, self._agree = max(keep, 1), good_after, agree
@@ -171,12 +171,13 @@ class Ring:
     def _store(self, values: Values, fresh: Snapshot) -> None:
         """Copy the values into an empty snapshot, and add it."""
         spare = self._give_up(fresh.level)
-        fresh.arrays = spare.arrays if spare is not None else {}
+        arrays = dict(spare.arrays) if spare is not None and spare.path is None else {}
         while values:
             variable, value = values.pop(0)  # on an accelerator a copy in itself
             same = value if fresh.step else compact(value)
-            buffer = fresh.arrays.get(id(variable))
-            fresh.arrays[id(variable)] = same if same is not value else _copy(value, buffer)
+            buffer = arrays.get(id(variable))
+            arrays[id(variable)] = same if same is not value else _copy(value, buffer)
+        fresh.arrays = arrays
         self.snapshots.append(fresh)
 
     def promote(self, good: int) -> None:
@@ -210,18 +211,14 @@ class Ring:
         return self.snapshots[0] if self.snapshots else None
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Load the values of a snapshot into memory; return whether they are there."""
+        """Whether the values of a snapshot can be read."""
         return True
-
-    def restorable(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot can be written into the variables."""
-        return self.at_hand(snapshot)
 
     def write(
         self,
         snapshot: Snapshot,
         variables: Iterable[Any],
-        changed: Iterable[tuple[Any, Any]] = (),
+        changed: Sequence[tuple[Any, Any]] = (),
         undo: bool = True,
     ) -> None:
         """Write a snapshot into variables, all or none. Variables without a value in it do not
@@ -237,11 +234,18 @@ class Ring:
             StateLostError: if neither the snapshot nor the previous state could be written
                 completely.
         """
-        known = ((v, snapshot.arrays.get(id(v))) for v in variables)
-        pairs = {id(v): (v, value) for v, value in known if value is not None}
-        pairs |= {id(v): (v, value) for v, value in changed}
-        size = size_of(v for v, _ in pairs.values())
-        whole_writes.write_all(pairs.values(), undo and memory.room_for(size))
+        values = {id(v): value for v, value in changed}
+        places = {id(v): v for v in (*variables, *(v for v, _ in changed))}
+        known = [v for key, v in places.items() if key in values or key in snapshot.arrays]
+
+        def value(variable: Any) -> Any:
+            found = values.get(id(variable))
+            return snapshot.arrays[id(variable)] if found is None else found
+
+        if undo and memory.room_for(size_of(known)):
+            whole_writes.write_all((v, value(v)) for v in known)
+        else:
+            whole_writes.finish(partial(_write, v, value) for v in known)
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""
@@ -249,7 +253,7 @@ class Ring:
 
     def complete(self, variable: Any, value: Array) -> None:
         """Add the first value of a variable that was created after the first snapshot."""
-        if self.start is not None:
+        if self.start is not None and isinstance(self.start.arrays, dict):
             self.start.arrays.setdefault(id(variable), value)
 
     def note(self) -> None:
@@ -266,7 +270,7 @@ class Ring:
         known = [s for s in self.snapshots if s.step and s.verified and s.level is not None]
         return min(known, key=lambda s: s.level.value if s.level is not None else 0.0, default=None)
 
-    def replaced(self, others: Sequence[S], level: Level | None) -> S | None:
+    def replaced(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
         """Return the snapshot that one taken at this level replaces, or `None`.
 
         An unverified one is replaced first, then the oldest, except the one with the lowest loss if
@@ -301,16 +305,8 @@ def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ())
     return ""
 
 
-@contextmanager
-def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[Array]]:
-    """Restore variables at the end, also after an exception."""
-    before = [keras_variables.read(variable) for variable in variables]
-    try:
-        yield before
-    finally:
-        whole_writes.finish(
-            partial(keras_variables.write, *pair) for pair in zip(variables, before)
-        )
+def _write(variable: Any, value: Callable[[Any], Any]) -> None:
+    keras_variables.write(variable, value(variable))
 
 
 def compact(value: Array) -> Array:

@@ -1,4 +1,12 @@
-"""A ring of verified states on disk, from which another process can resume; see `snapshot_files`.
+"""A ring of verified states on disk, from which another process can resume.
+
+Each snapshot is one folder::
+
+    snapshots/
+      guard_state.json           the policy's changes, written at every incident
+      snapshot-00000012/
+        state.npz                every variable in plain NumPy arrays, the metrics, the generator
+        snapshot.json            position, verified or not, checksums of both files
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
 the next one removes. If nothing can be written (a full disk, a folder that is read-only, one that
@@ -8,94 +16,313 @@ the next one is tried again.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import keras
 import numpy as np
 from filelock import FileLock, Timeout
+from pydantic import Field, ValidationError
 
+from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, memory
-from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.levels import Level
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshot_files import (
-    GUARD_STATE,
-    SnapshotRecord,
-    folder_of,
-    load,
-    next_number,
-    read,
-    save,
-    written,
-)
-from keras_nanguard._fit.snapshots import (
-    Ring,
-    Snapshot,
-    Values,
-    compact,
-    left_as_they_are,
-    missing_bytes,
-    size_of,
-)
-from keras_nanguard._keras import variables as keras_variables, whole_writes
+from keras_nanguard._fit.snapshots import Ring, Snapshot, Values, missing_bytes, size_of
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.records import Record
+from keras_nanguard._version import __version__
 
-__all__ = ["DiskRing", "OnDisk"]
+__all__ = [
+    *("FOLDER", "GUARD_STATE", "DiskRing", "SnapshotRecord", "StoredState", "build_optimizers"),
+    *("read", "signature", "written"),
+]
 
-LOCK = "snapshots.lock"
-"""Name of the lock file next to the folder."""
+FORMAT = 2
+"""Version of the format of `snapshot.json`."""
 
-PASSES = 3
-"""Copies of the largest variable that must fit into memory while the files are written."""
+NAME = re.compile(r"snapshot-([0-9]{8,})")
+"""Name of a snapshot. Other entries of the folder are ignored."""
 
+FOLDER, GUARD_STATE, LOCK = "snapshots", "guard_state.json", "snapshots.lock"
+STATE, RECORD = "state.npz", "snapshot.json"
+
+GENERATOR = "generator"
+"""Key in `state.npz` of the state of PyTorch's generator."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
-class OnDisk(Snapshot):
-    """A snapshot whose values are in files until they are needed.
+class SnapshotRecord(Record):
+    """The content of `snapshot.json`.
 
     Attributes:
-        path, record: its folder and its record.
-        noted: whether its record says that it is verified, if it is.
-        only_files: whether its values stay on disk; those of the start are also in memory.
+        step: number of complete steps in the fit that took it.
+        epoch, batch: the epoch, and its number of complete batches.
+        verified: whether enough good steps have followed.
+        state: SHA-256 of `state.npz`.
+        signature: SHA-256 of the shapes and dtypes of all variables, in their order.
+        variables: path and dtype of each variable; its array in `state.npz` is `v0`, `v1` and so
+            on.
+        metrics: number of variables of metrics: `m0`, `m1` and so on.
+        generator: whether there is the state of a generator that belongs to no variable.
+        optimizers: for each optimizer the numbers of the weights for which it was built, or `None`
+            if it was not built.
+        versions: of Keras, its backend, NumPy and this library.
     """
 
-    path: Path
-    record: SnapshotRecord
-    noted: bool
-    only_files: bool
+    step: Count
+    epoch: Count
+    batch: Count
+    verified: bool
+    state: str
+    signature: str
+    variables: tuple[tuple[str, str], ...]
+    metrics: Count
+    generator: bool
+    optimizers: tuple[tuple[Count, ...] | None, ...]
+    versions: dict[str, str]
+
+    @property
+    def untrained(self) -> bool:
+        """Whether no optimizer was built, so that no step can have run."""
+        return all(weights is None for weights in self.optimizers)
+
+    def write(self, folder: Path) -> None:
+        """Write the record into the folder of its snapshot."""
+        data = {"format": FORMAT, **self.model_dump(mode="json")}
+        atomic_files.write_json(folder / RECORD, data)
+
+
+# The folder
+
+
+def written(folder: Path) -> list[Path]:
+    """Return the snapshots in a folder, oldest first, including broken ones.
+
+    Raises:
+        FileFormatError: if the folder exists and cannot be read.
+    """
+    return [path for _, path in sorted(_numbered(folder)) if path.is_dir()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return all entries of a folder with the name of a snapshot, and their numbers."""
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FileFormatError(f"{folder} cannot be read: {error}") from error
+    named = ((NAME.fullmatch(path.name), path) for path in entries)
+    return [(int(match[1]), path) for match, path in named if match is not None]
+
+
+# One snapshot
+
+
+def read(path: Path) -> SnapshotRecord:
+    """Return the record of a snapshot after checking both of its files.
+
+    Raises:
+        FileFormatError: if a file is missing, truncated, changed, or of another format.
+    """
+    data = atomic_files.read_json(path / RECORD)
+    if data.pop("format", None) != FORMAT:
+        remedy = "Use the version that wrote it."
+        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), remedy))
+    try:
+        record = SnapshotRecord.model_validate_json(json.dumps(data))
+    except (ValidationError, ValueError) as error:
+        text = f"{path / RECORD} has a malformed field: {plain_text(error)}"
+        raise FileFormatError(text) from error
+    file = path / STATE
+    try:
+        if not file.is_file():
+            raise FileFormatError(f"{file} is missing")
+        found = atomic_files.fingerprint(file)
+    except OSError as error:
+        raise FileFormatError(f"{file} cannot be read: {error}") from error
+    if found != record.state:
+        raise FileFormatError(f"{file} was modified or damaged: its checksum does not match")
+    return record
+
+
+class StoredState(Mapping[int, Array]):
+    """The values in `state.npz`, by `id` of the variable. Each is read when it is needed.
+
+    Args:
+        path: the folder of a snapshot that `read` has checked.
+        record: its record.
+        variables: all variables of the train state, in their order.
+
+    Raises:
+        FileFormatError: if the variables have other shapes or dtypes; also when a value is read
+            that is damaged.
+    """
+
+    def __init__(self, path: Path, record: SnapshotRecord, variables: Iterable[Any]):
+        variables = list(variables)
+        if record.signature != signature(variables):
+            what = "its variables have other shapes or dtypes"
+            raise FileFormatError(f"{path} belongs to another model: {what}")
+        self.record, self._path = record, path
+        self._file: Any = None
+        self._numbers = {id(variable): number for number, variable in enumerate(variables)}
+
+    def __getitem__(self, key: int) -> Array:
+        number = self._numbers[key]
+        return _typed(self._array(f"v{number}"), self.record.variables[number][1])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def metrics(self) -> list[Array]:
+        """Return the values of the metrics."""
+        return [self._array(f"m{number}") for number in range(self.record.metrics)]
+
+    def generator(self) -> Array | None:
+        """Return the state of the generator that belongs to no variable, if there is one."""
+        return self._array(GENERATOR) if self.record.generator else None
+
+    def _array(self, name: str) -> Array:
+        try:
+            if self._file is None:
+                self._file = np.load(self._path / STATE, allow_pickle=False)
+            array: Array = self._file[name]
+            return array
+        except PARSE_ERRORS as error:
+            why = f"{self._path} does not fit this model: {plain_text(error)}"
+            raise FileFormatError(why) from error
+
+    def close(self) -> None:
+        """Close the file until the next value is read."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def save(
+    train_state: TrainState, values: Sequence[Array], folder: Path, **about: Any
+) -> SnapshotRecord:
+    """Write a state into a new folder, and return its record.
+
+    Args:
+        train_state: the train state.
+        values: the values of all of its variables, in their order.
+        folder: the folder.
+        **about: the fields of the record that do not follow from the state.
+    """
+    folder.mkdir()
+    arrays = {f"v{number}": _plain(value) for number, value in enumerate(values)}
+    arrays |= {f"m{n}": keras_variables.read(v) for n, v in enumerate(train_state.metrics)}
+    if (drawn := current.host().generator_state()) is not None:
+        arrays[GENERATOR] = drawn
+    with (folder / STATE).open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    atomic_files.flush_to_disk(folder / STATE)
+    variables = list(train_state.everything)
+    paths = (str(variable.path) for variable in variables)
+    record = SnapshotRecord(
+        state=atomic_files.fingerprint(folder / STATE),
+        signature=signature(variables),
+        variables=tuple(zip(paths, (value.dtype.name for value in values))),
+        metrics=len(train_state.metrics),
+        generator=drawn is not None,
+        optimizers=_trained_by_each(train_state),
+        versions={
+            "keras": keras.__version__,
+            "backend": current.name(),
+            "numpy": np.__version__,
+            "keras_nanguard": __version__,
+        },
+        **about,
+    )
+    record.write(folder)
+    return record
+
+
+def signature(variables: Iterable[Any]) -> str:
+    """Return a hash that is the same for two models if the state of one fits the other."""
+    text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | None]) -> None:
+    """Build the optimizers that were built when the snapshot was taken, for the same weights."""
+    weights = [*train_state.trainable, *train_state.other]
+    for optimizer, numbers in zip(train_state.optimizers, trained):
+        known = numbers is not None and max(numbers, default=0) < len(weights)
+        if numbers is not None and known and not optimizer.built:
+            optimizer.build([weights[number] for number in numbers])
+
+
+def _trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the numbers of the weights for which each optimizer is built."""
+    weights = (*train_state.trainable, *train_state.other)
+    numbers = {id(v): number for number, v in enumerate(weights)}
+    built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
+    return tuple(
+        None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
+    )
+
+
+def _plain(array: Array) -> Array:
+    """Return an array in a dtype that NumPy can write: bfloat16 and float8 as their bytes."""
+    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:
+        return array.view(f"u{array.dtype.itemsize}")
+    return array
+
+
+def _typed(array: Array, dtype: str) -> Array:
+    """Undo `_plain`."""
+    if array.dtype.name == dtype:
+        return array
+    import ml_dtypes
+
+    return array.view(getattr(ml_dtypes, dtype))
+
+
+# The ring
 
 
 class DiskRing(Ring):
     """The snapshots of one fit on disk.
 
     The state before the first step also stays in memory if it fits. A run that diverges may have to
-    return to it, and the first step may create variables that are in no earlier file.
+    return to it after its folder was removed.
 
     Args:
         run: the run.
         directory: the guard's directory.
     """
 
-    only_reads = False
-
     def __init__(self, run: Run, directory: str | Path):
         kept = run.policy.snapshot
         super().__init__(kept.keep, kept.good_steps, run.agreement.room)
-        self.folder, self._run = folder_of(directory), run
-        self._said, self._lock = set[str](), Lock(self.folder.parent / LOCK)
-        self._unsaved: dict[str, frozenset[int]] = {}
+        self.folder, self._run, self._said = Path(directory) / FOLDER, run, set[str]()
+        path = self.folder.parent / LOCK
+        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+        self._locked = False
 
-    def _everything(self) -> list[Any]:
-        return list(self._run.train_state().everything)
-
-    def _on_disk(self) -> list[OnDisk]:
-        return [snapshot for snapshot in self.snapshots if isinstance(snapshot, OnDisk)]
+    def _on_disk(self) -> list[Snapshot]:
+        return [snapshot for snapshot in self.snapshots if snapshot.path is not None]
 
     # Writing
 
@@ -103,72 +330,86 @@ class DiskRing(Ring):
         """Write the state to disk. If that fails, keep it in memory if it fits."""
         variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator; not needed while the files are written
-        for snapshot in self._on_disk():
-            if snapshot.step != 0:
-                snapshot.arrays = {}
-        found = self._attempt(lambda: self._write(fresh))
-        if found is None:
-            if not missing_bytes(variables, fresh.step):
-                super()._store([(v, keras_variables.view(v)) for v in variables], fresh)
-            return
-        self.note()
-        self.snapshots.append(found)
-        if not fresh.step and not missing_bytes(variables, 0):
-            found.arrays = {id(v): compact(keras_variables.read(v)) for v in variables}
-            found.only_files = False
-        self._attempt(self._prune)
+        stored = self._attempt(lambda: self._write(fresh))
+        if (stored is None or not fresh.step) and not missing_bytes(variables, fresh.step):
+            super()._store([(v, keras_variables.view(v)) for v in variables], fresh)
+        elif stored is not None:
+            fresh.arrays = stored
+            self.snapshots.append(fresh)
+        if stored is not None:
+            self._attempt(self._prune)
 
-    def _write(self, fresh: Snapshot) -> OnDisk:
-        """Write one snapshot; return it."""
+    def _write(self, fresh: Snapshot) -> StoredState:
+        """Write one snapshot; return its values."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
+        self._take_lock()
+        self.note()
         atomic_files.sweep(self.folder)
-        run, path = self._run, self.folder / f"snapshot-{next_number(self.folder):08d}"
+        number = max((number for number, _ in _numbered(self.folder)), default=0) + 1
+        run, path = self._run, self.folder / f"snapshot-{number:08d}"
         epoch, batch = run.counts.position
-        about: dict[str, Any] = {"step": fresh.step, "epoch": epoch, "batch": batch}
-        about |= {"verified": fresh.verified, "guard_state": GuardState.of(run).to_dict()}
+        about = {"step": fresh.step, "epoch": epoch, "batch": batch, "verified": fresh.verified}
+        train_state = run.train_state()
+        values = [keras_variables.view(variable) for variable in train_state.everything]
         with atomic_files.beside(path, "snapshot") as unfinished:
-            unfinished.mkdir()
-            parts = (run.model, run.train_state(), unfinished, self._unsaved)
-            record = save(*parts, **about)
-        noted = fresh.verified
-        return OnDisk(**vars(fresh), path=path, record=record, noted=noted, only_files=True)
+            record = save(train_state, values, unfinished, **about)
+        fresh.path, fresh.noted = path, fresh.verified
+        return StoredState(path, record, train_state.everything)
+
+    def _take_lock(self) -> None:
+        """Acquire the lock of the folder: only one process at a time writes to it.
+
+        Raises:
+            OSError: if the file cannot be written, or another process has the lock.
+        """
+        if self._locked:
+            return
+        try:
+            self._lock.acquire()
+        except Timeout:
+            remedy = "use one directory per run"
+            raise OSError(f"another run writes to {self.folder.parent}; {remedy}") from None
+        except NotImplementedError:  # a file system without locks
+            pass
+        self._locked = True
 
     def _attempt(self, write: Callable[[], T]) -> T | None:
         """Write something to the folder. If that fails, print one line and return `None`."""
         try:
             return write()
-        except Exception as error:  # a layer of the user's may raise anything when it is saved
+        except Exception as error:
             if memory.is_exhausted(error):
                 raise
             kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
             if kind not in self._said:
                 self._said.add(kind)
-                ours, why = self._on_disk(), str(error).partition("\n")[0]
-                last = (
-                    f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
-                )
+                names = [s.path.name for s in self.snapshots if s.path is not None]
+                last = f"The newest one is {names[-1]}." if names else "This run has none yet."
+                why = str(error).partition("\n")[0]
                 self._run.say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None
 
     def _prune(self) -> None:
-        """Reduce the folder to `keep` snapshots, removing those of earlier runs first.
-
-        The state before the first step stays in memory when its files are removed.
-        """
+        """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
         ours = self._on_disk()
         foreign = [path for path in written(self.folder) if path not in {s.path for s in ours}]
         for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
             atomic_files.remove(path)
         while (gone := self.replaced(ours[:-1], ours[-1].level)) is not None:
-            atomic_files.remove(gone.path)
+            self._remove(gone)
             ours = [s for s in ours if s is not gone]
-            self.snapshots = [s for s in self.snapshots if s is not gone]
-            if not gone.step and not gone.only_files:
-                start = Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)
-                self.snapshots.insert(0, start)
+            if gone.step or isinstance(gone.arrays, StoredState):
+                self.snapshots = [s for s in self.snapshots if s is not gone]
         if len(ours) >= self.keep:  # in memory are those that could not be written
-            self.snapshots = [s for s in self.snapshots if isinstance(s, OnDisk) or not s.step]
+            self.snapshots = [s for s in self.snapshots if s.path is not None or not s.step]
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        """Remove the folder of a snapshot."""
+        if isinstance(snapshot.arrays, StoredState):
+            snapshot.arrays.close()
+        path, snapshot.path = snapshot.path, None
+        if path is not None:
+            atomic_files.remove(path)
 
     def promote(self, good: int) -> None:
         """Mark snapshots as verified, also in their files."""
@@ -177,14 +418,15 @@ class DiskRing(Ring):
             if snapshot.verified and not snapshot.noted:
                 snapshot.noted = self._attempt(partial(self._mark_verified, snapshot)) is not None
 
-    def _mark_verified(self, snapshot: OnDisk) -> bool:
-        if snapshot.path.exists():
-            snapshot.record.replaced(verified=True).write(snapshot.path)
+    def _mark_verified(self, snapshot: Snapshot) -> bool:
+        stored, path = snapshot.arrays, snapshot.path
+        if isinstance(stored, StoredState) and path is not None and path.exists():
+            stored.record.replaced(verified=True).write(path)
         return True
 
     def note(self) -> None:
         """Save the present state of the policy."""
-        if self._lock.held:
+        if self._locked:
             path, state = self.folder / GUARD_STATE, GuardState.of(self._run)
             self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
 
@@ -192,123 +434,37 @@ class DiskRing(Ring):
         """Remove the snapshots taken after this step, also on disk."""
         for snapshot in self._on_disk():
             if snapshot.step > step:
-                self._attempt(partial(atomic_files.remove, snapshot.path))
+                self._attempt(partial(self._remove, snapshot))
         super().forget_after(step)
-
-    def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
-        """Add a value to the state before the first step if it is in memory."""
-        if not (isinstance(self.start, OnDisk) and self.start.only_files):
-            super().complete(variable, value)
 
     def close(self) -> None:
         """Release all snapshots in memory, and the lock of the folder."""
         super().close()
-        self._lock.release()
+        if self._locked:
+            self._lock.release()
+        self._locked = False
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
         """Return the bytes that writing the state needs if they are not free, else 0."""
-        size = PASSES * max((keras_variables.bytes_of(v) for v in variables), default=0)
-        return 0.0 if memory.room_for(size) else float(size)
+        copied = size_of(v for v in variables if not keras_variables.on_host(v))
+        return 0.0 if memory.room_for(copied) else float(copied)
 
     # Reading
 
     def newest(self, depth: int = 1) -> Snapshot | None:
         """Return the `depth`-th newest verified snapshot that is not broken."""
         while (snapshot := super().newest(depth)) is not None:
-            if self.restorable(snapshot):
+            if self.at_hand(snapshot):
                 return snapshot
             self.snapshots = [s for s in self.snapshots if s is not snapshot]
         return None
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Read the values of a snapshot from disk if they fit into memory; return whether they are
-        there.
-        """
-        if snapshot.arrays or not isinstance(snapshot, OnDisk):
+        """Whether a snapshot is in memory, or its files are whole. If not, warn."""
+        if not isinstance(snapshot.arrays, StoredState):
             return True
-        everything = self._everything()
-        if not memory.room_for(2 * size_of(everything)):
-            return False
         try:
-            with left_as_they_are(everything):
-                self._load(snapshot)
-                snapshot.arrays = {id(v): keras_variables.read(v) for v in everything}
+            return snapshot.path is not None and bool(read(snapshot.path))
         except FileFormatError as error:
             warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
-        return bool(snapshot.arrays)
-
-    def restorable(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot can be written into the variables, from memory or from its files."""
-        if self.at_hand(snapshot):
-            return True
-        try:
-            return isinstance(snapshot, OnDisk) and bool(read(snapshot.path))
-        except FileFormatError:
             return False
-
-    def write(
-        self,
-        snapshot: Snapshot,
-        variables: Iterable[Any],
-        changed: Iterable[tuple[Any, Any]] = (),
-        undo: bool = True,
-    ) -> None:
-        """Write a snapshot into variables, from its files if it is not in memory.
-
-        Raises:
-            StateLostError: if neither the snapshot nor the previous state could be written
-                completely.
-        """
-        if snapshot.arrays or not isinstance(snapshot, OnDisk):
-            super().write(snapshot, variables, changed, undo)
-            return
-        wanted = {id(v) for v in variables}
-        others = [v for v in self._everything() if id(v) not in wanted]
-
-        def from_files() -> None:
-            with left_as_they_are(others):
-                self._load(snapshot)
-
-        pairs = [partial(keras_variables.write, *pair) for pair in changed]
-        whole_writes.finish([from_files, *pairs])
-
-    def _load(self, snapshot: OnDisk) -> None:
-        """Write all variables of the state from the files of a snapshot."""
-        path = snapshot.path
-        load(self._run.model, self._everything(), (), path, read(path))
-
-
-class Lock:
-    """A lock on the folder: only one process at a time can write to it.
-
-    Attributes:
-        held: whether this process has the lock.
-    """
-
-    def __init__(self, path: Path):
-        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
-        self.held = False
-
-    def take(self) -> None:
-        """Acquire the lock, unless this process has it.
-
-        Raises:
-            OSError: if the file cannot be written, or another process has the lock.
-        """
-        if self.held:
-            return
-        try:
-            self._lock.acquire()
-        except Timeout:
-            folder = Path(self._lock.lock_file).parent
-            remedy = "use one directory per run"
-            raise OSError(f"another run writes to {folder}; {remedy}") from None
-        except NotImplementedError:  # a file system without locks
-            pass
-        self.held = True
-
-    def release(self) -> None:
-        """Release the lock."""
-        if self.held:
-            self._lock.release()
-        self.held = False

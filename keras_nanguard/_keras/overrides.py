@@ -7,19 +7,12 @@ enter the override.
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance", "without_warnings"]
+__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
 
 _ABSENT = object()
-
-_FILTERS = threading.RLock()
-"""Held by the thread that has changed the filters of `warnings`, which are global to the
-process.
-"""
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
@@ -30,16 +23,6 @@ def set_instance(target: Any, name: str, value: Any) -> None:
 def unset_instance(target: Any, name: str) -> None:
     """Remove an attribute set by `set_instance`, if it is still there."""
     target.__dict__.pop(name, None)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Suppress warnings inside the context. One thread at a time: interleaved contexts would
-    restore each other's filters.
-    """
-    with _FILTERS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class Overrides:

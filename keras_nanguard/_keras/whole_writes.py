@@ -22,23 +22,19 @@ ATTEMPTS = 2
 """Number of attempts of each part. In `finish` an interrupt also ends only one attempt."""
 
 
-def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
+def write_all(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Write each array into its variable: all of them or none.
+
+    The old values are copied, one variable after the other, and written back if anything is raised.
+    That takes a second copy of the state in host memory.
 
     Args:
         pairs: `(variable, array)`, each array of the shape and dtype of its variable.
-        undo: whether the old values are copied, one variable after the other, and written back if
-            anything is raised; that takes a second copy of the state in host memory. Without it
-            the writes are completed.
 
     Raises:
-        StateLostError: if neither is possible.
-        BaseException: the exception raised while writing. Without `undo` only an interrupt, after
-            all is written.
+        StateLostError: if the old values cannot be written back.
+        BaseException: the exception raised while writing.
     """
-    if not undo:
-        finish(partial(keras_variables.write, variable, array) for variable, array in pairs)
-        return
     before: list[tuple[Any, Any]] = []
     try:
         for variable, array in pairs:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.src.backend.common import global_state, masking
+from keras.src.backend.common import masking
 from keras.src.utils import io_utils
 from support import zoo
 
@@ -16,7 +16,6 @@ from keras_nanguard._keras import (
     fitting,
     layers as keras_layers,
     optimizers as keras_optimizers,
-    saving,
     structure,
     variables as keras_variables,
 )
@@ -385,33 +384,3 @@ def test_second_moments():
         assert [v.shape for v in found] == [v.shape for v in model.trainable_variables], kind
         values = [keras.ops.convert_to_numpy(v) for v in found]
         assert all((v > 0.0).all() and (v <= 13.2).all() for v in values), kind  # 0.1 + 9 + 4
-
-
-def test_keras_forgets_what_it_does_not_save(tmp_path, monkeypatch):
-    """Keras makes an empty optimizer at every save and load, on TensorFlow 70 KB for ever; saved or loaded through here it makes none more.
-
-    A release that mends it fails the first half: then `saving._remember_attributes` can go.
-    """
-    from keras.src.optimizers import optimizer
-
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-    model.compile("adam")
-    model.optimizer.build(model.trainable_variables)
-    made, begin = [], optimizer.Optimizer.__init__
-
-    def counted(self, *args, **kwargs):
-        made.append(type(self))
-        begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(optimizer.Optimizer, "__init__", counted)
-    path = tmp_path / "one.weights.h5"
-    global_state.set_global_attribute("saving_attr_skiplist_Optimizer", None)
-    model.save_weights(path)
-    model.save_weights(path)
-    model.load_weights(path)
-    assert made.count(optimizer.Optimizer) == 3
-    saving.save_weights(model, path)
-    del made[:]
-    saving.save_weights(model, path)
-    saving.load_weights(model, path)
-    assert made == []

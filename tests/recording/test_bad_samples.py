@@ -12,8 +12,8 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._fit import row_search
-from keras_nanguard._fit.row_search import RowSearch
+from keras_nanguard._fit import bad_rows
+from keras_nanguard._fit.bad_rows import indices
 from keras_nanguard._recording.recording import Recording
 
 ROWS, BATCH = 96, 8
@@ -261,15 +261,15 @@ def test_search(dtype, shape, monkeypatch):
         same.setdefault(row.tobytes(), []).append(number)
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
-        monkeypatch.setattr(row_search, "_CHUNK", chunk)
-        assert RowSearch().indices(batch, [0, 250, 499], whole, None) == [
+        monkeypatch.setattr(bad_rows, "_CHUNK", chunk)
+        assert indices(batch, [0, 250, 499], whole, None) == [
             tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
         ]
-        assert RowSearch().indices(batch, range(64), whole[::-1], None)[63] == tuple(
+        assert indices(batch, range(64), whole[::-1], None)[63] == tuple(
             499 - number for number in reversed(same[flat[63].tobytes()])
         )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
-    assert dtype == "bool" or RowSearch().indices(other, [0], whole, None) == [()]
+    assert dtype == "bool" or indices(other, [0], whole, None) == [()]
 
 
 @pytest.mark.slow

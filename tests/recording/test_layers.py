@@ -9,7 +9,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core import memory
-from keras_nanguard._fit import layer_looks
+from keras_nanguard._fit import monitors
 from keras_nanguard._keras import slot_gradients, variables as keras_variables
 from keras_nanguard._recording.recording import Recording
 
@@ -19,17 +19,17 @@ QUIET = {"verbose": 0, "diagnose": False}
 @pytest.fixture
 def often(monkeypatch):
     """Look at the layers whenever there is a chance to."""
-    monkeypatch.setattr(layer_looks, "SHARE", 1e9)
-    monkeypatch.setattr(layer_looks, "MIN_STEPS", 1)
+    monkeypatch.setattr(monitors, "SHARE", 1e9)
+    monkeypatch.setattr(monitors, "MIN_STEPS", 1)
 
 
 def test_the_first_look_copies_nothing_where_memory_is_short(monkeypatch):
     """What a step takes at its peak is not known by then; later there is room for a copy if there is room for comparing it."""
-    monkeypatch.setattr(layer_looks, "SHARE", 1e9)
-    monkeypatch.setattr(layer_looks, "MIN_STEPS", 4)
+    monkeypatch.setattr(monitors, "SHARE", 1e9)
+    monkeypatch.setattr(monitors, "MIN_STEPS", 4)
     monkeypatch.setattr(memory, "SMALL", -1)
     monkeypatch.setattr(memory, "RESERVE", 0)
-    copied, copy = [], layer_looks.LayerLooks._copy
+    copied, copy = [], monitors.LayerLooks._copy
 
     def copying(looks, run):
         state = sum(keras_variables.bytes_of(v) for v in run.train_state().restorable)
@@ -37,7 +37,7 @@ def test_the_first_look_copies_nothing_where_memory_is_short(monkeypatch):
         copy(looks, run)
         copied.append((run.step, bool(looks._copies)))
 
-    monkeypatch.setattr(layer_looks.LayerLooks, "_copy", copying)
+    monkeypatch.setattr(monitors.LayerLooks, "_copy", copying)
     zoo.run(lambda: zoo.plain(keras.optimizers.Adam(0.01)), zoo.regression(), guard=NanGuard(**QUIET), epochs=1)
     assert copied[0] == (1, False) and copied[1][0] >= 4 and copied[1][1]
 
@@ -227,7 +227,7 @@ def test_share_of_the_time(monkeypatch):
     clock, looks = Clock(), []
 
     def taking(half, milliseconds):
-        real = getattr(layer_looks.LayerLooks, half)
+        real = getattr(monitors.LayerLooks, half)
 
         def timed(self, run):
             real(self, run)
@@ -235,13 +235,13 @@ def test_share_of_the_time(monkeypatch):
             clock.now += cost
             looks.append((half, clock.now - cost, clock.now))
 
-        monkeypatch.setattr(layer_looks.LayerLooks, half, timed)
+        monkeypatch.setattr(monitors.LayerLooks, half, timed)
 
     taking("_copy", 1)
     taking("_compare", 2)
-    monkeypatch.setattr(layer_looks, "time", clock)
-    monkeypatch.setattr(layer_looks, "MIN_STEPS", 1)
-    monkeypatch.setattr(layer_looks, "SHARE", share := 1 / 32)
+    monkeypatch.setattr(monitors, "time", clock)
+    monkeypatch.setattr(monitors, "MIN_STEPS", 1)
+    monkeypatch.setattr(monitors, "SHARE", share := 1 / 32)
     zoo.run(zoo.plain, zoo.regression(), guard=NanGuard(**QUIET), epochs=40, callbacks=[clock])
     halves, began, ended = zip(*looks)
     assert len(looks) >= 8 and halves[: len(looks) // 2 * 2] == ("_copy", "_compare") * (len(looks) // 2)

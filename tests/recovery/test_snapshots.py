@@ -23,8 +23,8 @@ from keras_nanguard._core.levels import Level
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.snapshot_files import read, written
 from keras_nanguard._fit.snapshots import Ring
+from keras_nanguard._fit.snapshots_on_disk import read, written
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import PolicyState
 
@@ -393,13 +393,16 @@ def left(tmp_path_factory):
 
 
 class TestFiles:
-    def test_ordinary_weights(self, left):
-        """The weights are an ordinary Keras file: a model that knows nothing of the guard loads it."""
+    def test_plain_arrays(self, left):
+        """The state is a plain NumPy archive: a program that knows nothing of the guard reads it by the paths of the variables."""
         path = written(left / "snapshots")[-1]
+        paths = [path for path, _ in json.loads((path / "snapshot.json").read_text())["variables"]]
         model = zoo.plain()
-        model.optimizer.build(model.trainable_variables)
-        model.load_weights(path / "state.weights.h5")
-        assert int(model.optimizer.iterations.numpy()) == read(path).step
+        with np.load(path / "state.npz", allow_pickle=False) as arrays:
+            stored = {path: arrays[f"v{number}"] for number, path in enumerate(paths)}
+        for weight in model.weights:
+            weight.assign(stored[weight.path])
+        assert stored[next(path for path in stored if path.endswith("iteration"))] == read(path).step
         assert zoo.bad_entries(model) == []
 
     def test_record(self, left):
@@ -412,13 +415,13 @@ class TestFiles:
             (20, 1, 8, True),
         ]
         data = json.loads((paths[-1] / "snapshot.json").read_text())
-        assert data["format"] == 1 and data["measured"]["learning_rate"] and data["versions"]["keras"] == keras.__version__
-        assert [path for _, path, _ in data["rest"]] and "seed" in data["rest"][0][1]
-        with np.load(paths[-1] / "rest.npz", allow_pickle=False) as arrays:
+        assert data["format"] == 2 and data["versions"]["keras"] == keras.__version__
+        assert any("seed" in path for path, _ in data["variables"])
+        with np.load(paths[-1] / "state.npz", allow_pickle=False) as arrays:
             assert {arrays[name].dtype.kind for name in arrays} <= set("bfiu" if zoo.OLD else "fiu")
         assert [f.name for f in (left / "snapshots").iterdir() if f.name.startswith(".")] == []
 
-    @pytest.mark.parametrize("name", ["state.weights.h5", "rest.npz", "snapshot.json", "guard_state.json"])
+    @pytest.mark.parametrize("name", ["state.npz", "snapshot.json", "guard_state.json"])
     @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
     def test_broken(self, left, tmp_path, name, how):
         """Whatever is done to a file of the newest snapshot is found out, and the next older one is used, loudly."""
@@ -439,7 +442,7 @@ class TestFiles:
         """Where no snapshot is whole the run does not silently start anew."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         for path in written(tmp_path / "snapshots"):
-            (path / "rest.npz").write_bytes(b"")
+            (path / "state.npz").write_bytes(b"")
         with pytest.raises(GuardError, match="checksum"), pytest.warns(UserWarning):
             find(tmp_path, 12)
 
@@ -495,7 +498,7 @@ class TestFiles:
 
         def spoil(batch, logs):
             if batch == 7:
-                (written(tmp_path / "snapshots")[-1] / "state.weights.h5").write_bytes(b"no")
+                (written(tmp_path / "snapshots")[-1] / "state.npz").write_bytes(b"no")
 
         guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "verify_after": 1})
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)

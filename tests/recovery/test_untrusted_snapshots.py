@@ -17,7 +17,7 @@ from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.snapshot_files import written
+from keras_nanguard._fit.snapshots_on_disk import written
 from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
@@ -110,14 +110,12 @@ RECORDS = {
     "a batch below 0": {"batch": -1},
     "an epoch of many digits": {"epoch": 10**100},
     "a mark that is a text": {"verified": "no"},
-    "files that are a list": {"files": ["rest.npz"]},
-    "a file elsewhere": {"files": {"../../rest.npz": "0"}},
-    "a file with an odd name": {"files": {"\x1b[31m": "0"}},
-    "rest that is a text": {"rest": "all"},
-    "rest of two": {"rest": [[0, "a"]]},
-    "a number below 0": {"rest": [[-1, "a", "float32"]]},
+    "a checksum that is a list": {"state": ["0"]},
+    "another checksum": {"state": "../../state.npz"},
+    "variables that are a text": {"variables": "all"},
+    "variables of three": {"variables": [[0, "a", "float32"]]},
+    "a number below 0": {"metrics": -1},
     "optimizers of texts": {"optimizers": [["a"]]},
-    "a guard state that is a list": {"guard_state": []},
 }
 
 
@@ -133,11 +131,10 @@ def test_a_record_with_a_right_checksum_and_wrong_fields(snapshot, tmp_path, nam
 
 def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
     """An archive whose members are damaged does not fit the model, and says so."""
-    raw = bytearray((snapshot / "rest.npz").read_bytes())
+    raw = bytearray((snapshot / "state.npz").read_bytes())
     raw[:4] = b"none"
-    (snapshot / "rest.npz").write_bytes(raw)
-    files = {**atomic_files.read_json(snapshot / "snapshot.json")["files"], "rest.npz": atomic_files.fingerprint(snapshot / "rest.npz")}
-    sealed(snapshot / "snapshot.json", files=files)
+    (snapshot / "state.npz").write_bytes(raw)
+    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
     guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
     with pytest.raises(GuardError, match="does not fit this model"):
         zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
@@ -154,11 +151,10 @@ def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
 @pytest.mark.requires_backend("torch", reason="only PyTorch has a generator that belongs to no variable")
 def test_a_generator_with_another_state(snapshot, tmp_path):
     """What PyTorch does not take as the state of its generator is refused in a sentence."""
-    with np.load(snapshot / "rest.npz") as stored:
+    with np.load(snapshot / "state.npz") as stored:
         arrays = {**{name: stored[name] for name in stored.files}, "generator": np.zeros(3, np.float64)}
-    np.savez(snapshot / "rest.npz", **arrays)
-    files = {**atomic_files.read_json(snapshot / "snapshot.json")["files"], "rest.npz": atomic_files.fingerprint(snapshot / "rest.npz")}
-    sealed(snapshot / "snapshot.json", files=files)
+    np.savez(snapshot / "state.npz", **arrays)
+    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
     guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
     with pytest.raises(GuardError, match="generator"):
         zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)

@@ -133,7 +133,7 @@ def words() -> Iterator[str]:
 
 def logs() -> Iterator[str]:
     """What a guard adds to the logs of an epoch."""
-    module = importlib.import_module("keras_nanguard._fit.epoch_logs")
+    module = importlib.import_module("keras_nanguard._fit.callbacks")
     yield f"log {module.REFUSED}"
     documentation = importlib.import_module("keras_nanguard").NanGuard.__doc__ or ""
     yield from (f"log {name}" for name in sorted(re.findall(rf"`({module.OWN}\w+)`", documentation)))
@@ -160,7 +160,7 @@ FORMATS = {
     "policy": ("_policy.policy", "VERSION"),
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_diagnose.bundle", "FORMAT"),
-    "snapshot": ("_fit.snapshot_files", "FORMAT"),
+    "snapshot": ("_fit.snapshots_on_disk", "FORMAT"),
     "guard state": ("_fit.guard_state", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.records", "FORMAT"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from functools import partial
 
 import keras
@@ -13,7 +12,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._keras.overrides import ThreadOverrides, without_warnings
+from keras_nanguard._keras.overrides import ThreadOverrides
 
 LIMIT = 120.0
 """Seconds that a test waits for a thread."""
@@ -85,27 +84,6 @@ def test_guarded_and_plain_fits_at_a_time():
             assert not {"apply", "stateless_apply"} & set(vars(model.optimizer))
     again = net()
     assert same(together(lambda: fit(again, data))[0], plain), "a plain fit in a new thread"
-
-
-def test_warnings_are_issued_again():
-    """Two threads that silence warnings for a while leave the filters as they were, whoever ends first."""
-    before, first_in, second_in, first_out = list(warnings.filters), *(threading.Event() for _ in range(3))
-
-    def first():
-        with without_warnings():
-            first_in.set()
-            second_in.wait(0.5)  # in vain, where one waits for the other
-            warnings.warn("not seen", stacklevel=1)
-        first_out.set()
-
-    def second():
-        assert first_in.wait(LIMIT)
-        with without_warnings():
-            second_in.set()
-            assert first_out.wait(LIMIT)
-
-    assert together(first, second) == [None, None]
-    assert list(warnings.filters) == before
 
 
 def test_one_guard_for_two_threads():
