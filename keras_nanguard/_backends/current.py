@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import platform
+import sys
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._version import __version__
 
 __all__ = [
     *("BACKENDS", "attachment", "fault_hook", "host", "loop_step", "name", "replay"),
+    "versions",
 ]
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -21,6 +26,17 @@ BACKENDS = ("tensorflow", "jax", "torch")
 def name() -> str:
     """Return the name of the running backend."""
     return str(keras.backend.backend())
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this library, Keras, its backend, NumPy and Python."""
+    return {
+        "keras_nanguard": __version__,
+        "keras": keras.__version__,
+        name(): str(getattr(sys.modules.get(name()), "__version__", "")),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _module(part: str) -> Any:

@@ -23,21 +23,18 @@ unpickled; Keras' safe mode refuses a model with Python code in its configuratio
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files, finiteness, plain_json
+from keras_nanguard._core import atomic_files, plain_arrays, plain_json
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Diagnosis, Incident
@@ -48,7 +45,6 @@ from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
 from keras_nanguard._files.stored import MAX_UNBACKED, PARSE_ERRORS
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
-from keras_nanguard._version import __version__
 
 __all__ = ["FORMAT", "Bundle", "read", "write"]
 
@@ -179,7 +175,7 @@ def _fill(
             "name": str(run.model.name),
             "config": bool(model),
         },
-        "versions": _versions(),
+        "versions": current.versions(),
         "notes": notes,
     }
     texts = {
@@ -248,13 +244,8 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
 
 
 def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
-    """Write arrays without pickle; those of dtypes that NumPy cannot name go as their bytes."""
-    plain = {
-        str(i): a if a.dtype.kind in "biufcSU" else a.view(f"u{a.dtype.itemsize}")
-        for i, a in enumerate(arrays)
-    }
-    with path.open("wb") as file:
-        np.savez(file, **plain)  # type: ignore[arg-type]
+    """Write arrays by number; return their bytes."""
+    plain_arrays.save_arrays(path, {str(number): array for number, array in enumerate(arrays)})
     return sum(a.nbytes for a in arrays)
 
 
@@ -263,18 +254,6 @@ def _configuration(model: Any) -> str:
         return str(model.to_json())
     except Exception:  # noqa: BLE001  a model of the user's own need not have a configuration
         return ""
-
-
-def _versions() -> dict[str, str]:
-    backend = current.name()
-    return {
-        "keras_nanguard": __version__,
-        "keras": keras.__version__,
-        "backend": backend,
-        backend: str(getattr(importlib.import_module(backend), "__version__", "?")),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
@@ -417,15 +396,7 @@ def _load(path: Path, dtypes: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         arrays = [found[str(number)].read() for number in range(len(found))]
     finally:
         contents.close()
-    return [_typed(array, str(name)) for array, name in zip(arrays, dtypes)]
-
-
-def _typed(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    if array.dtype.name == name or not finiteness.is_float(name):
-        return array
-    import ml_dtypes
-
-    return array.view(np.dtype(getattr(ml_dtypes, name)))
+    return [plain_arrays.typed(array, name) for array, name in zip(arrays, dtypes)]
 
 
 def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int = 0) -> Any:

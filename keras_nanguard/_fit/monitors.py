@@ -27,7 +27,6 @@ from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import HUGE, Run, beyond_limits
-from keras_nanguard._fit.snapshots import FIRST_STEP, size_of
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     layers as keras_layers,
@@ -133,7 +132,7 @@ class LayerLooks:
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
         most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
-        left = most if run.agreement.fits(self._fits(run, most)) else 0
+        left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
         slots = gradient_slots(train_state.optimizers)
         for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
             value, slot = keras_variables.view(variable), slots.get(id(variable))
@@ -148,15 +147,6 @@ class LayerLooks:
         self._updates = self._counted()
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self._half = True
-
-    def _fits(self, run: Run, size: int) -> bool:
-        """Whether copies, the memory to compare them and, before the peak is known, a step fit into
-        memory.
-        """
-        needed = COMPARING * size
-        if run.step < MIN_STEPS and needed > memory.SMALL:
-            needed += FIRST_STEP * size_of(run.train_state().restorable)
-        return memory.room_for(needed)
 
     @np.errstate(all="ignore")  # the values may not be finite
     def _compare(self, run: Run) -> None:

@@ -5,14 +5,13 @@ a reason.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import atomic_files, finiteness
+from keras_nanguard._core import atomic_files, finiteness, plain_arrays
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
@@ -357,10 +356,8 @@ def keep_batch(
     if size > max_mb * 1e6:
         return "skipped", f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
     path = _free(folder, f"step-{incident.step:08d}")
-    with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
+    with atomic_files.beside(path) as unfinished:
+        plain_arrays.save_arrays(unfinished, arrays)
     return "done", f"the batch is in {path}"
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from pathlib import Path
 from typing import Any
-
-import keras
-import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Outcome
@@ -19,7 +14,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
-from keras_nanguard._version import __version__
 
 __all__ = ["acted", "begun", "budgets", "note_rate", "returned", "rolled_back", "say_problem"]
 
@@ -33,7 +27,7 @@ def begun(run: Run, resumed: int | None = None) -> None:
     meta = {
         "model": str(getattr(run.model, "name", type(run.model).__name__)),
         "backend": current.name(),
-        "versions": _versions(),
+        "versions": current.versions(),
         "policy": run.policy.to_toml(),
         "budgets": budgets(run),
     }
@@ -48,17 +42,6 @@ def say_problem(run: Run) -> None:
     problem = run.recorder.problem()
     if problem:
         run.say(f"NanGuard: {problem}")
-
-
-def _versions() -> dict[str, str]:
-    backend = sys.modules.get(current.name())
-    known = {
-        "keras_nanguard": __version__,
-        "keras": keras.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-    return {**known, current.name(): str(getattr(backend, "__version__", ""))}
 
 
 def note_rate(run: Run, ahead: bool = False) -> None:

@@ -25,13 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import keras
 import numpy as np
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files, memory
+from keras_nanguard._core import atomic_files, memory, plain_arrays
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.levels import Level
 from keras_nanguard._core.plain_text import plain_text
@@ -42,7 +41,6 @@ from keras_nanguard._fit.snapshots import Ring, Snapshot, Values, missing_bytes,
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
-from keras_nanguard._version import __version__
 
 __all__ = [
     *("FOLDER", "GUARD_STATE", "DiskRing", "SnapshotRecord", "StoredState", "build_optimizers"),
@@ -81,7 +79,7 @@ class SnapshotRecord(Record):
         generator: whether there is the state of a generator that belongs to no variable.
         optimizers: for each optimizer the numbers of the weights for which it was built, or `None`
             if it was not built.
-        versions: of Keras, its backend, NumPy and this library.
+        versions: of this library, Keras, its backend, NumPy and Python.
     """
 
     step: Count
@@ -185,7 +183,7 @@ class StoredState(Mapping[int, Array]):
 
     def __getitem__(self, key: int) -> Array:
         number = self._numbers[key]
-        return _typed(self._array(f"v{number}"), self.record.variables[number][1])
+        return plain_arrays.typed(self._array(f"v{number}"), self.record.variables[number][1])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
@@ -230,13 +228,11 @@ def save(
         **about: the fields of the record that do not follow from the state.
     """
     folder.mkdir()
-    arrays = {f"v{number}": _plain(value) for number, value in enumerate(values)}
+    arrays = {f"v{number}": value for number, value in enumerate(values)}
     arrays |= {f"m{n}": keras_variables.read(v) for n, v in enumerate(train_state.metrics)}
     if (drawn := current.host().generator_state()) is not None:
         arrays[GENERATOR] = drawn
-    with (folder / STATE).open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
-    atomic_files.flush_to_disk(folder / STATE)
+    plain_arrays.save_arrays(folder / STATE, arrays)
     variables = list(train_state.everything)
     paths = (str(variable.path) for variable in variables)
     record = SnapshotRecord(
@@ -246,12 +242,7 @@ def save(
         metrics=len(train_state.metrics),
         generator=drawn is not None,
         optimizers=_trained_by_each(train_state),
-        versions={
-            "keras": keras.__version__,
-            "backend": current.name(),
-            "numpy": np.__version__,
-            "keras_nanguard": __version__,
-        },
+        versions=current.versions(),
         **about,
     )
     record.write(folder)
@@ -281,22 +272,6 @@ def _trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, .
     return tuple(
         None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
     )
-
-
-def _plain(array: Array) -> Array:
-    """Return an array in a dtype that NumPy can write: bfloat16 and float8 as their bytes."""
-    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:
-        return array.view(f"u{array.dtype.itemsize}")
-    return array
-
-
-def _typed(array: Array, dtype: str) -> Array:
-    """Undo `_plain`."""
-    if array.dtype.name == dtype:
-        return array
-    import ml_dtypes
-
-    return array.view(getattr(ml_dtypes, dtype))
 
 
 # The ring

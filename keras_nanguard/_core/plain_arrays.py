@@ -1,0 +1,40 @@
+"""Arrays in files that any program with NumPy reads: `.npz` without compression and without pickle.
+
+Imports no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import atomic_files, finiteness
+
+__all__ = ["save_arrays", "typed"]
+
+Array = np.ndarray[Any, Any]
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays by name, and sync the file to disk. Those of a dtype that NumPy cannot name
+    (bfloat16, float8) are written as unsigned integers of their bytes; see `typed`.
+    """
+    plain = {
+        name: array if array.dtype.kind in "biufcSU" else array.view(f"u{array.dtype.itemsize}")
+        for name, array in arrays.items()
+    }
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **plain)  # type: ignore[arg-type]
+    atomic_files.flush_to_disk(path)
+
+
+def typed(array: Array, dtype: str) -> Array:
+    """Return an array from a file in the dtype of this name, which it had before it was written."""
+    if array.dtype.name == dtype or not finiteness.is_float(dtype):
+        return array
+    import ml_dtypes
+
+    return array.view(np.dtype(getattr(ml_dtypes, dtype)))
