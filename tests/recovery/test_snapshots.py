@@ -434,7 +434,7 @@ class TestFiles:
             at = len(content) // 2
             broken = {"cut": content[:at], "flipped": content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]}
             file.write_bytes({**broken, "empty": b"", "foreign": b'{"format": 1, "sha256": "00"}'}[how])
-        with pytest.warns(UserWarning, match="older snapshot|state of the policy"):
+        with pytest.warns(UserWarning, match="older snapshot|policy state"):
             found = find(tmp_path, 12)
         assert found.path == (newest if name == "guard_state.json" else older)
 
