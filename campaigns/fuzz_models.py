@@ -44,7 +44,7 @@ def look_model(path: Path) -> None:
     """Scan a model file, show what is found, list its names, and read its arrays."""
     from rich.console import Console
 
-    from keras_nanguard._files.model_names import model_names
+    from keras_nanguard._files.names import model_names
     from keras_nanguard._files.opening import opened
     from keras_nanguard._files.scan import scan
 

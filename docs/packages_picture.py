@@ -52,7 +52,7 @@ ARROWS = (
     ("_recording", "_core"),
     ("_keras", "_core"),
     ("_report", "_recording"),
-    ("_report", "_policy"),
+    ("_report", "_files"),
     ("errors", "_core"),
 )
 """The imports between them, without those that others imply."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         Diagnosis as Diagnosis,
         Finding as Finding,
         Incident as Incident,
+        NonFiniteError as NonFiniteError,
         Outcome as Outcome,
     )
-    from keras_nanguard._core.nonfinite_error import NonFiniteError as NonFiniteError
     from keras_nanguard._diagnose.examine import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
     from keras_nanguard._files.recalibrate import recalibrate as recalibrate
@@ -54,7 +54,7 @@ _HOMES = {
         ("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"
     ),
     **dict.fromkeys(("NanGuardError", "PolicyError", "StateLostError"), "_core.errors"),
-    "NonFiniteError": "_core.nonfinite_error",
+    "NonFiniteError": "_core.incident",
     "Recording": "_recording.recording",
     "diagnose": "_diagnose.examine",
     "lint": "_lint",

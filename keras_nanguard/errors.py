@@ -17,7 +17,7 @@ from keras_nanguard._core.errors import (
     PolicyError,
     StateLostError,
 )
-from keras_nanguard._core.nonfinite_error import NonFiniteError
+from keras_nanguard._core.incident import NonFiniteError
 
 __all__ = [
     "BundleError",

@@ -1,5 +1,5 @@
 """The commands of the command line: each calls one public function, prints its report and returns
-an exit code.
+an exit code. Messages name options in place of arguments: `overwrite=True` becomes `--overwrite`.
 
 Everything except the standard library is imported inside the command that needs it.
 """
@@ -10,20 +10,55 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from keras_nanguard._cli.wording import in_options
 from keras_nanguard._core.plain_text import one_line
 
-__all__ = [
-    *("CHECKED_POLICY", "CLEAN", "COMPARED_RUNS", "FOUND", "MISUSE", "Command", "check_policy"),
-    *("demo", "diagnose", "lint", "print_error", "recalibrate", "repair", "report", "scan"),
-    "watch",
-]
+_VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
+
+_ELSEWHERE = {"custom_objects": "--import"}
+"""Options whose name differs from that of the argument."""
+
+
+def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the options of a command by the names of the Python arguments; `""` for positional
+    arguments."""
+    found = {}
+    for action in command._actions:
+        if action.dest not in ("help", "mode"):
+            name = action.dest if action.option_strings else "path"
+            found[name] = (action.option_strings or [""])[-1]
+    known = found.values()
+    return {**found, **{name: own for name, own in _ELSEWHERE.items() if own in known}}
+
+
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """Return a message with each `argument=value` replaced by the option and its value.
+
+    Args:
+        text: the message.
+        options: the options, from `option_words`.
+    """
+    if not options:
+        return text
+
+    def option_of(match: re.Match[str]) -> str:
+        option, value = options[match[1]], match[2]
+        if value == "True":
+            return option
+        if value == "None":
+            return f"no {option}"
+        plain = value.strip("'\"") if re.fullmatch(r"'[\w.*-]+'", value) else value
+        return f"{option} {plain}" if option else value
+
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    return re.sub(rf"(?<![\w-])({names}){_VALUE}", option_of, text)
+
 
 CLEAN, FOUND, MISUSE = 0, 1, 2
 
@@ -137,7 +172,7 @@ def check_policy(given: argparse.Namespace) -> int:
     else:
         names = None
         if given.model is not None:
-            from keras_nanguard._files.model_names import model_names
+            from keras_nanguard._files.names import model_names
 
             names = model_names(given.model)
         warnings = list(warnings_about(policy, names))

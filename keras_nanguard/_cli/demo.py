@@ -22,8 +22,6 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._report import closing
 from keras_nanguard.guard import NanGuard
 
-__all__ = ["run", "wins"]
-
 DEAD, OVERFLOWED, UNSCALED = (217, 905), (611,), (402, 1003)
 """Rows with NaN, with Inf, and with gray levels that were not rescaled."""
 

@@ -18,13 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from keras_nanguard._cli import commands as command_functions
-from keras_nanguard._cli.commands import CLEAN, FOUND, MISUSE
-from keras_nanguard._cli.wording import option_words
+from keras_nanguard._cli.commands import CLEAN, FOUND as FOUND, MISUSE, option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
-from keras_nanguard._files.repair_options import CHOICES
+from keras_nanguard._files.problems import CHOICES
 from keras_nanguard._version import __version__
-
-__all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
 
 _EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be executed"
 
@@ -129,8 +126,7 @@ def _scan(commands: Commands) -> None:
     summary = "find NaN, Inf and values out of range in model files, without building the model"
     command = _command(commands, "scan", command_functions.scan, summary)
     command.add_argument("paths", nargs="+", metavar="FILE", help=_FILES)
-    notes = "also list harmless observations, such as kernels of zeros"
-    command.add_argument("--notes", action="store_true", help=notes)
+    _flag(command, "--notes", "also list harmless observations, such as kernels of zeros")
     _limits(command)
     _json(command)
 
@@ -144,15 +140,12 @@ def _repair(commands: Commands) -> None:
         text = f"what replaces bad {name} (default: {_DEFAULTS[name]})"
         command.add_argument(f"--{name}", choices=choices, help=text)
     source = "good file of the same model; statistics and weights then default to source"
-    command.add_argument("--source", metavar="FILE", help=source)
+    _file(command, "--source", source)
     _only(command, "variables")
     _limits(command)
-    in_place = "replace the file; the old one is kept as FILE.bak"
-    command.add_argument("--in-place", action="store_true", help=in_place)
-    dry_run = "list what would change and write nothing"
-    command.add_argument("--dry-run", action="store_true", help=dry_run)
-    seed = "seed for the weights of --weights initial"
-    command.add_argument("--seed", type=_number(int, 0), metavar="NUMBER", help=seed)
+    _flag(command, "--in-place", "replace the file; the old one is kept as FILE.bak")
+    _flag(command, "--dry-run", "list what would change and write nothing")
+    _count(command, "--seed", "seed for the weights of --weights initial", low=0)
     _json(command)
 
 
@@ -160,13 +153,10 @@ def _recalibrate(commands: Commands) -> None:
     summary = "re-estimate the statistics of BatchNormalization from data, in a new file"
     command = _command(commands, "recalibrate", command_functions.recalibrate, summary)
     _model(command)
-    _data(command, "an .npz or .npy file with the inputs (x)")
+    _file(command, "--data", "an .npz or .npy file with the inputs (x)", required=True)
     _output(command, "NAME.repaired.keras")
-    steps = "number of batches to run (default: all)"
-    command.add_argument("--steps", type=_number(int, 1), metavar="NUMBER", help=steps)
-    rows = "number of rows per batch (default: 32)"
-    kind = _number(int, 1)
-    command.add_argument("--batch-size", type=kind, default=32, metavar="NUMBER", help=rows)
+    _count(command, "--steps", "number of batches to run (default: all)")
+    _count(command, "--batch-size", "number of rows per batch (default: 32)", default=32)
     _only(command, "layers")
     _json(command)
 
@@ -175,8 +165,7 @@ def _lint(commands: Commands) -> None:
     summary = "check a model for numeric hazards before it is trained"
     command = _command(commands, "lint", command_functions.lint, summary)
     _model(command)
-    data = "an .npz file with inputs (x) and targets (y) to check, too"
-    _data(command, data, required=False)
+    _file(command, "--data", "an .npz file with inputs (x) and targets (y) to check, too")
     ignore = "disable a rule"
     command.add_argument("--ignore", action="append", metavar="RULE", default=[], help=ignore)
     _json(command)
@@ -188,10 +177,8 @@ def _diagnose(commands: Commands) -> None:
     )
     command = _command(commands, "diagnose", command_functions.diagnose, summary)
     _model(command)
-    _data(command, "an .npz or .npy file: inputs (x), targets (y)")
-    rows = "number of rows of the data to run (default: 32)"
-    kind = _number(int, 1)
-    command.add_argument("--rows", type=kind, default=32, metavar="NUMBER", help=rows)
+    _file(command, "--data", "an .npz or .npy file: inputs (x), targets (y)", required=True)
+    _count(command, "--rows", "number of rows of the data to run (default: 32)", default=32)
     _json(command)
 
 
@@ -200,8 +187,7 @@ def _check_policy(commands: Commands) -> None:
     command = _command(commands, "check-policy", command_functions.check_policy, summary)
     policy = "a .toml, .yaml or .json file, or the name of a preset"
     command.add_argument("policy", metavar="POLICY", help=policy)
-    model = f"a file of the model, to check names against: {_FILES}"
-    command.add_argument("--model", metavar="FILE", help=model)
+    _file(command, "--model", f"a file of the model, to check names against: {_FILES}")
     _json(command)
 
 
@@ -209,8 +195,7 @@ def _replay(commands: Commands) -> None:
     summary = "run the bad step of an incident bundle again and diagnose it"
     command = _command(commands, "replay", command_functions.replay, summary)
     command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident: Incident.bundle")
-    model = "a .keras file, if the bundle contains no configuration"
-    command.add_argument("--model", metavar="FILE", help=model)
+    _file(command, "--model", "a .keras file, if the bundle contains no configuration")
     own, listed = "module to import with custom classes and functions of the model", "append"
     command.add_argument(
         "--import", dest="own", metavar="MODULE", action=listed, default=[], help=own
@@ -221,8 +206,7 @@ def _replay(commands: Commands) -> None:
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=text)
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
     command.add_argument("--device", metavar="NAME", help="device to run on, such as CPU:0")
-    plain = "only run the step, without counterfactuals"
-    command.add_argument("--plain", action="store_true", help=plain)
+    _flag(command, "--plain", "only run the step, without counterfactuals")
     _json(command)
 
 
@@ -250,8 +234,9 @@ def _watch(commands: Commands) -> None:
     interval = "seconds between two updates (default: 1)"
     kind = _number(float, 0.05, 3600)
     command.add_argument("--interval", type=kind, default=1.0, metavar="SECONDS", help=interval)
-    once = "print one frame and exit; the default if the output is not a terminal"
-    command.add_argument("--once", action="store_true", help=once)
+    _flag(
+        command, "--once", "print one frame and exit; the default if the output is not a terminal"
+    )
 
 
 def _demo(commands: Commands) -> None:
@@ -281,14 +266,23 @@ def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", metavar="MODEL", help=text)
 
 
-def _data(command: argparse.ArgumentParser, text: str, required: bool = True) -> None:
-    command.add_argument("--data", required=required, metavar="FILE", help=text)
+def _file(command: argparse.ArgumentParser, name: str, text: str, required: bool = False) -> None:
+    command.add_argument(name, required=required, metavar="FILE", help=text)
+
+
+def _flag(command: argparse.ArgumentParser, name: str, text: str) -> None:
+    command.add_argument(name, action="store_true", help=text)
+
+
+def _count(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
+    kind = _number(int, more.pop("low", 1))
+    command.add_argument(name, type=kind, metavar="NUMBER", help=text, **more)
 
 
 def _output(command: argparse.ArgumentParser, default: str) -> None:
     text = f"the new file (default: {default})"
     command.add_argument("-o", "--output", metavar="FILE", help=text)
-    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    _flag(command, "--overwrite", "replace an existing output")
 
 
 def _only(command: argparse.ArgumentParser, what: str) -> None:
@@ -304,4 +298,4 @@ def _limits(command: argparse.ArgumentParser) -> None:
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON, one document per line")
+    _flag(command, "--json", "print JSON, one document per line")

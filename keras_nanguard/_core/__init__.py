@@ -1,3 +1,2 @@
 """Shared by all other packages: records, errors, the definition of "finite", atomic files. Imports
-neither Keras nor a backend.
-"""
+neither Keras nor a backend."""

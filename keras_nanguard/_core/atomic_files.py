@@ -21,17 +21,6 @@ from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = [
-    "beside",
-    "fingerprint",
-    "flush_to_disk",
-    "publish",
-    "read_json",
-    "remove",
-    "sweep",
-    "write_json",
-]
-
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
 
@@ -53,13 +42,10 @@ def fingerprint(path: Path) -> str:
 
 def flush_to_disk(path: Path) -> None:
     """Sync the contents of a file, or the entries of a folder, to the disk. Windows syncs no
-    folder.
-    """
+    folder, and only files that can be written."""
     if path.is_dir() and os.name == "nt":
         return
-    handle = os.open(
-        path, os.O_RDONLY if path.is_dir() else os.O_RDWR
-    )  # Windows syncs only what can be written
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -115,11 +101,8 @@ def beside(path: Path, name: str = "") -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):
             _discard(unfinished)
-        if (
-            isinstance(error, OSError)
-            and error.errno
-            and str(error.filename) in ("None", str(unfinished))
-        ):
+        ours = str(getattr(error, "filename", "")) in ("None", str(unfinished))
+        if isinstance(error, OSError) and error.errno and ours:
             raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
 

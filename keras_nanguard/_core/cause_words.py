@@ -14,8 +14,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["CAUSE_WORDS", "DERIVATIVE_HINTS", "HINTS"]
-
 _FILE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "causes.toml").read_text("utf-8"))
 
 CAUSE_WORDS: dict[str, dict[str, Any]] = _FILE["causes"]

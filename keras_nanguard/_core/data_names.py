@@ -1,21 +1,10 @@
 """Names of the arrays of a batch: paths within the batch, and the names that the user knows.
-Imports no backend.
-"""
+Imports no backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-
-__all__ = [
-    "ARGUMENTS",
-    "GENERATED_PREFIXES",
-    "argument_path",
-    "arguments",
-    "input_names",
-    "leaves",
-    "named",
-]
 
 GENERATED_PREFIXES = ("keras_tensor", "input_layer")
 """Prefixes of the names that Keras generates for inputs without a name."""
@@ -29,30 +18,19 @@ ARGUMENTS = ("inputs", "targets", "sample_weight")
 
 def arguments(args: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield role, path and value of each array of a batch, given the arguments of the step:
-    `(data,)` in Keras, anything in a loop.
-    """
-    args, kwargs = _positional(args)
-    data = (
-        args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    )  # Keras takes either as `(x, y, ...)`
+    `(data,)` in Keras, anything in a loop."""
+    args, kwargs = tuple(args) if isinstance(args, (list, tuple)) else (args,), {}
+    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        args, kwargs = args  # of a step of a loop
+    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     for role, value in zip(ARGUMENTS, data[: len(ARGUMENTS)]):
         yield from ((role, path, v) for path, v in leaves(role, value))
     for value in (*data[len(ARGUMENTS) :], kwargs):
         yield from (("inputs", path, v) for path, v in leaves("inputs", value))
 
 
-def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments; a step of a loop has both as `(args, kwargs)`."""
-    args = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
-        return args[0], args[1]
-    return args, {}
-
-
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of an argument of a step, or of `fit`, with the paths that incidents name
-    them by.
-    """
+    """Yield the arrays of an argument of a step, or of `fit`, with their paths in incidents."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(f"{path}/{key}", item)
@@ -64,24 +42,19 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def input_names(model: Any) -> tuple[str, ...]:
-    """Return the name of each `keras.Input` of a functional model, `""` for generated names; `()`
-    for other models.
-    """
+    """Return the name of each `keras.Input` of a functional model, `""` if it is generated; `()`
+    for other models."""
     names = [str(getattr(tensor, "name", "")) for tensor in getattr(model, "inputs", None) or ()]
     return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
 
 
 def named(path: str, names: tuple[str, ...]) -> str:
     """Return the path of an array of the inputs (`inputs/1`, `x`) with the name of its
-    `keras.Input` in place of its number.
-    """
+    `keras.Input` in place of its number."""
     role, _, rest = path.partition("/")
     number = int(rest) if rest.isdecimal() else 0 if not rest and len(names) == 1 else len(names)
-    return (
-        f"{role}/{names[number]}"
-        if role in ("inputs", "x") and number < len(names) and names[number]
-        else path
-    )
+    known = role in ("inputs", "x") and number < len(names) and names[number]
+    return f"{role}/{names[number]}" if known else path
 
 
 def argument_path(path: str) -> str:

@@ -8,20 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = [
-    "BundleError",
-    "FileFormatError",
-    "GuardError",
-    "GuardInUseError",
-    "NanGuardError",
-    "PolicyError",
-    "StateLostError",
-    "expected",
-    "no_backend",
-    "no_model",
-    "require_keras_3",
-]
-
 
 def expected(what: str, received: object, remedy: str) -> str:
     """Return the message ``Expected what. Received: received. remedy``."""
@@ -29,17 +15,13 @@ def expected(what: str, received: object, remedy: str) -> str:
 
 
 def no_backend(error: ImportError) -> str:
-    """Return what to do where Keras does not find its backend, `""` if the error is about another
-    module.
-    """
+    """Return what to do where Keras does not find its backend, `""` for any other module."""
     name = (error.name or "").partition(".")[0]
     if name not in ("tensorflow", "jax", "torch"):
         return ""
     received = f"the backend {name}, which is not installed"
-    remedy = (
-        f'Run pip install "keras-nanguard[{name}]", or set KERAS_BACKEND to the backend that is'
-        " installed."
-    )
+    install = f'Run pip install "keras-nanguard[{name}]"'
+    remedy = f"{install}, or set KERAS_BACKEND to the backend that is installed."
     return expected("a backend for Keras", received, remedy)
 
 
@@ -53,10 +35,8 @@ def no_model(received: object, command: str) -> GuardError:
     """
     if isinstance(received, (str, os.PathLike)):
         path = os.fspath(received)
-        remedy = (
-            "Load it with keras.saving.load_model, or run: keras-nanguard"
-            f" {command.format(path=path)}"
-        )
+        run = f"keras-nanguard {command.format(path=path)}"
+        remedy = f"Load it with keras.saving.load_model, or run: {run}"
         return GuardError(expected("a Keras model", f"the path {path!r}", remedy))
     name = received.__name__ if isinstance(received, type) else type(received).__name__
     what = f"the class {name}" if isinstance(received, type) else f"an object of class {name}"
@@ -72,10 +52,8 @@ def require_keras_3(*things: object) -> None:
     """
     for thing in things:
         if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(thing).__mro__):
-            received = (
-                f"{getattr(thing, 'name', type(thing).__name__)!r}, an object of tf_keras, which is"
-                " Keras 2"
-            )
+            name = getattr(thing, "name", type(thing).__name__)
+            received = f"{name!r}, an object of tf_keras, which is Keras 2"
             remedy = "Write `import keras` in place of tf_keras, and unset TF_USE_LEGACY_KERAS."
             raise GuardError(expected("a model and optimizers of Keras 3", received, remedy))
 

@@ -5,22 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from keras_nanguard._core.stored_records import STORED
-
-__all__ = [
-    "BACKWARD",
-    "COMPILE_LOSS",
-    "Constant",
-    "Evidence",
-    "Growth",
-    "LayerRow",
-    "Operand",
-    "OptimizerFacts",
-    "Origin",
-    "Spread",
-    "TargetFault",
-]
-
+from keras_nanguard._core.incident import STORED
 
 COMPILE_LOSS = "compile_loss"
 """Name of the frame in which Keras sums the losses given to `compile`."""
@@ -242,8 +227,7 @@ class OptimizerFacts:
     @property
     def shrinks(self) -> float:
         """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes
-        them grow.
-        """
+        them grow."""
         return 1.0 - self.learning_rate * dict(self.settings).get("weight_decay", 0.0)
 
 

@@ -17,21 +17,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["counts", "is_finite", "is_float", "is_real", "largest", "widen"]
-
 _FLOATS = frozenset(
-    {
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "complex64",
-        "complex128",
-    }
+    ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+    + ("complex64", "complex128")
 )
-
 
 _NATIVE = frozenset("fdbBhHiIlLqQ?")
 """Type codes of the dtypes that NumPy supports without conversion."""
@@ -56,18 +45,13 @@ def is_real(dtype: Any) -> bool:
 
 def widen(array: Any) -> np.ndarray[Any, Any]:
     """Return the array in a dtype that NumPy computes with: ml_dtypes (bfloat16, float8) and
-    float16 as float32.
-    """
+    float16 as float32."""
     known: np.ndarray[Any, Any] = np.asarray(array)
     if known.dtype.char in _NATIVE:  # a type code is faster to read than the name of the dtype
         return known
-    if (
-        known.dtype.kind == "V"
-        or known.dtype == np.float16
-        or known.dtype.name.startswith(("bfloat", "float8"))
-    ):
-        return known.astype(np.float32)
-    return known
+    small = known.dtype.kind == "V" or known.dtype == np.float16
+    small = small or known.dtype.name.startswith(("bfloat", "float8"))
+    return known.astype(np.float32) if small else known
 
 
 def is_finite(array: Any) -> bool:
@@ -77,16 +61,12 @@ def is_finite(array: Any) -> bool:
         array = widen(array)
         return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
     with np.errstate(all="ignore"):
-        return all(
-            np.isfinite(np.dot(piece, piece)) or np.isfinite(piece).all()
-            for piece in _pieces(array)
-        )
+        sums = ((np.dot(piece, piece), piece) for piece in _pieces(array))
+        return all(np.isfinite(total) or np.isfinite(piece).all() for total, piece in sums)
 
 
 def counts(array: Any) -> tuple[int, int, int]:
-    """Return `(nan, inf, size)` of an array; dtypes that cannot hold NaN or Inf count as `(0, 0,
-    size)`.
-    """
+    """Return `(nan, inf, size)` of an array, `(0, 0, size)` if its dtype holds neither."""
     array, nan, inf = np.asarray(array), 0, 0
     for piece in _pieces(array):
         nan += int(np.count_nonzero(np.isnan(piece)))

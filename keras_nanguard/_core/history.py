@@ -1,43 +1,109 @@
-"""The measurements of the last steps, stored for the diagnosis of a later incident. Imports no
-backend.
+"""The measurements of the last steps, for the diagnosis of a later incident: the level of the loss,
+and the step at which it left it. Imports no backend.
 
-Pushing is one store into a list. All arithmetic is deferred until an incident needs it.
+Pushing is one append. All arithmetic is deferred until an incident needs it:
+
+    level    median of the last 16 losses
+    spread   1.48 times the median distance of these losses from their level: the standard deviation
+             if they are normally distributed
+    onset    the last step at which the cumulative sum S = max(0, S + (loss - best) / spread - 1)
+             was 0, where `best` is the lowest level so far: the estimate of a change point by the
+             CUSUM method (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954)
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
 
-__all__ = ["JUMP", "RISE", "History", "Measured", "magnitudes", "sizes"]
+WINDOW = 16
+"""Number of losses whose median is the level."""
 
-CAPACITY = 128
-"""Number of steps that are stored; a power of two."""
+FEWEST = 8
+"""Number of losses below which there is no level."""
+
+NORMAL = 1.4826
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+
+LEAST_SPREAD = 0.05
+"""Least spread, as a share of the level: a loss that is constant for some steps still has noise."""
+
+MOST_EXCESS = 100.0
+"""Largest excess that one loss adds to the cumulative sum, in spreads."""
+
+
+class Level(NamedTuple):
+    """The level of the loss after a step, and the spread of the losses around it."""
+
+    step: int
+    value: float
+    spread: float
+
+
+def level_of(series: Sequence[tuple[int, float]]) -> Level | None:
+    """Return the level at the end of a series of `(step, loss)`, `None` if it is too short."""
+    losses = [loss for _, loss in series[-WINDOW:]]
+    if len(losses) < FEWEST:
+        return None
+    value = median(losses)
+    spread = NORMAL * median(abs(loss - value) for loss in losses)
+    return Level(series[-1][0], value, max(spread, LEAST_SPREAD * abs(value)))
+
+
+def onset(series: Sequence[tuple[int, float]]) -> int:
+    """Return the first step at which the losses were no longer at their lowest level.
+
+    Args:
+        series: `(step, loss)` of committed steps, oldest first.
+
+    Returns:
+        that step; the step after the last one if the loss never left its lowest level, 0 for an
+        empty series.
+    """
+    if not series:
+        return 0
+    first, loss = series[0]
+    levels = [Level(first, loss, max(abs(loss) * LEAST_SPREAD, 1e-30))]
+    ends = range(FEWEST, len(series) + 1, FEWEST)
+    levels += [found for end in ends if (found := level_of(series[max(end - WINDOW, 0) : end]))]
+    known = (level for level in levels if not math.isnan(level.value))
+    best = min(known, key=lambda level: level.value, default=levels[0])
+    total, began = 0.0, best.step
+    for step, loss in series:
+        if step < best.step or loss != loss:
+            continue
+        excess = (loss - best.value) / best.spread - 1.0 if best.spread else math.inf
+        total = max(0.0, total + min(excess, MOST_EXCESS))
+        if total == 0.0:
+            began = step + 1
+    return began
+
+
+BEFORE = 128
+"""Number of the last steps that a diagnosis compares."""
 
 LONG = 4096
-"""Number of steps of which the loss is stored."""
+"""Number of steps that are stored."""
 
 JUMP = 20.0
 """Rise of the loss over its lowest value before, above which one check of dead units is
-conclusive.
-"""
+conclusive."""
 
 RISE = 3.0
 """Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to
-agree, for kernels that have changed before.
-"""
+agree, for kernels that have changed before."""
 
 _MIN_EXACT = 1e-20
 """A sum of squares between this and its inverse has neither overflowed nor underflowed in
-float32.
-"""
+float32."""
 
 START_STEPS = 5
 """Number of steps from which the initial magnitude is taken."""
@@ -58,20 +124,23 @@ class Measured(NamedTuple):
         return math.sqrt(squares) / self.scale if squares >= 0.0 and self.scale else math.nan
 
 
+Entry = tuple[int, float, float, float]
+"""The fields of a `Measured`."""
+
+
 class History:
-    """A ring buffer of the measurements of good steps, and the first few of them.
+    """The measurements of the last good steps that no rollback has undone, and the first few.
 
     Attributes:
         undone: step and loss of the steps that the last rollback has undone.
         weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
     """
 
-    __slots__ = ("_first", "_recent", "_ring", "undone", "weights")
+    __slots__ = ("_first", "_recent", "undone", "weights")
 
     def __init__(self) -> None:
-        self._ring: list[tuple[int, float, float, float] | None] = [None] * CAPACITY
-        self._first: list[tuple[int, float, float, float]] = []
-        self._recent: deque[tuple[int, float, float, float]] = deque(maxlen=LONG)
+        self._first: list[Entry] = []
+        self._recent: deque[Entry] = deque(maxlen=LONG)
         self.weights: dict[int, tuple[float, float]] = {}
         self.undone: list[tuple[int, float]] = []
 
@@ -80,15 +149,14 @@ class History:
 
         This runs in every step.
         """
-        entry = self._ring[step & (CAPACITY - 1)] = (step, loss, squares, scale)
+        entry = (step, loss, squares, scale)
         self._recent.append(entry)
         if step < START_STEPS:
             self._first.append(entry)
 
     def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
         """Store the initial magnitude of these weights, while the first snapshot is still
-        available.
-        """
+        available."""
         first = next((s for s in snapshots if s.step == 0), None)
         if first is not None and not self.weights:
             known = [(id(v), first.value(v)) for v in weights]
@@ -105,14 +173,9 @@ class History:
 
     def since(self, step: int) -> list[tuple[int, float, float]]:
         """Return step, loss and gradient norm of the steps from this one on that no rollback has
-        undone, oldest first.
-        """
-        return [
-            (m.step, m.loss, m.norm)
-            for m in (
-                Measured(*e) for e in takewhile(lambda e: e[0] >= step, reversed(self._recent))
-            )
-        ][::-1]
+        undone, oldest first."""
+        later = takewhile(lambda entry: entry[0] >= step, reversed(self._recent))
+        return [(m.step, m.loss, m.norm) for m in (Measured(*entry) for entry in later)][::-1]
 
     def undo(self, step: int) -> None:
         """Take the steps from this one on out of the series: a rollback has undone them."""
@@ -121,12 +184,13 @@ class History:
         self._recent = deque(kept, maxlen=LONG)
 
     def before(self, step: int) -> list[Measured]:
-        """Return the stored steps before this one, oldest first."""
+        """Return the last `BEFORE` steps before this one, oldest first."""
         return [Measured(*entry) for entry in self._entries(step)]
 
-    def _entries(self, step: int) -> list[tuple[int, float, float, float]]:
-        """Return the same as plain tuples, for callers that run often."""
-        return sorted([e for e in self._ring if e is not None and e[0] < step])
+    def _entries(self, step: int) -> list[Entry]:
+        """Return the same as plain tuples."""
+        earlier = (entry for entry in reversed(self._recent) if entry[0] < step)
+        return list(islice(earlier, BEFORE))[::-1]
 
     def first(self, step: int) -> list[Measured]:
         """Return the first good steps before this one."""
@@ -134,15 +198,12 @@ class History:
 
     def jump(self, step: int) -> tuple[float, int]:
         """Return the largest rise of the loss over its lowest value before, and the step at which
-        it occurred.
-        """
+        it occurred."""
         best, low = (1.0, 0), math.inf
         entries = self._entries(step)
         oldest = entries[0][0] if entries else step
-        for number, loss, _, _ in [
-            *(e for e in self._first[:START_STEPS] if e[0] < oldest),
-            *entries,
-        ]:
+        first = [entry for entry in self._first[:START_STEPS] if entry[0] < oldest]
+        for number, loss, _, _ in first + entries:
             if loss < 0.0:  # a ratio of losses of different signs has no meaning
                 return 1.0, 0
             if not 0.0 < loss < math.inf:  # neither NaN nor zero
@@ -154,21 +215,10 @@ class History:
         return best
 
     def zeros(self, step: int, count: int) -> bool:
-        """Whether each of the last `count` steps had a nonzero loss and a gradient of exactly
-        zero.
-        """
-        last = self._ring[(step - 1) & (CAPACITY - 1)]
-        if last is not None and last[0] == step - 1 and last[2] != 0.0:  # the usual case
-            return False
-        entries = self._entries(step)[-count:]
-        return len(entries) == count and all(
-            squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries
-        )
-
-    def moving(self, step: int) -> bool:
-        """Whether the last step had a nonzero gradient."""
-        entries = self._entries(step)
-        return bool(entries) and entries[-1][2] > 0.0
+        """Whether each of the last `count` steps had a gradient of exactly zero, and a loss."""
+        entries = list(islice((e for e in reversed(self._recent) if e[0] < step), count))
+        zero = takewhile(lambda entry: entry[1] != 0.0 and entry[2] == 0.0, entries)
+        return len(entries) == count and sum(1 for _ in zero) == count
 
 
 def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -178,11 +228,8 @@ def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
         return 0.0, 0.0
     with np.errstate(all="ignore"):
         flat = wide.ravel()
-        largest = (
-            float(max(abs(flat.max()), abs(flat.min())))
-            if flat.dtype.kind == "f"
-            else float(np.abs(flat).max())
-        )
+        ends = (flat.max(), flat.min()) if flat.dtype.kind == "f" else flat
+        largest = float(np.abs(ends).max())
         squares, unit = float(np.vdot(flat, flat).real), 1.0
         if not _MIN_EXACT < squares < 1.0 / _MIN_EXACT and 0.0 < largest < math.inf:
             scaled, unit = flat / largest, largest

@@ -6,31 +6,49 @@ Imports no backend.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from keras_nanguard._core import plain_json
 from keras_nanguard._core.data_names import argument_path
-from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.display import bad_places, block
+from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
-from keras_nanguard._core.notebook import block
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._core.stored_records import STORED, Whole, stored
 
-__all__ = [
-    "CAUSES",
-    "FORMAT",
-    "KINDS",
-    "SITES",
-    "Decision",
-    "Diagnosis",
-    "Finding",
-    "Incident",
-    "Outcome",
-]
+T = TypeVar("T")
+
+_adapter = functools.cache(TypeAdapter)
+
+STORED = ConfigDict(extra="forbid")
+"""The `__pydantic_config__` of a dataclass that is stored: unknown fields are errors."""
+
+Whole = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+"""An integer that can be computed with and shown."""
+
+
+def stored(kind: Callable[..., T], given: Mapping[str, Any]) -> T:
+    """Return the record with these fields, given as JSON has them: tuples as lists, non-finite
+    numbers as the strings `"nan"`, `"inf"` and `"-inf"`.
+
+    Raises:
+        ValueError: if a field is missing, unknown or of another type.
+    """
+    try:
+        found: T = _adapter(kind).validate_python(given)
+        return found
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]
+        where, received = ".".join(map(str, problem["loc"])), reprlib.repr(problem["input"])
+        raise ValueError(f"{where}: {problem['msg']}, received {received}") from error
+
 
 FORMAT = 1
 """Version of the JSON format of an `Incident`; incremented whenever a reader of the old format
@@ -88,9 +106,8 @@ class Finding:
         where = f"{self.site} of {self.path}" if self.path else self.site
         if self.site in ("inputs", "targets") and self.path:
             where = f"{self.site} {self.path}"
-        counts = [
-            f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count
-        ]
+        both = ((self.nan, "NaN"), (self.inf, "Inf"))
+        counts = [f"{count} {name}" for count, name in both if count]
         if counts and self.size and self.size > 1:
             return f"{where}: {' and '.join(counts)} of {self.size}"
         if counts:
@@ -142,34 +159,22 @@ class Diagnosis:
     @property
     def culprit_shown(self) -> str:
         """The culprit as it is displayed: data are named by the argument of `fit`."""
-        return (
-            argument_path(self.culprit)
-            if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
-            else self.culprit
-        )
+        is_data = self.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
+        return argument_path(self.culprit) if is_data else self.culprit
 
     @property
     def headline(self) -> str:
         """Cause, place and samples in one sentence."""
-        words = f"Cause: {self.place}"
-        if self.samples:
-            indices = ", ".join(str(s) for s in self.samples[:5]) + (
-                ", ..." if len(self.samples) > 5 else ""
-            )
-            words += (
-                f", at {'index' if len(self.samples) == 1 else 'indices'} {indices} of the batch"
-            )
-        return f"{words}."
+        if not self.samples:
+            return f"Cause: {self.place}."
+        listed = [*map(str, self.samples[:5]), *(["..."] if len(self.samples) > 5 else [])]
+        indices = f"{'index' if len(self.samples) == 1 else 'indices'} {', '.join(listed)}"
+        return f"Cause: {self.place}, at {indices} of the batch."
 
     def __str__(self) -> str:
         """Return it on several lines: the cause, the evidence, the advice."""
-        return "\n".join(
-            [
-                self.headline,
-                *(f"  seen: {text}" for text in self.evidence),
-                *(f"  do:   {text}" for text in self.advice),
-            ]
-        )
+        seen = [f"  seen: {text}" for text in self.evidence]
+        return "\n".join([self.headline, *seen, *(f"  do:   {text}" for text in self.advice)])
 
     def __repr__(self) -> str:
         known = {"culprit": self.culprit, "samples": self.samples, "confidence": self.confidence}
@@ -199,10 +204,8 @@ class Decision:
         return self.reason
 
     def __repr__(self) -> str:
-        return (
-            f"Decision({self.rule!r},"
-            f" actions=[{', '.join(str(action.get('action')) for action in self.actions)}])"
-        )
+        names = ", ".join(str(action.get("action")) for action in self.actions)
+        return f"Decision({self.rule!r}, actions=[{names}])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,25 +292,17 @@ class Incident:
     @property
     def changes(self) -> tuple[str, ...]:
         """Names of the actions that were performed, without `skip` and `warn`."""
-        return tuple(
-            o.action
-            for o in self.outcomes
-            if o.status == "done" and o.action not in ("skip", "warn")
-        )
+        done = (outcome.action for outcome in self.outcomes if outcome.status == "done")
+        return tuple(action for action in done if action not in ("skip", "warn"))
 
     @property
     def moment(self) -> str:
-        """Its time in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first
-        step`.
-        """
+        """Its time in words, counted from 1, such as `step 6 (epoch 1, batch 6)`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
-            return (
-                "in evaluate"
-                if self.decision is None
-                else f"in the validation of epoch {self.epoch + 1}"
-            )
+            validation = f"in the validation of epoch {self.epoch + 1}"
+            return "in evaluate" if self.decision is None else validation
         if "state" in self.sites and not self.refused:
             return "before the first step"
         replicas = ", ".join(str(number) for number in self.replicas)
@@ -317,58 +312,28 @@ class Incident:
     def __str__(self) -> str:
         """Return one line: findings, cause, outcomes, and advice if the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
-        parts = [
-            f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."
-        ]
+        refused = " refused" if self.refused else ""
+        parts = [f"{self.moment}{refused}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
-            parts += [
-                *self._since,
-                self.diagnosis.headline,
-                *(self.diagnosis.advice if self._needs_user else ()),
-            ]
-        parts += [
-            f"-> {o}."
-            for status in ("done", "skipped")
-            for o in self.outcomes
-            if o.status == status and str(o) != "warn"
-        ]
-        return " ".join(parts)
-
-    @property
-    def _since(self) -> tuple[str, ...]:
-        """The onset of a divergence, if it was before the step at which the divergence was
-        noticed.
-        """
-        onset = self.values.get("onset")
-        return () if onset is None or onset >= self.step else (f"Onset at step {onset + 1:.0f}.",)
-
-    @property
-    def _needs_user(self) -> bool:
-        """Whether the user has to act: training ends, or a result of `evaluate` or `predict` is
-        bad.
-        """
-        terminal = self.decision is not None and self.decision.terminal
-        return terminal or bool({"validation", "predictions"} & set(self.sites))
+            onset = self.values.get("onset")
+            if onset is not None and onset < self.step:  # of a divergence, noticed later
+                parts.append(f"Onset at step {onset + 1:.0f}.")
+            parts.append(self.diagnosis.headline)
+            parts += self.diagnosis.advice if needs_user(self) else ()
+        outcomes = [outcome for outcome in self.outcomes if str(outcome) != "warn"]
+        outcomes.sort(key=lambda outcome: outcome.status)  # done, then skipped
+        return " ".join([*parts, *(f"-> {outcome}." for outcome in outcomes)])
 
     def __repr__(self) -> str:
         cause = f", cause={self.diagnosis.cause!r}" if self.diagnosis is not None else ""
-        return (
-            f"Incident(step={self.step}, epoch={self.epoch}, batch={self.batch},"
-            f" sites={self.sites}, refused={self.refused}{cause}, changes={self.changes})"
-        )
+        where = f"step={self.step}, epoch={self.epoch}, batch={self.batch}, sites={self.sites}"
+        return f"Incident({where}, refused={self.refused}{cause}, changes={self.changes})"
 
     def _repr_html_(self) -> str:
-        lines = (
-            ()
-            if self.diagnosis is None
-            else (*self.diagnosis.evidence, *(f"Do: {text}" for text in self.diagnosis.advice))
-        )
-        return block(
-            str(self),
-            lines,
-            ("site", "place", "what"),
-            [(f.site, f.path, f) for f in self.findings],
-        )
+        known = self.diagnosis or Diagnosis()
+        lines = (*known.evidence, *(f"Do: {text}" for text in known.advice))
+        rows = [(finding.site, finding.path, finding) for finding in self.findings]
+        return block(str(self), lines, ("site", "place", "what"), rows)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra
@@ -377,21 +342,15 @@ class Incident:
         Raises:
             GuardError: if matplotlib is not installed.
         """
-        from keras_nanguard._core.drawing import bad_places
-
-        return bad_places(
-            f"{self.moment}: {self.diagnosis.headline if self.diagnosis else self.first or ''}",
-            self.findings,
-        )
+        about = self.diagnosis.headline if self.diagnosis else self.first or ""
+        return bad_places(f"{self.moment}: {about}", self.findings)
 
     def with_(self, **changes: Any) -> Incident:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; non-finite numbers become the strings `"nan"`, `"inf"`,
-        `"-inf"`.
-        """
+        """Return plain JSON values, non-finite numbers as `"nan"`, `"inf"` and `"-inf"`."""
         return {"format": FORMAT, **plain_json.plain(asdict(self))}
 
     def to_json(self) -> str:
@@ -408,24 +367,41 @@ class Incident:
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise FileFormatError(
-                expected(
-                    f"an incident of format {FORMAT}",
-                    plain_text(f"format={received!r}"),
-                    "Read it with the version that wrote it.",
-                )
-            )
+            what, shown = f"an incident of format {FORMAT}", plain_text(f"format={received!r}")
+            remedy = "Read it with the version that wrote it."
+            raise FileFormatError(expected(what, shown, remedy))
         try:
             plain_json.check_depth(data)
             return stored(cls, {key: value for key, value in data.items() if key != "format"})
         except ValueError as error:
-            raise FileFormatError(
-                f"The incident has a malformed field: {plain_text(error)}"
-            ) from error
+            reason = f"The incident has a malformed field: {plain_text(error)}"
+            raise FileFormatError(reason) from error
+
+
+def needs_user(incident: Incident) -> bool:
+    """Return whether training ends, or a result of `evaluate` or `predict` is bad."""
+    terminal = incident.decision is not None and incident.decision.terminal
+    return terminal or bool({"validation", "predictions"} & set(incident.sites))
 
 
 def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:
     if value not in allowed:
-        raise ValueError(
-            expected(f"{name} to be one of {', '.join(allowed)}", repr(value), "Correct the name.")
-        )
+        what = f"{name} to be one of {', '.join(allowed)}"
+        raise ValueError(expected(what, repr(value), "Correct the name."))
+
+
+class NonFiniteError(NanGuardError, FloatingPointError):
+    """Raised by the action `raise_error`.
+
+    The message describes the incident: what, where, why, and what to do.
+
+    Attributes:
+        incident: the complete `Incident`.
+    """
+
+    def __init__(self, message: str, incident: Incident | None = None):
+        super().__init__(message)
+        self.incident = incident
+
+
+NonFiniteError.__module__ = "keras_nanguard.errors"  # the public module, which pickle stores

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
-__all__ = ["SMALL", "is_exhausted", "readable", "room", "room_for"]
-
 SMALL = 64 << 20
 """Bytes that are allocated without a check: the limit of the remembered batches."""
 

@@ -11,18 +11,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "check_depth", "loads", "plain"]
-
 MAX_DEPTH = 64
 """Maximum depth of lists and objects. What this library writes has about ten levels; a batch of a
-bundle may have 64.
-"""
+bundle may have 64."""
 
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it: mappings with text as keys, lists for tuples, and the
-    strings `"nan"`, `"inf"` and `"-inf"` for non-finite numbers.
-    """
+    strings `"nan"`, `"inf"` and `"-inf"` for non-finite numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -56,18 +52,10 @@ def check_depth(value: Any) -> None:
         ValueError: if it is too deep.
     """
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inside = (
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list, tuple))
-            for inner in _members(outer)
-        )
-        level = [inner for inner in inside if isinstance(inner, (dict, list, tuple))]
+    for _ in range(MAX_DEPTH + 2):
+        level = [outer for outer in level if isinstance(outer, (dict, list, tuple))]
         if not level:
             return
+        members = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for inside in members for inner in inside]
     raise ValueError(_TOO_DEEP)
-
-
-def _members(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["markdown_text", "one_line", "plain_text"]
-
 
 def plain_text(text: object, max_length: int = 300) -> str:
     """Return text from a file, safe to print: no control characters, no lone surrogates, of limited
-    length.
-    """
+    length."""
     shown = str(text)
     if len(shown) > 2 * max_length:
         shown = shown[: 2 * max_length]

@@ -8,8 +8,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["reads_iterator"]
-
 MAX_DEPTH = 4
 """Functions that call each other are followed this far."""
 

@@ -12,25 +12,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.literals import Site
-
-__all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
+from keras_nanguard._core.literals import Kind, Site
 
 PERIOD = 1 << 23
 """The inner step number is reported modulo this number, so that float32 represents it exactly in
-runs of any length.
-"""
+runs of any length."""
 
 
 def logged_losses(logs: Any) -> dict[str, Any]:
     """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else
-    `*loss`.
-    """
-    if not isinstance(logs, dict):
-        return {}
-    return {k: v for k, v in logs.items() if str(k) == "loss"} or {
-        k: v for k, v in logs.items() if str(k).endswith("loss")
-    }
+    `*loss`."""
+    known = logs if isinstance(logs, dict) else {}
+    losses = {name: value for name, value in known.items() if str(name).endswith("loss")}
+    return {"loss": losses["loss"]} if "loss" in losses else losses
 
 
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -41,11 +35,9 @@ def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the flat outputs of a model with their names in Keras."""
-    names = getattr(model, "output_names", None) or []
-    return [
-        (str(names[i]) if i < len(names) else f"output_{i}", output)
-        for i, output in enumerate(outputs)
-    ]
+    names = [str(name) for name in getattr(model, "output_names", None) or ()]
+    names += [f"output_{number}" for number in range(len(names), len(outputs))]
+    return list(zip(names, outputs))
 
 
 class Verdict(NamedTuple):
@@ -81,9 +73,8 @@ class Verdict(NamedTuple):
     def of(cls, row: Sequence[float]) -> Verdict:
         """Return the verdict of a row of numbers of a step."""
         refused, loss, gradients, statistics, weights, slots, scale, step, halted = row
-        return cls(
-            refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0
-        )
+        sums = (loss, gradients, statistics, weights, slots, scale)
+        return cls(refused > 0, *sums, int(step), halted > 0)
 
     @property
     def gradient_norm(self) -> float:
@@ -110,13 +101,9 @@ class Verdict(NamedTuple):
     @property
     def only_gradients(self) -> bool:
         """Whether only the gradients are bad, as in an ordinary float16 overflow."""
-        return (
-            self.refused
-            and not math.isfinite(self.gradients)
-            and math.isfinite(self.loss)
-            and math.isfinite(self.statistics)
-            and self.scale_is_valid
-        )
+        others = math.isfinite(self.loss) and math.isfinite(self.statistics)
+        bad = self.refused and not math.isfinite(self.gradients)
+        return bad and others and self.scale_is_valid
 
 
 FIELDS = Verdict._fields
@@ -148,8 +135,7 @@ class Report:
 
     def findings(self) -> list[Finding]:
         """Return one finding per bad row; a sum that overflowed although every entry is finite is
-        an explosion.
-        """
+        an explosion."""
         found = [
             Finding(cast(Site, site), "nonfinite", path, int(nan), int(inf), int(size))
             for (site, path), (nan, inf, size) in zip(self.rows, self.counts)
@@ -158,36 +144,18 @@ class Report:
         seen = {finding.site for finding in found}
         v = self.verdict
         if not math.isfinite(v.loss):
-            found.append(
-                Finding(
-                    "loss",
-                    "nonfinite",
-                    "",
-                    int(math.isnan(v.loss)),
-                    int(math.isinf(v.loss)),
-                    1,
-                    v.loss,
-                )
-            )
-        sums: dict[Site, float] = {
-            "gradients": v.gradients,
-            "statistics": v.statistics,
-            "weights": v.weights,
-            "slots": v.slots,
-        }
+            counts = (int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1)
+            found.append(Finding("loss", "nonfinite", "", *counts, v.loss))
         if "slots" in seen:  # the sum over the weights may be over the slots as well
             seen.add("weights")
-        for site, number in sums.items():
+        sums: tuple[Site, ...] = ("gradients", "statistics", "weights", "slots")
+        for site in sums:
+            number: float = getattr(v, site)
             if not math.isfinite(number) and site not in seen:
-                rows = (
-                    [row for row in self.rows if row[0] == site]
-                    if site == "gradients"
-                    else self.rows
-                )
-                counted = bool(rows) or math.isinf(number)  # no sum of finite squares is NaN
-                found.append(
-                    Finding(site, "explosion" if counted else "nonfinite", "", 0, 0, None, number)
-                )
+                counted = [row for row in self.rows if site != "gradients" or row[0] == site]
+                overflowed = counted or math.isinf(number)  # no sum of finite squares is NaN
+                kind: Kind = "explosion" if overflowed else "nonfinite"
+                found.append(Finding(site, kind, "", 0, 0, None, number))
         if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))
         return found

@@ -37,12 +37,11 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_arrays, plain_json
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
-from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.incident import Diagnosis, Incident, stored
 from keras_nanguard._core.plain_text import markdown_text, plain_text
-from keras_nanguard._core.stored_records import stored
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
-from keras_nanguard._files import archives
+from keras_nanguard._files.opening import opened_arrays
 from keras_nanguard._files.stored import MAX_UNBACKED, PARSE_ERRORS
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
 
@@ -386,16 +385,12 @@ def _load(path: Path, dtypes: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     _regular(path, 2 * MAX_BYTES)
     if not dtypes:
         return []
-    contents = archives.read_arrays(str(path))
-    try:
-        found = {array.location: array for array in contents.arrays}
+    with opened_arrays(path) as found:
         if sum(array.nbytes for array in found.values()) > 2 * MAX_BYTES:
             raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
         if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
             raise BundleError(f"{path.name} unpacks to far more data than it stores.")
         arrays = [found[str(number)].read() for number in range(len(found))]
-    finally:
-        contents.close()
     return [plain_arrays.typed(array, name) for array, name in zip(arrays, dtypes)]
 
 

@@ -17,16 +17,16 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.arrays import float_name, named_dtype, tiles
 from keras_nanguard._files.stored import (
     PARSE_ERRORS,
     READ_BYTES,
     StoredArray,
     declared_too_much,
+    float_name,
+    named_dtype,
     plain_text,
+    tiles,
 )
-
-__all__ = ["SIGNATURE", "Window", "attribute_text", "open_hdf5", "stored_arrays"]
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -75,9 +75,8 @@ class Window(io.RawIOBase):
 
 def open_hdf5(source: str | Window) -> h5py.File:
     """Open an HDF5 file, or a window on another file, for reading."""
-    if isinstance(source, str):
-        return h5py.File(source, "r", locking=False)
-    return h5py.File(source, "r")
+    options = {"locking": False} if isinstance(source, str) else {}
+    return h5py.File(source, "r", **options)
 
 
 def attribute_text(node: Any, name: str) -> str | None:
@@ -179,7 +178,7 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
         reason = "its values are in another file, which is not opened"
     pieces, whole = partial(_pieces, file, key, dtype), partial(_whole, file, key, dtype)
     reading = {"stored": stored, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, key, dtype, float_name(dtype), shape, reason, **reading)
+    return StoredArray.found(location, key, dtype, shape, reason, **reading)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:

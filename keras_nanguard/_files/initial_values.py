@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["initial_value"]
-
 _ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
 _ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
 """Variables of layers that start with 1 or 0 if the configuration does not say otherwise."""

@@ -17,8 +17,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files.names import Identity, role_of
 from keras_nanguard._keras.structure import children
 
-__all__ = ["LiveVariable", "is_model", "live_variables", "optimizers"]
-
 
 @dataclass(frozen=True, slots=True)
 class LiveVariable:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from numpy.typing import NDArray
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files import reading
-from keras_nanguard._files.archives import read_arrays
 from keras_nanguard._files.hdf5 import SIGNATURE
+from keras_nanguard._files.opening import opened_arrays
 from keras_nanguard._files.repair import checked_output
 from keras_nanguard._files.stored import first_line, plain_text, readable
-
-__all__ = ["data_arrays", "first_rows", "load_model", "refuse_code_in_hdf5", "save_model"]
 
 
 def load_model(path: str) -> Any:
@@ -66,22 +63,14 @@ def refuse_code_in_hdf5(path: str) -> None:
     refused = f"{plain_text(path)} cannot be loaded as a model"
     if config is None:
         raise FileFormatError(f"{refused}: it has no configuration.")
-    if _has_lambda(config):
-        raise FileFormatError(f"{refused}: it has a Lambda layer, which is code and never runs.")
-
-
-def _has_lambda(config: Any) -> bool:
-    """Return whether a configuration names a class or a function that is code in the file."""
     nodes = [config]
     for node in nodes:  # which grows
-        if isinstance(node, dict):
-            words = (node.get(key) for key in ("class_name", "registered_name", "function_type"))
-            if any("lambda" in str(word).lower() for word in words):
-                return True
-            nodes.extend(node.values())
-        elif isinstance(node, list):
-            nodes.extend(node)
-    return False
+        known = node if isinstance(node, dict) else {}
+        words = [known.get(key) for key in ("class_name", "registered_name", "function_type")]
+        if any("lambda" in str(word).lower() for word in words):
+            reason = "it has a Lambda layer, which is code and never runs"
+            raise FileFormatError(f"{refused}: {reason}.")
+        nodes += node if isinstance(node, list) else known.values()
 
 
 def data_arrays(path: str) -> tuple[Any, Any]:
@@ -104,8 +93,8 @@ def data_arrays(path: str) -> tuple[Any, Any]:
         with open(path, "rb") as file:
             is_archive = file.read(2) == b"PK"
         if is_archive:
-            with closing(read_arrays(path)) as contents:
-                arrays = {array.location: array.read() for array in contents.arrays}
+            with opened_arrays(path) as stored:
+                arrays = {name: array.read() for name, array in stored.items()}
         else:  # mapped into memory, it cannot declare more than it contains
             arrays = {"x": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
     _refuse_no_data(arrays, path)

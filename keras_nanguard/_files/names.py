@@ -4,21 +4,107 @@ A `.weights.h5` file numbers the variables of each layer and names a layer by it
 (`layers/batch_normalization_1/vars/2`). The name of the layer is an attribute of the group of its
 variables (since Keras 3.9); the name of a variable follows from the class and the flags of the
 layer, read from the configuration if the file has one, and from the name of the group otherwise. If
-that is ambiguous the number remains: nothing is guessed.
+that is ambiguous the number remains: nothing is guessed. The configuration is read as data: nothing
+is built or imported from it. Imports no backend.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._files.config_tree import LayerConfig, optimizer_settings, snake_case
+from keras_nanguard._files import reading
+from keras_nanguard._files.opening import opened
+from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.stored import Contents, StoredArray, plain_text
 
-__all__ = ["Identity", "identities", "role_of"]
+if TYPE_CHECKING:
+    from keras_nanguard._policy.warnings import ModelNames
+
+
+def snake_case(name: str) -> str:
+    """Return a class name in snake case, as Keras names groups
+    (`keras.src.utils.naming.to_snake_case`)."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+class LayerConfig:
+    """The configuration of a layer, empty if a file has none.
+
+    Args:
+        node: the configuration as Keras serializes it; anything else counts as empty.
+
+    Attributes:
+        settings: its settings.
+        name: its name, or `""`.
+        class_name: its class, or `""`.
+    """
+
+    def __init__(self, node: Any = None):
+        node = node if isinstance(node, dict) else {}
+        settings = node.get("config")
+        self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
+        self.name, self.class_name = _text(self.settings.get("name")), _text(node.get("class_name"))
+
+    def child(self, key: str, name: str) -> LayerConfig:
+        """Return the configuration of a layer within this one, or an empty one.
+
+        Args:
+            key: the key under which it is saved: an attribute, or its class and number.
+            name: its name, `""` if that is not known.
+        """
+        place = ("name", name) if name else ("key", key)
+        return self._children.get(("attribute", key)) or self._children.get(place) or LayerConfig()
+
+    @cached_property
+    def _children(self) -> dict[tuple[str, str], LayerConfig]:
+        found: dict[tuple[str, str], LayerConfig] = {}
+        for attribute, value in self.settings.items():
+            if _is_layer(value):
+                found[("attribute", attribute)] = LayerConfig(value)
+            counts: Counter[str] = Counter()
+            listed = value if isinstance(value, list) else []
+            for child in map(LayerConfig, filter(_is_layer, listed)):
+                key = snake_case(child.class_name)
+                number = f"_{counts[key]}" if counts[key] else ""
+                counts[key] += 1
+                found.setdefault(("key", key + number), child)
+                found.setdefault(("name", child.name), child)
+        if inner := found.get(("attribute", "layer")):  # of a Bidirectional
+            found.setdefault(("attribute", "forward_layer"), inner)
+        return found
+
+
+def _text(value: Any) -> str:
+    return plain_text(value) if isinstance(value, str) else ""
+
+
+def _is_layer(node: Any) -> bool:
+    """Return whether a node of the configuration is a layer, not an operation such as
+    `keras.ops.add`."""
+    if not isinstance(node, dict) or not isinstance(node.get("config"), dict):
+        return False
+    return not str(node.get("module", "")).startswith(("keras.ops", "keras.src.ops"))
+
+
+def optimizer_settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the optimizer's settings from a model's configuration, with `class_name`; those of a
+    `LossScaleOptimizer` are below those of its inner optimizer. Empty if there is none."""
+    compiled = (config or {}).get("compile_config")
+    node = compiled.get("optimizer") if isinstance(compiled, dict) else None
+    outer = LayerConfig(node)
+    inner = LayerConfig(outer.settings.get("inner_optimizer"))
+    name = inner.class_name or outer.class_name
+    return {**outer.settings, **inner.settings, "class_name": name} if node else {}
+
 
 _STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 
@@ -152,7 +238,10 @@ def _of_group(
     parts = [part for part in group.split("/") if part]
     parts = parts[:-1] if parts[-1:] == ["vars"] else parts
     numbers = [array.location.rpartition("/")[2] for array in arrays]
-    if _is_optimizer(parts, arrays):
+    # Every Keras optimizer saves its integer step count first; no Keras layer does.
+    first = arrays[0]
+    counts = first.location.endswith("vars/0") and first.dtype in ("int32", "int64")
+    if parts[:1] == ["optimizer"] or (counts and first.shape == ()):
         own = contents.names.get("/".join(parts), "")
         names = _optimizer_names(arrays, contents.config, own, numbers)
         return [Identity("/".join(parts), name, "slot", "Optimizer") for name in names]
@@ -188,17 +277,6 @@ def _guessed_class(part: str, own: str, outer: str) -> str:
         return "EinsumDense"
     numberless = (re.sub(r"_\d+$", "", name) for name in (part, own))
     return next((_BY_SNAKE_CASE[name] for name in numberless if name in _BY_SNAKE_CASE), "")
-
-
-def _is_optimizer(parts: Sequence[str], arrays: Sequence[StoredArray]) -> bool:
-    """Return whether a group is that of an optimizer: by its location, or by its first variable.
-
-    Every Keras optimizer saves its integer step count first; the first variable of no Keras layer
-    is an integer scalar.
-    """
-    first = arrays[0]
-    counts = first.location.endswith("vars/0") and first.dtype in ("int32", "int64")
-    return parts[:1] == ["optimizer"] or (counts and first.shape == ())
 
 
 def _optimizer_names(
@@ -245,3 +323,39 @@ def _variable_names(
             candidates.append(names)
     columns = enumerate(map(set, zip(*candidates, strict=True)))
     return [names.pop() if len(names) == 1 else str(place) for place, names in columns]
+
+
+_COMMON_NAMES = (
+    *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
+)
+"""Common names of variables of layers: what only has a number in the file may have any of them."""
+
+
+def model_names(path: str | os.PathLike[str]) -> ModelNames:
+    """Return the Keras paths of a model file.
+
+    Args:
+        path: any model file that `scan` reads.
+
+    Raises:
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
+    """
+    from keras_nanguard._policy.warnings import ModelNames  # with pydantic: not for the worker
+
+    file = os.fsdecode(path)
+    found = reading.ask("names", file)
+    name = found["root"] or os.path.basename(plain_text(file))
+    return ModelNames(name, tuple(found["paths"]))
+
+
+def names_in(path: str, progress: Progress) -> dict[str, Any]:
+    """Return the name of the model in a file, `""` if it has none, and the paths in it, each
+    without and with the name of the model, which only some paths of Keras contain."""
+    with opened(path) as contents:
+        root = LayerConfig(contents.config).name or contents.names.get("", "")
+        found = []
+        for one in identities(contents):
+            names = _COMMON_NAMES if one.name.isdigit() else (one.name,)
+            if one.role != "other":
+                found += [f"{one.layer}/{name}".removeprefix("/") for name in names]
+    return {"root": root, "paths": found + ([f"{root}/{path}" for path in found] if root else [])}

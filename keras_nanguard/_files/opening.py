@@ -1,29 +1,61 @@
 """Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by
 their names.
 
-No model is built, no backend is imported, no pickle is loaded and no link is followed.
+No model is built, no backend is imported, no pickle is loaded and no link is followed. A member of
+an archive that is stored uncompressed (as Keras and `numpy.savez` write it) is read in place; a
+compressed HDF5 member is first unpacked to an unnamed temporary file, within limits.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import shutil
+import struct
+import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._files.archives import WEIGHTS, read_archive, read_json
-from keras_nanguard._files.hdf5 import SIGNATURE, attribute_text, open_hdf5, stored_arrays
-from keras_nanguard._files.orbax import is_orbax, read_orbax
-from keras_nanguard._files.stored import MAX_JSON, Contents, StoredArray, plain_text, readable
+from keras_nanguard._files.hdf5 import SIGNATURE, Window, attribute_text, open_hdf5, stored_arrays
+from keras_nanguard._files.orbax import orbax_tree, read_orbax
+from keras_nanguard._files.stored import (
+    BOMB_FLOOR,
+    MAX_JSON,
+    PARSE_ERRORS,
+    READ_BYTES,
+    Contents,
+    StoredArray,
+    declared_too_much,
+    plain_text,
+    readable,
+)
 
-__all__ = ["opened"]
+WEIGHTS = "model.weights.h5"
+"""Name of the weights in a `.keras` archive."""
+
+_MAX_MEMBER_EXPANSION = 100
+"""Maximum expansion of a compressed member: the limit of Keras' own loader (`saving_lib`)."""
+
+_MAX_HEADER = 1 << 16
+"""Maximum size of the header of an array; NumPy takes 10,000 bytes. A header may declare 4 GiB, all
+of which NumPy would read before it looks at the length."""
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
+
+_UNNAMED = "layers are named by their location in the file"
 
 
 @contextmanager
@@ -41,13 +73,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
     name = os.fspath(path)
-    with readable(name):
-        contents = _contents(name)
-        contents.arrays = _distinct(contents.arrays)
-    try:
+    with ExitStack() as stack:
+        with readable(name):
+            contents = _contents(name, stack)
+            contents.arrays = _distinct(contents.arrays)
         yield contents
-    finally:
-        contents.close()
 
 
 def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
@@ -63,70 +93,74 @@ def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
     return found
 
 
-def _contents(path: str) -> Contents:
+def _contents(path: str, stack: ExitStack) -> Contents:
     shown = plain_text(path)
     if "\0" in path or not os.path.exists(path):
         remedy = "There is no such file."
         raise FileFormatError(expected("a model file", f"path={shown!r}", remedy))
     if os.path.isdir(path):
-        return _folder(path)
+        return _folder(path, stack)
     if not os.path.isfile(path):
         remedy = "Pass a model file."
         raise FileFormatError(expected("a file or a folder", f"path={shown!r}", remedy))
     with open(path, "rb") as file:
         head = file.read(8)
     if head == SIGNATURE:
-        return _hdf5(path)
+        return _hdf5(path, stack)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return read_archive(path)
+        return _archive(path, stack)
     if head.lstrip()[:1] == b"{":
-        return _sharded(path)
+        return _sharded(path, stack)
     received = f"{shown}, which starts with {head!r}" if head else "an empty file"
     raise FileFormatError(expected(f"one of {_KINDS}", received, "Pass a file that Keras 3 saved."))
 
 
-def _hdf5(path: str) -> Contents:
+def _hdf5(path: str, stack: ExitStack) -> Contents:
     notes: list[str] = []
-    with ExitStack() as stack:
-        file = stack.enter_context(open_hdf5(path))
-        arrays, names = stored_arrays(file)
-        text = attribute_text(file, "model_config")
-        config = read_json(text.encode(), "The attribute model_config", notes) if text else None
-        legacy = "model_weights" in file or "layer_names" in file.attrs
-        kind = "h5" if legacy else "weights.h5"
-        known = config if isinstance(config, dict) else None
-        return Contents(kind, arrays, names, known, notes, stack.pop_all().close)
+    file = stack.enter_context(open_hdf5(path))
+    arrays, names = stored_arrays(file)
+    text = attribute_text(file, "model_config")
+    config = _config(text.encode(), "The attribute model_config", notes) if text else None
+    legacy = "model_weights" in file or "layer_names" in file.attrs
+    return Contents("h5" if legacy else "weights.h5", arrays, names, config, notes)
 
 
-def _folder(path: str) -> Contents:
+def _config(text: bytes, what: str, notes: list[str]) -> dict[str, Any] | None:
+    """Return a configuration, or `None`, with a note if it cannot be parsed."""
+    try:
+        if len(text) > MAX_JSON:
+            raise ValueError(f"it has more than {MAX_JSON} bytes")
+        parsed = json.loads(text)
+        return parsed if isinstance(parsed, dict) else None
+    except PARSE_ERRORS as error:
+        notes.append(f"{what} could not be parsed ({plain_text(error, 120)}): {_UNNAMED}.")
+        return None
+
+
+def _folder(path: str, stack: ExitStack) -> Contents:
     weights, config = os.path.join(path, WEIGHTS), os.path.join(path, "config.json")
     if os.path.isfile(weights):
-        contents = _hdf5(weights)
+        contents = _hdf5(weights, stack)
         contents.kind = "folder"
         if os.path.isfile(config) and os.path.getsize(config) <= MAX_JSON:
-            parsed = read_json(Path(config).read_bytes(), "config.json", contents.notes)
-            contents.config = parsed if isinstance(parsed, dict) else None
+            contents.config = _config(Path(config).read_bytes(), "config.json", contents.notes)
         return contents
-    if is_orbax(path):
-        return read_orbax(path)
+    if (tree := orbax_tree(path)) is not None:
+        return read_orbax(path, tree)
     remedy = f"It contains neither {WEIGHTS} nor a checkpoint."
     raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", remedy))
 
 
-def _sharded(path: str) -> Contents:
+def _sharded(path: str, stack: ExitStack) -> Contents:
     contents = Contents("sharded", [])
-    names: dict[str, str] = {}
-    with ExitStack() as stack:
-        for name in _shard_names(path):
-            shard = os.path.join(os.path.dirname(path), name)
-            if not os.path.isfile(shard):
-                listed = f"The shard {plain_text(name)} that {plain_text(path)} lists"
-                raise FileFormatError(f"{listed} is missing.")
-            arrays, found = stored_arrays(stack.enter_context(open_hdf5(shard)))
-            contents.arrays.extend(arrays)
-            names.update(found)
-        contents.close = stack.pop_all().close
-    contents.names = names
+    for name in _shard_names(path):
+        shard = os.path.join(os.path.dirname(path), name)
+        if not os.path.isfile(shard):
+            listed = f"The shard {plain_text(name)} that {plain_text(path)} lists"
+            raise FileFormatError(f"{listed} is missing.")
+        arrays, names = stored_arrays(stack.enter_context(open_hdf5(shard)))
+        contents.arrays += arrays
+        contents.names |= names
     return contents
 
 
@@ -145,14 +179,150 @@ def _shard_names(path: str) -> list[str]:
     found: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if isinstance(listed, list) else [listed]:
-            found[_inside(name)] = None
+            if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+                received = f"the shard name {plain_text(name)!r}"
+                remedy = "It leads out of the folder."
+                raise FileFormatError(expected("shards beside the index", received, remedy))
+            found[name] = None
     return list(found)
 
 
-def _inside(name: Any) -> str:
-    """Return the name of a file in the same folder, or raise a `FileFormatError`."""
-    if isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0"):
-        return name
-    received = f"the shard name {plain_text(name)!r}"
-    remedy = "It leads out of the folder."
-    raise FileFormatError(expected("shards beside the index", received, remedy))
+def _archive(path: str, stack: ExitStack) -> Contents:
+    """Return the contents of a `.keras` or `.npz` archive."""
+    archive = stack.enter_context(zipfile.ZipFile(path))
+    names = archive.namelist()
+    if WEIGHTS in names:
+        return _keras(archive, path, stack)
+    if names and all(name.endswith(".npy") for name in names):
+        return Contents("npz", _members(archive, path))
+    what = f"a zip archive with {WEIGHTS!r} (.keras) or of .npy arrays (.npz)"
+    listed = f"{len(names)} members, such as {plain_text(names[:3])}"
+    remedy = "Save the model with model.save('name.keras')."
+    raise FileFormatError(expected(what, f"{plain_text(path)} with {listed}", remedy))
+
+
+def _keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
+    notes: list[str] = []
+    config = None
+    try:
+        with archive.open("config.json") as member:
+            config = _config(member.read(MAX_JSON + 1), "config.json", notes)
+    except PARSE_ERRORS as error:
+        notes.append(f"config.json was not read ({plain_text(error, 120)}): {_UNNAMED}.")
+    source = _weights(archive, path, stack)
+    arrays, names = stored_arrays(stack.enter_context(open_hdf5(source)))
+    return Contents("keras", arrays, names, config, notes)
+
+
+def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
+    """Return the weights: in place if they are stored uncompressed, else unpacked."""
+    info = archive.getinfo(WEIGHTS)
+    refuse_bomb(info)
+    if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
+        raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
+        return Window(raw, _data_start(raw, info), info.file_size)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if info.file_size > free:
+        needed = f"{WEIGHTS} takes {info.file_size} bytes unpacked"
+        raise FileFormatError(f"{needed} and {tempfile.gettempdir()} has {free}.")
+    unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+    with archive.open(info) as member:  # ends after `file_size` bytes
+        shutil.copyfileobj(member, unpacked, READ_BYTES)
+    return Window(unpacked, 0, info.file_size)
+
+
+def refuse_bomb(info: zipfile.ZipInfo) -> None:
+    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it
+    stores."""
+    name = plain_text(info.filename)
+    if info.flag_bits & 1:
+        raise FileFormatError(f"{name} is encrypted; Keras files never are.")
+    if info.file_size > max(BOMB_FLOOR, _MAX_MEMBER_EXPANSION * info.compress_size):
+        declared = f"declares {info.file_size} bytes and stores {info.compress_size}"
+        raise FileFormatError(f"{name} {declared}: a zip bomb.")
+
+
+def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Return the offset of a member's data: after its local header, whose name and extra field vary
+    in length."""
+    raw.seek(info.header_offset)
+    header = raw.read(30)
+    name = plain_text(info.filename)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise FileFormatError(f"The archive's entry for {name} points to no local header.")
+    start = int(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])))
+    if start + info.file_size > os.fstat(raw.fileno()).st_size:
+        raise FileFormatError(f"The archive ends before its member {name} does: it is truncated.")
+    return start
+
+
+@contextmanager
+def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, StoredArray]]:
+    """Open an archive of `.npy` arrays and return them by name: no part of it reaches the HDF5
+    library, so it may be read in this process.
+
+    Raises:
+        FileFormatError: if it contains anything else.
+        OSError, ValueError, ...: those of `PARSE_ERRORS`, if it is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if not all(name.endswith(".npy") for name in archive.namelist()):
+            raise FileFormatError(f"{plain_text(path)} contains more than .npy arrays.")
+        yield {array.location: array for array in _members(archive, os.fspath(path))}
+
+
+def _members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
+    """Return the arrays of an `.npz` file. Several entries may share their data, so what all of
+    them declare is limited."""
+    before, found = 0, []
+    for info in archive.infolist():
+        location = plain_text(info.filename.removesuffix(".npy"))
+        try:
+            array = _member(archive, info, location, before, os.path.getsize(path))
+        except (*PARSE_ERRORS, FileFormatError) as error:
+            array = StoredArray(location, unread=plain_text(error, 200), key=info.filename)
+        before += info.file_size
+        found.append(array)
+    return found
+
+
+def _member(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, location: str, before: int, file_size: int
+) -> StoredArray:
+    refuse_bomb(info)
+    if reason := declared_too_much((info.file_size,), None, 1, before, file_size):
+        raise ValueError(reason)
+    with archive.open(info) as member:
+        head = io.BytesIO(member.read(_MAX_HEADER))
+    read_header = {1: npy.read_array_header_1_0}.get(npy.read_magic(head)[0])
+    shape, _, dtype = (read_header or npy.read_array_header_2_0)(head)
+    start, size = head.tell(), math.prod(shape) * dtype.itemsize
+    reason = ""
+    if dtype.hasobject:
+        reason = "an array of pickled Python objects, which is never loaded"
+    elif min(shape, default=0) < 0 or size != info.file_size - start:
+        reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
+    pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
+    reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
+    return StoredArray.found(location, info.filename, dtype, shape, reason, **reading)
+
+
+def _pieces(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], start: int
+) -> Iterator[NDArray[Any]]:
+    """Read the values in the order of the file, without their shape."""
+    values = max(1, READ_BYTES // max(1, dtype.itemsize))
+    left = info.file_size - start
+    with archive.open(info) as member:
+        member.read(start)
+        while left:
+            block = member.read(min(left, values * dtype.itemsize))
+            if not block:
+                raise ValueError(f"the archive ends within {plain_text(info.filename)}")
+            left -= len(block)
+            yield np.frombuffer(block, dtype)
+
+
+def _whole(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(info) as member:
+        return npy.read_array(member, allow_pickle=False)

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.arrays import float_name, tiles
 from keras_nanguard._files.stored import (
     MAX_JSON,
     PARSE_ERRORS,
@@ -27,22 +26,16 @@ from keras_nanguard._files.stored import (
     StoredArray,
     declared_too_much,
     plain_text,
+    tiles,
 )
 
-__all__ = ["is_orbax", "read_orbax"]
 
-
-def is_orbax(path: str) -> bool:
-    """Return whether a folder is an Orbax checkpoint: its root, one step, or the tree within a
-    step."""
-    return _tree(path) is not None
-
-
-def read_orbax(path: str) -> Contents:
+def read_orbax(path: str, tree: str) -> Contents:
     """Return the contents of the last step of an Orbax checkpoint.
 
     Args:
         path: folder of the checkpoint, of one of its steps, or of the tree within a step.
+        tree: the folder with the arrays, from `orbax_tree`.
 
     Raises:
         FileFormatError: if TensorStore is not installed, or the checkpoint cannot be read.
@@ -52,9 +45,6 @@ def read_orbax(path: str) -> Contents:
     except ImportError:
         what = f"{plain_text(path)} is an Orbax checkpoint, which requires TensorStore"
         raise FileFormatError(f"{what}: pip install tensorstore.") from None
-    tree = _tree(path)
-    if tree is None:
-        raise FileFormatError(f"{plain_text(path)} is not a finished Orbax checkpoint.")
     packed = _metadata(tree).get("use_ocdbt", os.path.exists(f"{tree}/manifest.ocdbt"))
     folder = os.path.abspath(tree)
     store: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
@@ -78,8 +68,9 @@ def read_orbax(path: str) -> Contents:
     return Contents("orbax", arrays, notes=notes)
 
 
-def _tree(path: str) -> str | None:
-    """Return the folder with the arrays of the last step, `None` if there is none."""
+def orbax_tree(path: str) -> str | None:
+    """Return the folder with the arrays of the last step of an Orbax checkpoint, given its root,
+    one step or that folder; `None` for anything else."""
     try:
         steps = [name for name in os.listdir(path) if name.isascii() and name.isdigit()]
     except (OSError, ValueError):
@@ -122,4 +113,4 @@ def _stored_array(
         return np.asarray(array.read().result())
 
     reading = {"stored": math.prod(shape) * dtype.itemsize, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, name, dtype, float_name(dtype), shape, reason, **reading)
+    return StoredArray.found(location, name, dtype, shape, reason, **reading)

@@ -1,21 +1,18 @@
-"""The problems of one variable, from its statistics. Pure functions; imports no backend."""
+"""The problems of one variable, from its statistics, and which of them are repaired, and how. Pure
+functions; imports neither NumPy nor a backend."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._core.errors import GuardError, expected
 
 if TYPE_CHECKING:
     from keras_nanguard._files.names import Identity
-
-__all__ = [
-    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Limits", "Problem", "ArrayStats"),
-    *("find_problems", "problem"),
-]
 
 SEVERITIES = ("error", "warning", "note")
 """Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for
@@ -178,40 +175,89 @@ def find_problems(
             value.
         float16: whether its layer computes in float16.
     """
+    found_problems = _problems(who, found, limits, rank, float16)
+    return tuple(sorted(found_problems, key=lambda problem: SEVERITIES.index(problem.severity)))
+
+
+def _problems(
+    who: Identity, found: ArrayStats, limits: Limits, rank: int, float16: bool
+) -> Iterator[Problem]:
     if who.layer_class == "Metric":  # a result, not part of the model
-        return (problem("metric", found.nonfinite),) if found.nonfinite else ()
-    problems = [problem(code, n) for code, n in (("nan", found.nan), ("inf", found.inf)) if n]
+        if found.nonfinite:
+            yield problem("metric", found.nonfinite)
+        return
+    for code, count in (("nan", found.nan), ("inf", found.inf)):
+        if count:
+            yield problem(code, count)
     if found.min is not None and found.max is not None:
-        problems += _impossible(who, found, found.min)
-        largest = max(-found.min, found.max)
+        low, largest = found.min, max(-found.min, found.max)
+        squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
+        if squares and low < 0:
+            yield problem("negative_variance", value=low)
+        elif who.name.endswith("dynamic_scale") and low <= 0:
+            yield problem("loss_scale", 1, value=low)
+        elif who.name in _VARIANCES and found.all_zero:
+            yield problem("zero_variance", found.size)
         if found.beyond_limit and who.role != "other":
             bound = limits.of(who)
             code = "beyond_limit" if bound == limits.limit else "out_of_range"
-            problems.append(problem(code, found.beyond_limit, limit=bound, value=largest))
+            yield problem(code, found.beyond_limit, limit=bound, value=largest)
         if found.beyond_float16 and who.role == "weight":
             code = "float16_overflow" if float16 else "beyond_float16"
-            problems.append(problem(code, found.beyond_float16, value=largest))
-    problems += _odd(who.role, found, rank)
-    return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
+            yield problem(code, found.beyond_float16, value=largest)
+    if who.role == "weight" and rank > 1 and (found.all_zero or found.constant):
+        yield problem("all_zero" if found.all_zero else "constant", found.size, value=found.min)
+    if who.role in ("weight", "statistics") and found.denormals:
+        yield problem("denormal", found.denormals)
 
 
-def _impossible(who: Identity, found: ArrayStats, low: float) -> list[Problem]:
-    squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
-    if squares and low < 0:
-        return [problem("negative_variance", value=low)]
-    if who.name.endswith("dynamic_scale") and low <= 0:
-        return [problem("loss_scale", 1, value=low)]
-    if who.name in _VARIANCES and found.all_zero:
-        return [problem("zero_variance", found.size)]
-    return []
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "statistics": ("initial", "source", "keep"),
+    "weights": ("initial", "zeros", "ones", "source", "keep"),
+    "slots": ("reset", "source", "keep"),
+}
+"""The methods of repair, by role."""
+
+_FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 
-def _odd(role: str, found: ArrayStats, rank: int) -> list[Problem]:
-    problems = []
-    if role == "weight" and rank > 1 and found.all_zero:
-        problems.append(problem("all_zero", found.size))
-    elif role == "weight" and rank > 1 and found.constant:
-        problems.append(problem("constant", found.size, value=found.min))
-    if role in ("weight", "statistics") and found.denormals:
-        problems.append(problem("denormal", found.denormals))
-    return problems
+@dataclass(frozen=True, slots=True)
+class RepairOptions:
+    """The arguments of `repair`: the method for each role, and the variables to repair."""
+
+    statistics: str = "initial"
+    weights: str = "keep"
+    slots: str = "reset"
+    limits: Limits = field(default_factory=Limits)
+    only: tuple[str, ...] = ()
+    dry_run: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                received = f"{name}={value!r}"
+                raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
+        if self.seed is not None and self.seed < 0:
+            received = f"seed={self.seed!r}"
+            raise GuardError(expected("a seed of 0 or above", received, "Choose another one."))
+
+    def method(self, role: str) -> str:
+        """Return the method for a role; a variable that is neither weight, statistic nor slot is
+        kept."""
+        return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
+
+    def remedy(self, role: str) -> str:
+        """Return which arguments replace the bad values of a role, `""` if none do."""
+        if role not in _FIELDS:
+            return ""
+        field = _FIELDS[role]
+        methods = [method for method in CHOICES[field] if method not in ("keep", "source")]
+        choices = " or ".join(f"{field}={method!r}" for method in methods)
+        return f"choose {choices}, or name a source"
+
+    def selects(self, *names: str) -> bool:
+        """Return whether a variable with these names (path, location, layer) is to be repaired."""
+        found = (fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.only)
+        return not self.only or any(found)

@@ -23,8 +23,6 @@ from typing import IO, Any
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = ["STALL_SECONDS", "Progress", "ask", "size_on_disk"]
-
 STALL_SECONDS = 30.0
 """Seconds after which a file without a byte counts as one that hangs whoever reads it ..."""
 

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected, no_model
 from keras_nanguard._files.live import is_model, live_variables
-from keras_nanguard._files.reports import FORMAT, Recalibrated, RecalibrateReport
+from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras.overrides import Overrides
-
-__all__ = ["FORMAT", "RecalibrateReport", "Recalibrated", "recalibrate"]
 
 
 def recalibrate(
@@ -55,6 +53,8 @@ def recalibrate(
 
         recalibrate(model, x_train, steps=50)
     """
+    from keras_nanguard._backends import current  # imports Keras
+
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
     for name, count in (("steps", steps), ("batch_size", batch_size)):
@@ -73,7 +73,8 @@ def recalibrate(
             for path, estimate in estimates.items():
                 overrides.set(estimate.layer, "call", _watched_call(path, estimate))
             for batch in itertools.islice(_batches(x, batch_size), steps):
-                _forward(model, batch)
+                with current.host().without_gradients():
+                    model(batch, training=False)
                 done += 1
         if not done:
             remedy = "Pass arrays or an iterable of batches."
@@ -128,8 +129,6 @@ class _Estimate:
         if self.count:
             variance = self._deviations / self.count
             self.assign(self._mean.astype(np.float32), variance.astype(np.float32))
-        else:
-            self.restore()
 
     def restore(self) -> None:
         """Restore the old statistics of the layer."""
@@ -200,13 +199,6 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     variance = ops.sum(deviations, axis=axes, keepdims=True) / total
     count = int(np.asarray(ops.convert_to_numpy(total)).max())
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
-
-
-def _forward(model: Any, batch: Any) -> None:
-    from keras_nanguard._backends import current
-
-    with current.host().without_gradients():
-        model(batch, training=False)
 
 
 def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """`repair`: replaces the bad values of a live model or of a file, and reports every change and
-every omission."""
+every omission. Imports neither NumPy nor a backend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files import reading
-from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits, RepairOptions
 from keras_nanguard._files.reports import Change, RepairReport
 from keras_nanguard._files.scan import report_of
-
-__all__ = ["checked_output", "repair"]
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 
@@ -148,7 +145,8 @@ def _stored(source: Any) -> Iterator[str | None]:
 
 
 def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: bool) -> str:
-    """Return the absolute path of the new file.
+    """Return the absolute path of the new file, by default `model.repaired.keras` beside
+    `model.keras`.
 
     Raises:
         GuardError: if it exists, is a folder or a device, has no folder, is the old file (also
@@ -157,9 +155,12 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
     if in_place and output is not None:
         received = f"both, output={output!r}"
         raise GuardError(expected("either in_place=True or an output", received, "Drop one."))
+    whole = os.path.abspath(path)
     if in_place:
-        return os.path.abspath(path)
-    final = os.path.abspath(_repaired_path(path) if output is None else output)
+        return whole
+    ending = next((ending for ending in _ENDINGS if whole.endswith(ending)), "")
+    default = f"{whole.removesuffix(ending)}.repaired{ending}"
+    final = os.path.abspath(default if output is None else output)
     if os.path.realpath(final) == os.path.realpath(path):
         remedy = "Pass in_place=True to replace the file."
         raise GuardError(expected("another output", f"output={output!r}", remedy))
@@ -174,14 +175,6 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
         remedy = f"Create the folder {folder} first."
         raise GuardError(expected("an existing folder", f"output={final!r}", remedy))
     return final
-
-
-def _repaired_path(path: str) -> str:
-    """Return the name of the repaired copy of a file: `model.keras` gives
-    `model.repaired.keras`."""
-    path = os.path.abspath(path)
-    ending = next((ending for ending in _ENDINGS if path.endswith(ending)), "")
-    return f"{path.removesuffix(ending)}.repaired{ending}"
 
 
 def _backup(path: str) -> str:

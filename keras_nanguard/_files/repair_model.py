@@ -6,25 +6,22 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 from keras_nanguard._files import reading
-from keras_nanguard._files.archives import read_arrays
 from keras_nanguard._files.live import live_variables, optimizers
-from keras_nanguard._files.repair_options import RepairOptions
-from keras_nanguard._files.repair_values import Values, repaired
+from keras_nanguard._files.opening import opened_arrays
+from keras_nanguard._files.problems import RepairOptions
+from keras_nanguard._files.repair_stored import Values, repaired
 from keras_nanguard._files.reports import Change, RepairReport
 from keras_nanguard._files.scanner import scan_model
-
-__all__ = ["repair_model"]
 
 
 def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
     """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
     before = scan_model(model, options.limits)
-    wanted = {entry.path for entry in options.selected(before.bad)}
+    wanted = {one.path for one in before.bad if options.selects(one.path, one.location, one.layer)}
     changes = _changes(model, wanted, _values_of(source, wanted), options)
     after = None if options.dry_run else scan_model(model, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, tuple(changes), before, after)
@@ -39,8 +36,8 @@ def _values_of(source: Any, wanted: Iterable[str]) -> dict[str, Callable[[], Val
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         copy = os.path.join(folder, "values.npz")
         reading.ask("values", os.fsdecode(source), names=sorted(wanted), output=copy)
-        with closing(read_arrays(copy)) as contents:
-            found = {array.location: array.read() for array in contents.arrays}
+        with opened_arrays(copy) as stored:
+            found = {name: array.read() for name, array in stored.items()}
     return {path: partial(found.__getitem__, path) for path in found}
 
 

@@ -9,25 +9,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._core.notebook import MAX_ROWS, block
+from keras_nanguard._core.display import MAX_ROWS, block
+from keras_nanguard._core.plain_json import plain
 from keras_nanguard._files.problems import (
     SEVERITIES as SEVERITIES,
     ArrayStats as ArrayStats,
     Problem as Problem,
 )
 
-__all__ = [
-    *("FORMAT", "SEVERITIES", "Change", "Problem", "RecalibrateReport", "Recalibrated"),
-    *("RepairReport", "ScanReport", "ScannedLayer", "ScannedVariable", "ArrayStats", "Report"),
-    "variable_of",
-]
-
 FORMAT = 1
 """Version of the JSON format of each report; incremented if a reader of the old one would misread
 the new one."""
 
 _SHOWN_LAYERS = 20
-
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _STYLES |= {"done": "green", "skipped": "yellow"}
@@ -44,11 +38,6 @@ class Report:
     def ok(self) -> bool:
         """Whether nothing is wrong; notes are not."""
         raise NotImplementedError
-
-    @property
-    def clean(self) -> bool:
-        """The same as `ok`."""
-        return self.ok
 
     def _table(self) -> tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
         """Return a headline, further lines, and head and rows of the table."""
@@ -109,12 +98,6 @@ class ScannedVariable:
     def bad(self) -> bool:
         """Whether there is an error or a warning."""
         return self.severity in ("error", "warning")
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    """Return a record as plain JSON values."""
-    fields = asdict(record)
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 
 
 def variable_of(plain: dict[str, Any]) -> ScannedVariable:
@@ -213,24 +196,17 @@ class ScanReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with a format version; all numbers are finite."""
-        layers = [
-            {
-                "path": layer.path,
-                "severity": layer.severity,
-                "variables": [_plain(variable) for variable in layer.variables],
-            }
-            for layer in self.layers
-        ]
-        return {
+        found = {
             "format": FORMAT,
             "source": self.source,
             "kind": self.kind,
             "clean": self.ok,
             "finite": self.finite,
             "counts": self.counts,
-            "notes": list(self.notes),
-            "layers": layers,
+            "notes": self.notes,
+            "layers": [{"severity": layer.severity, **asdict(layer)} for layer in self.layers],
         }
+        return dict(plain(found))
 
     def __repr__(self) -> str:
         counted = f"{len(self.variables)} variables, {len(self.bad)} of them bad"
@@ -238,12 +214,13 @@ class ScanReport(Report):
 
     def __str__(self) -> str:
         lines = [self.headline]
-        bad = [layer for layer in self.layers if layer.severity in ("error", "warning")]
+        bad = [layer for layer in self.layers if layer.variables[0].bad]
         for layer in bad[:_SHOWN_LAYERS]:
-            lines.append(layer.path)
-            for entry in layer.variables:
-                for found in entry.problems:
-                    lines.append(f"  {entry.name}: {found.detail} ({found.severity})")
+            found = [(entry.name, one) for entry in layer.variables for one in entry.problems]
+            lines += [
+                layer.path,
+                *(f"  {name}: {one.detail} ({one.severity})" for name, one in found),
+            ]
         if len(bad) > _SHOWN_LAYERS:
             lines.append(f"and {len(bad) - _SHOWN_LAYERS} more layers")
         return "\n".join([*lines, *self.notes])
@@ -252,14 +229,13 @@ class ScanReport(Report):
         head = ("layer", "variable", "severity", "problem", "dtype", "range")
         rows = []
         for entry in self.bad:
-            about = (f"{entry.dtype}{list(entry.shape)}", _range(entry.statistics))
+            found, between = entry.statistics, ""
+            if found is not None and found.min is not None:
+                between = f"{found.min:.4g} to {found.max:.4g}"
+            about = (f"{entry.dtype}{list(entry.shape)}", between)
             for one in entry.problems:
                 rows.append((entry.layer, entry.name, one.severity, one.detail, *about))
         return self.headline, self.notes, head, rows
-
-
-def _range(found: ArrayStats | None) -> str:
-    return "" if found is None or found.min is None else f"{found.min:.4g} to {found.max:.4g}"
 
 
 def _counted(count: int, word: str) -> str:
@@ -342,17 +318,8 @@ class RepairReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with a format version."""
-        return {
-            "format": FORMAT,
-            "source": self.source,
-            "output": self.output,
-            "backup": self.backup,
-            "dry_run": self.dry_run,
-            "clean": self.ok,
-            "changes": [asdict(change) for change in self.changes],
-            "before": self.before.counts,
-            "after": self.after.counts if self.after else None,
-        }
+        counts = {"before": self.before.counts, "after": self.after.counts if self.after else None}
+        return dict(plain({"format": FORMAT, **asdict(self), "clean": self.ok, **counts}))
 
     def __repr__(self) -> str:
         return f"RepairReport({self.source!r}, {len(self.done)} done, {len(self.skipped)} skipped)"
@@ -385,11 +352,9 @@ class Recalibrated:
     samples: int
 
     def __str__(self) -> str:
-        if self.mean_moved is None:
-            change = "not finite before"
-        else:
+        change = "not finite before"
+        if self.mean_moved is not None and self.variance_ratio is not None:
             change = f"mean changed by up to {self.mean_moved:.4g}"
-        if self.variance_ratio is not None:
             change += f", variance by up to x{self.variance_ratio:.4g}"
         return f"{self.path}: {change}, {self.samples} values per channel"
 
@@ -410,7 +375,7 @@ class RecalibrateReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with a format version."""
-        return {"format": FORMAT, **_plain(self)}
+        return dict(plain({"format": FORMAT, **asdict(self)}))
 
     def __repr__(self) -> str:
         counted = f"{len(self.layers)} layers, {self.batches} batches"

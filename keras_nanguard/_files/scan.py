@@ -13,8 +13,6 @@ from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.reports import ScanReport, variable_of
 
-__all__ = ["report_of", "scan"]
-
 
 def scan(
     model_or_path: Any,

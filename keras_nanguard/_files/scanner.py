@@ -1,24 +1,138 @@
-"""Checks every value of an open file or of a live model: the statistics of each variable, and their
-problems."""
+"""Checks every value of an open file or of a live model, in pieces: the statistics of each
+variable, and their problems."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.arrays import Tally, float_name, named_dtype
 from keras_nanguard._files.live import live_variables
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.problems import Limits, find_problems, problem
+from keras_nanguard._files.problems import ArrayStats, Limits, find_problems, problem
 from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.reports import ScannedVariable, ScanReport
-from keras_nanguard._files.stored import PARSE_ERRORS, Contents, StoredArray, plain_text
+from keras_nanguard._files.stored import (
+    PARSE_ERRORS,
+    Contents,
+    StoredArray,
+    float_name,
+    named_dtype,
+    plain_text,
+)
 
-__all__ = ["scan_contents", "scan_file", "scan_model"]
+FLOAT16_MAX = 65504.0
+"""Largest finite float16 (IEEE 754 binary16)."""
+
+_PIECE_VALUES = 1 << 16
+"""Number of values that are counted at once: 256 KiB of float32, which stay in the cache."""
+
+
+def statistics(array: Any, limit: float | None = None) -> ArrayStats:
+    """Return the statistics of an array in memory.
+
+    Args:
+        array: anything that NumPy can convert to an array of floats.
+        limit: magnitude above which a finite value is counted as beyond the limit.
+    """
+    tally = Tally(limit)
+    tally.add(np.asarray(array))
+    return tally.result()
+
+
+class Tally:
+    """Accumulates the statistics of the pieces of one array.
+
+    Args:
+        limit: magnitude above which a finite value is counted as beyond the limit.
+
+    Example:
+
+        tally = Tally(limit=1e6)
+        for piece in pieces:
+            tally.add(piece)
+        tally.result().nan
+    """
+
+    def __init__(self, limit: float | None = None):
+        self._limit = math.inf if limit is None else float(limit)
+        self._size = self._nan = self._posinf = self._neginf = 0
+        self._zeros = self._denormals = self._beyond_float16 = self._beyond_limit = 0
+        self._min, self._max, self._sum = math.inf, -math.inf, 0.0
+
+    def add(self, piece: NDArray[Any]) -> None:
+        """Count one piece (of any size, any shape and any float or complex dtype)."""
+        flat = np.ascontiguousarray(piece).reshape(-1)
+        if flat.dtype.kind == "c":
+            flat = flat.view(flat.real.dtype)
+        wide = _wide(flat.dtype)
+        tiny = wide.type(_smallest_normal(flat.dtype))
+        with np.errstate(all="ignore"):
+            for start in range(0, flat.size, _PIECE_VALUES):
+                self._add(flat[start : start + _PIECE_VALUES].astype(wide, copy=False), tiny)
+
+    def _add(self, values: NDArray[Any], tiny: Any) -> None:
+        # The minimum or maximum of values with a NaN is NaN, and an infinity is one of the two.
+        self._size += values.size
+        low, high = float(values.min()), float(values.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            values = self._finite(values)
+            if values.size == 0:
+                return
+            low, high = float(values.min()), float(values.max())
+        self._min, self._max = min(self._min, low), max(self._max, high)
+        total = float(values.sum())
+        self._sum += total if math.isfinite(total) else float(values.sum(dtype=np.float64))
+        magnitudes = np.abs(values)
+        if magnitudes.min() < tiny:
+            zeros = int(np.count_nonzero(magnitudes == 0))
+            self._zeros += zeros
+            self._denormals += int(np.count_nonzero(magnitudes < tiny)) - zeros
+        largest = max(-low, high)
+        if largest > FLOAT16_MAX:
+            self._beyond_float16 += int(np.count_nonzero(magnitudes > FLOAT16_MAX))
+        if largest > self._limit:
+            self._beyond_limit += int(np.count_nonzero(magnitudes > np.float64(self._limit)))
+
+    def _finite(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Count NaN and Inf, and return the other values."""
+        self._nan += int(np.count_nonzero(np.isnan(values)))
+        self._posinf += int(np.count_nonzero(values == np.inf))
+        self._neginf += int(np.count_nonzero(values == -np.inf))
+        finite: NDArray[Any] = values[np.isfinite(values)]
+        return finite
+
+    def result(self) -> ArrayStats:
+        """Return the statistics of all pieces so far."""
+        counts = (self._size, self._nan, self._posinf, self._neginf, self._zeros, self._denormals)
+        beyond = (self._beyond_float16, self._beyond_limit)
+        finite = self._size - self._nan - self._posinf - self._neginf
+        if not finite:
+            return ArrayStats(*counts, *beyond)
+        mean = min(max(self._sum / finite, self._min), self._max)
+        return ArrayStats(*counts, *beyond, self._min, self._max, mean)
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the native float type in which NumPy counts the values of a dtype exactly."""
+    if dtype.kind == "f" and dtype.itemsize >= 4:
+        return dtype.newbyteorder("=")
+    return np.dtype(np.float32)
+
+
+@cache
+def _smallest_normal(dtype: np.dtype[Any]) -> float:
+    if dtype.kind == "f" and dtype.name.startswith("float") and dtype.itemsize > 1:
+        return float(np.finfo(dtype).smallest_normal)
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
 def scan_model(model: Any, limits: Limits) -> ScanReport:

@@ -6,6 +6,7 @@ not read, or a `FileFormatError` of one sentence. Imports no backend.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import struct
@@ -22,11 +23,6 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
 from keras_nanguard._core.plain_text import plain_text as plain_text
-
-__all__ = [
-    *("BOMB_FLOOR", "MAX_EXPANSION", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "READ_BYTES"),
-    *("Contents", "StoredArray", "declared_too_much", "first_line", "plain_text", "readable"),
-]
 
 READ_BYTES = 4 << 20
 """Bytes per read."""
@@ -104,7 +100,6 @@ class StoredArray:
         location: str,
         key: str,
         dtype: np.dtype[Any],
-        name: str | None,
         shape: tuple[int, ...],
         reason: str,
         **reading: Any,
@@ -113,10 +108,10 @@ class StoredArray:
 
         Args:
             location, key, dtype, shape: see above.
-            name: the name of a dtype of floats, else `None`.
             reason: why it is not read, `""` if nothing is wrong.
             reading: `stored`, `pieces` and `whole`.
         """
+        name = float_name(dtype)
         shown = name or plain_text(dtype, 40)
         if dtype.kind == "V" and name is None:
             reason = reason or f"values of the unnamed kind {shown}, which no reader can interpret"
@@ -156,15 +151,50 @@ class Contents:
         names: name that Keras stored with the variables of a group, by the location of the group.
         config: the model's configuration, or `None` if the file has none.
         notes: sentences about what was not read, and why.
-        close: closes the file.
     """
 
     kind: str
     arrays: list[StoredArray]
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
-    close: Callable[[], None] = lambda: None
+
+
+_SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")
+
+
+def named_dtype(name: str) -> np.dtype[Any] | None:
+    """Return the dtype of a name, including those of `ml_dtypes`; `None` if there is none."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    if not name.startswith(_SMALL_FLOATS):
+        return None
+    import ml_dtypes  # only here, to keep `--help` and float32 files fast
+
+    kind = getattr(ml_dtypes, name, None)
+    return None if kind is None else np.dtype(kind)
+
+
+def float_name(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a float or complex dtype (`"float32"`, `"bfloat16"`), else `None`."""
+    name = str(dtype.name)
+    is_float = name.startswith(_SMALL_FLOATS) or (dtype.kind in "fc" and dtype.fields is None)
+    return name if is_float else None
+
+
+def tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of the tiles of a shape, which cover it once.
+
+    Args:
+        shape: shape of an array.
+        tile: shape of a tile, such as a chunk of an HDF5 dataset.
+    """
+    grid = [range(0, length, max(1, step)) for length, step in zip(shape, tile, strict=True)]
+    for corner in itertools.product(*grid):
+        ends = (min(start + step, n) for start, step, n in zip(corner, tile, shape))
+        yield tuple(slice(start, end) for start, end in zip(corner, ends))
 
 
 def declared_too_much(

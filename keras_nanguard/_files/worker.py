@@ -16,16 +16,13 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.model_names import names_in
+from keras_nanguard._files.names import names_in
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.orbax import is_orbax
+from keras_nanguard._files.orbax import orbax_tree
 from keras_nanguard._files.reading import Progress, size_on_disk
-from keras_nanguard._files.repair_stored import copy_values, repair_stored
-from keras_nanguard._files.rewrite import Unwritable
+from keras_nanguard._files.repair_stored import Unwritable, copy_values, repair_stored
 from keras_nanguard._files.scanner import scan_file
 from keras_nanguard._files.stored import readable
-
-__all__ = ["TASKS", "answer"]
 
 MAX_MEMORY = 1 << 30
 """Memory limit for any file, in bytes, beyond that of the process before it. Reading in pieces
@@ -106,7 +103,7 @@ def _limit_memory(path: str) -> None:
 
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-        limit = now + (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY)
+        limit = now + (ORBAX_MEMORY if orbax_tree(path) else MAX_MEMORY)
         limit += MEMORY_PER_BYTE * size_on_disk(path)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

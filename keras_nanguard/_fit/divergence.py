@@ -42,9 +42,8 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import sizes
+from keras_nanguard._core.history import WINDOW, sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._core.levels import WINDOW
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.incident import Whole
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._core.stored_records import Whole
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers

@@ -7,9 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._core.levels import WINDOW, level_of, onset
-from keras_nanguard._core.nonfinite_error import NonFiniteError
+from keras_nanguard._core.history import WINDOW, level_of, onset
+from keras_nanguard._core.incident import (
+    SITES,
+    Diagnosis,
+    Finding,
+    Incident,
+    NonFiniteError,
+    Outcome,
+)
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded

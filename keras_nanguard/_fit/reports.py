@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import processes
+from keras_nanguard._core.display import block
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.notebook import block
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.callbacks import OWN, REFUSED, numbers

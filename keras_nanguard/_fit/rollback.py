@@ -18,8 +18,8 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.errors import StateLostError
+from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident, Outcome
-from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.causes import MAX_RATE
 from keras_nanguard._fit import recorded

@@ -16,8 +16,8 @@ from typing import Any
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded

@@ -21,7 +21,7 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.levels import Level
+from keras_nanguard._core.history import Level
 from keras_nanguard._keras import variables as keras_variables, whole_writes
 
 __all__ = ["Ring", "Snapshot", "Taken", "compact", "first_bad", "missing_bytes", "size_of"]

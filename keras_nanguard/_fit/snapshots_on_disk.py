@@ -32,7 +32,7 @@ from pydantic import Field, ValidationError
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, memory, plain_arrays
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._core.levels import Level
+from keras_nanguard._core.history import Level
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._fit.guard_state import GuardState

@@ -34,7 +34,7 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
-from keras_nanguard._core.terminal import is_terminal
+from keras_nanguard._core.display import is_terminal
 from keras_nanguard._keras import native_variables, optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.arrays import statistics
+from keras_nanguard._files.scanner import statistics
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.rules_outputs import kind_of, option_of
 from keras_nanguard._lint.subject import Output, Subject

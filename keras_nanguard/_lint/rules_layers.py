@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._files.arrays import float_name, statistics
 from keras_nanguard._files.live import live_variables
+from keras_nanguard._files.scanner import statistics
+from keras_nanguard._files.stored import float_name
 from keras_nanguard._keras.structure import arguments_of, source_of
 from keras_nanguard._lint.rule import Site, layers, operations, rule
 from keras_nanguard._lint.subject import Placed, Subject, activation_name

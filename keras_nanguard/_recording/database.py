@@ -25,12 +25,6 @@ from keras_nanguard._recording.records import (
     STEP_COLUMNS,
 )
 
-__all__ = [
-    *("APPLICATION", "BINS", "EXACT", "MOVED", "NAME", "SCHEMA", "VERSION", "Row", "Statement"),
-    *("as_json", "as_text", "copied", "finite", "in_memory", "insert", "make", "path_of"),
-    *("transaction", "upsert_sample"),
-]
-
 NAME = "recording.sqlite"
 """Name of the file within the guard's directory."""
 
@@ -74,28 +68,11 @@ SCHEMA = {
 """The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and
 `samples.steps` hold JSON."""
 
-_WIDTHS = {
-    "meta": 2,
-    "steps": len(STEP_COLUMNS) + 1,
-    "bins": len(BIN_COLUMNS) + 1,
-    "events": 7,
-    "layers": 7,
-    "samples": 6,
-}
-"""Number of columns of each table."""
-
 
 def path_of(path: str | os.PathLike[str]) -> Path:
     """Return the path of the file, given it or its directory."""
     found = Path(path)
     return found / NAME if found.is_dir() else found
-
-
-def in_memory() -> sqlite3.Connection:
-    """Return a database in memory with empty tables."""
-    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    make(connection)
-    return connection
 
 
 def make(connection: sqlite3.Connection) -> None:
@@ -120,15 +97,15 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def insert(table: str) -> str:
     """Return the statement that inserts or replaces one row of a table."""
-    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * _WIDTHS[table])})"
+    width = 1 + SCHEMA[table].partition(", PRIMARY KEY")[0].count(",")
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * width)})"
 
 
-def upsert_sample() -> str:
-    """Return the statement that inserts a bad sample, or updates it in its place."""
-    columns = ("place", "times", "steps", "why")
-    changes = ", ".join(f"{name} = excluded.{name}" for name in columns)
-    new = insert("samples").replace("INSERT OR REPLACE", "INSERT")
-    return f"{new} ON CONFLICT (fingerprint, label) DO UPDATE SET {changes}"
+UPSERT_SAMPLE = (
+    "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (fingerprint, label) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in ("place", "times", "steps", "why"))
+)
+"""Inserts a bad sample, or updates it in its place."""
 
 
 def copied(connection: sqlite3.Connection, max_text: int) -> dict[str, list[Row]]:
@@ -154,11 +131,11 @@ def as_text(text: str) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON. A NumPy number becomes its value, and an object without a JSON form its text."""
-    return as_text(json.dumps(value, ensure_ascii=False, default=_plain))
 
+    def plain(odd: Any) -> Any:
+        return odd.item() if isinstance(odd, np.generic) else str(odd)
 
-def _plain(odd: Any) -> Any:
-    return odd.item() if isinstance(odd, np.generic) else str(odd)
+    return as_text(json.dumps(value, ensure_ascii=False, default=plain))
 
 
 # Statements that summarize steps. They give the same result in memory and in the file.
@@ -220,3 +197,118 @@ UNDO_BINS = (
     "WHERE last >= ?1"
 )
 """Counts the committed steps from this number on as undone."""
+
+
+MAX_UNWRITTEN = 50_000
+"""Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
+
+MAX_EVENT_TEXT = 6 << 20
+"""Maximum number of characters of all events. The file keeps older events."""
+
+MAX_LAYER_ROWS = 40_000
+"""Maximum number of rows of `layers`."""
+
+_MINOR = """kind IN ('epoch', 'snapshot') OR data LIKE '%"by": "callback"%'"""
+"""Events of which there are many, and which say little."""
+
+
+class Memory:
+    """The tables of one recording, with these rows at first.
+
+    Attributes:
+        connection: the database.
+        end: the `id` of the next step.
+    """
+
+    def __init__(self, rows: Mapping[str, Sequence[Row]] | None = None):
+        options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
+        self.connection = sqlite3.connect(":memory:", **options)
+        make(self.connection)
+        self._unwritten: list[Statement] | None = None
+        self._waiting = 0
+        rows = rows or {}
+        with transaction(self.connection):
+            for table, of_table in rows.items():
+                self.connection.executemany(insert(table), of_table)
+        ids: list[int] = [row[0] for row in rows.get("steps", ())]
+        self._first: int = ids[0] if ids else 0
+        self.end: int = ids[-1] + 1 if ids else 0
+        self._event_text = self._size_of_events()
+
+    def run(self, statement: str, rows: Sequence[Row]) -> None:
+        """Change the recording here, and later in the file."""
+        self.connection.executemany(statement, rows)
+        if self._unwritten is not None:
+            self._unwritten.append((statement, rows))
+            self._waiting += len(rows)
+            if self._waiting > MAX_UNWRITTEN:
+                self._unwritten = None
+
+    def one(self, query: str, parameters: Row = ()) -> Any:
+        """Return the first value that a query finds, or `None`."""
+        found = self.connection.execute(query, parameters).fetchone()
+        return None if found is None else found[0]
+
+    def unwritten(self) -> list[Statement]:
+        """Return the statements that the file lacks; they then count as written.
+
+        If these are not known, they rewrite everything except older events.
+        """
+        found = self._unwritten
+        if found is None:
+            found = [(f"DELETE FROM {table}", [()]) for table in ("steps", "bins", "layers")]
+            found += [
+                (insert(table), rows)
+                for table, rows in copied(self.connection, MAX_EVENT_TEXT).items()
+            ]
+        self.set_written(True)
+        return found
+
+    def set_written(self, written: bool) -> None:
+        """Note that the file has everything so far, or that it may have nothing of it."""
+        self._unwritten, self._waiting = [] if written else None, 0
+
+    def add_steps(self, rows: Sequence[Row]) -> None:
+        """Append steps, each with the values of `STEP_COLUMNS`; move the oldest ones into bins."""
+        with transaction(self.connection):
+            self.run(insert("steps"), [(self.end + place, *row) for place, row in enumerate(rows)])
+            self.end += len(rows)
+            while self.end - self._first > EXACT + MOVED:
+                self._first += MOVED
+                self.run(ADD_BINS, [(self._first,)])
+                self.run(DELETE_STEPS, [(self._first,)])
+                if self.one("SELECT count(*) FROM bins") >= BINS:
+                    last = self.one("SELECT max(id) FROM bins")
+                    self.run(MERGE_BINS, [()])
+                    self.run(DELETE_BINS, [(last,)])
+
+    def add_event(self, row: Row) -> None:
+        """Append an event; beyond the limit the oldest ones go, minor ones first."""
+        self.run(insert("events"), [row])
+        self._event_text += len(row[5]) + len(row[6])
+        if self._event_text > MAX_EVENT_TEXT:
+            half = "(SELECT count(*) / 2 FROM events)"
+            middle = self.one(f"SELECT id FROM events ORDER BY id LIMIT 1 OFFSET {half}")
+            for kinds in (_MINOR, "1"):
+                delete = f"DELETE FROM events WHERE id < ? AND ({kinds})"
+                self.connection.execute(delete, (middle,))
+                self._event_text = self._size_of_events()
+                if self._event_text <= MAX_EVENT_TEXT * 3 // 4:
+                    return
+
+    def _size_of_events(self) -> int:
+        return self.one("SELECT sum(length(text) + length(data)) FROM events") or 0
+
+    def add_layers(self, rows: Sequence[Row]) -> None:
+        """Append one moment. Above the limit half of them are removed, but none of the last
+        quarter."""
+        self.run(insert("layers"), rows)
+        if self.one("SELECT count(*) FROM layers") <= MAX_LAYER_ROWS:
+            return
+        query = "SELECT DISTINCT step FROM layers ORDER BY step"
+        steps = np.array([step for (step,) in self.connection.execute(query)])
+        older = steps[: max(len(steps) * 3 // 4, 1)]
+        even = np.linspace(older[0], older[-1], max(len(older) // 2, 1))
+        kept = older[np.searchsorted(older, even)] if len(older) > 3 else older[:0]
+        dropped = np.setdiff1d(older, kept).tolist()
+        self.run("DELETE FROM layers WHERE step = ?", [(step,) for step in dropped])

@@ -19,14 +19,18 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database, reading
-from keras_nanguard._recording.database import as_json, as_text, insert, upsert_sample
-from keras_nanguard._recording.memory import MAX_EVENT_TEXT, Memory
+from keras_nanguard._recording import database, recording
+from keras_nanguard._recording.database import (
+    MAX_EVENT_TEXT,
+    UPSERT_SAMPLE,
+    Memory,
+    as_json,
+    as_text,
+    insert,
+)
 from keras_nanguard._recording.recording import Recording, from_database
 from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample
 from keras_nanguard._recording.writer import INCIDENTS, Writer
-
-__all__ = ["Recorder"]
 
 INTERVAL = 1.0
 """Seconds between two times at which new steps go into the database, and into the file."""
@@ -74,8 +78,9 @@ class Recorder:
         """Return the state of a copy or a pickle: everything recorded, without the file."""
         with self._lock:
             self._fold()
-            own = {"_writer": None, "_lock": None, "_now": None}
-            return {**vars(self), **own, "_memory": self._memory.copied()}
+            rows = database.copied(self._memory.connection, MAX_EVENT_TEXT)
+            own = {"_writer": None, "_lock": None, "_now": None, "_memory": rows}
+            return {**vars(self), **own}
 
     def __copy__(self) -> Recorder:
         return copy.deepcopy(self)
@@ -235,7 +240,7 @@ class Recorder:
             place = None if sample.index is None else int(sample.index)
             row = (sample.fingerprint, as_text(sample.label), place, int(sample.times))
             steps, reason = as_json(list(sample.steps)), as_text(sample.reason)
-            self._memory.run(upsert_sample(), [(*row, steps, reason)])
+            self._memory.run(UPSERT_SAMPLE, [(*row, steps, reason)])
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write the remaining data, and close the file."""
@@ -365,7 +370,7 @@ class Recorder:
             there = path.exists() and path.stat().st_size > 0
             if there and not loaded:
                 self._load(path)
-            elif there and reading.writer_of(path) not in self._owners:
+            elif there and recording.writer_of(path) not in self._owners:
                 raise GuardError(f"another run writes to {path}; use one directory per run")
             writer = uuid.uuid4().hex
             self._writer = Writer(path, writer, self.end_with_process)
@@ -374,19 +379,19 @@ class Recorder:
             return
         self._owners.add(writer)
         if before or not there:
-            self._memory.write_anew()
+            self._memory.set_written(False)
 
     def _load(self, path: Path) -> None:
         """Continue the recording in a file."""
-        self._owners.add(reading.writer_of(path))
-        with reading.opened(path) as connection:
-            found = reading.contents(connection, path)
+        self._owners.add(recording.writer_of(path))
+        with recording.opened(path) as connection:
+            found = recording.contents(connection, path)
             rows = database.copied(connection, MAX_EVENT_TEXT // 2)
-            reading.check_ids(rows)
+            recording.check_ids(rows)
             query = "SELECT coalesce(max(id) + 1, 0) FROM events"
             self._events = int(connection.execute(query).fetchone()[0])
         rows["meta"] = [row for row in rows["meta"] if row[0] in _KEPT_META]
         self._memory = Memory(rows)
-        self._memory.write_from_here()
+        self._memory.set_written(True)
         self.base, self._since = (int(found["meta"].get(name) or 0) for name in ("base", "since"))
         self.samples = {(sample.fingerprint, sample.label): sample for sample in found["samples"]}

@@ -11,22 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "BIN_COLUMNS",
-    "COMMITTED",
-    "EVENT_KINDS",
-    "FORMAT",
-    "MEASURED",
-    "OVERFLOW",
-    "REFUSED",
-    "SKIPPED",
-    "STATUSES",
-    "STEP_COLUMNS",
-    "BadSample",
-    "Event",
-    "empty",
-]
-
 FORMAT = 1
 """Version of the format of a recording. It increases if a reader of the old format would misread
 the new one."""

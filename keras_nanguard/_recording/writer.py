@@ -14,9 +14,7 @@ from pathlib import Path
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.database import Statement, as_json, make, transaction
-from keras_nanguard._recording.reading import check_header
-
-__all__ = ["INCIDENTS", "File", "Writer"]
+from keras_nanguard._recording.recording import check_header
 
 INCIDENTS = "incidents.jsonl"
 """Name of the export of all incidents beside the recording, written at the end of a fit."""

@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.terminal import is_terminal
 from keras_nanguard._report import console
-from keras_nanguard._report.brief import shortened
-
-__all__ = ["table", "table_text"]
+from keras_nanguard._report.console import shortened
 
 MAX_ROWS = 12
 """Maximum number of rows."""

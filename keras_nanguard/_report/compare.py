@@ -1,6 +1,5 @@
 """Compares many runs, such as the trials of a tuner: which failed, when, by which cause, and their
-common properties.
-"""
+common properties."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console
 from keras_nanguard._report.html import rendered
-
-__all__ = ["RunSeen", "common", "page", "text"]
 
 _MAX_CAUSES = 4
 
@@ -69,8 +66,7 @@ def _spark(steps: list[int], values: list[float]) -> str:
 
 def common(runs: Sequence[RunSeen]) -> list[str]:
     """Return sentences about the common properties of failed runs, and their differences from the
-    others.
-    """
+    others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
     found = [f"{len(bad)} of {len(runs)} runs had incidents."]
     for why, n in Counter(why for run in bad for why in set(run.causes)).most_common(_MAX_CAUSES):

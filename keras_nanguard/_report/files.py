@@ -10,22 +10,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from keras_nanguard._core import atomic_files, plain_json
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._recording import database, reading
+from keras_nanguard._recording import database, recording
 from keras_nanguard._recording.recording import Recording, incidents as incidents_of
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
-
-__all__ = [
-    *("SAMPLE_COLUMNS", "read", "recorded", "save", "without_removed_bundles", "write"),
-    "write_samples",
-]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
@@ -132,7 +126,7 @@ def recorded(path: str | os.PathLike[str]) -> Recording:
         GuardError: if it is damaged or of a newer version.
     """
     file = database.path_of(path)
-    there = file.suffix == _SQLITE and reading.is_made(file)
+    there = file.suffix == _SQLITE and recording.is_made(file)
     return Recording.read(file) if there else Recording()
 
 
@@ -151,16 +145,10 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
         return _of_folder(path)
     if path.suffix == _SQLITE:
         return _of_recording(path)
-    if path.suffix == ".jsonl":
-        lines = _text(path).split("\n")
-        return [_incident(_document(line, path), path) for line in lines if line.strip()]
     if path.suffix == ".html" and path.is_file():
         remedy = f"Open it in a browser. {_REMEDY}"
         raise GuardError(expected("a file of incidents", f"{str(path)!r}, a finished page", remedy))
-    document = _document(_text(path), path)
-    if isinstance(document, dict) and isinstance(document.get("incidents"), list):
-        return [_incident(entry, path) for entry in document["incidents"]]
-    return [_incident(document, path)]
+    return _of_text(path)
 
 
 def _of_folder(path: Path) -> list[Incident]:
@@ -184,23 +172,22 @@ def _of_recording(path: Path) -> list[Incident]:
         return [incident for incident, _ in incidents_of(recorded(path))]
 
 
-def _text(path: Path) -> str:
+def _of_text(path: Path) -> list[Incident]:
     with _expecting("a readable report", path):
         if path.exists() and not path.is_file():  # a pipe would block
             raise ValueError("neither a file nor a folder")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"larger than {MAX_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-
-
-def _document(text: str, path: Path) -> Any:
+        text = path.read_text(encoding="utf-8")
     with _expecting("JSON", path):
-        return plain_json.loads(text)
-
-
-def _incident(data: Any, path: Path) -> Incident:
+        if path.suffix == ".jsonl":
+            entries = [plain_json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            document = plain_json.loads(text)
+            listed = document.get("incidents") if isinstance(document, dict) else None
+            entries = listed if isinstance(listed, list) else [document]
     with _expecting("an incident", path):
-        return Incident.from_dict(data)
+        return [Incident.from_dict(entry) for entry in entries]
 
 
 @contextmanager

@@ -22,15 +22,12 @@ from keras_nanguard._recording.recording import Recording, incidents as incident
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._report.cards import cards
 
-__all__ = ["page", "rendered"]
-
 POINTS = 2000
 """Points of each curve."""
 
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
 _MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
-
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -131,11 +128,10 @@ def _rollbacks(recording: Recording) -> list[list[Any]]:
     """Return for each rollback its first and last undone step, and its description."""
     found, base = [], 0
     for event in recording.events:
-        data = dict(event.data)
         if event.kind in ("begin", "resume"):
-            base = _whole(data.get("base"), 0)
+            base = _whole(event.data.get("base"), 0)
         if event.kind == "rollback":
-            back = base + _whole(data.get("to"), event.step - base)
+            back = base + _whole(event.data.get("to"), event.step - base)
             found.append([min(max(back, 0), event.step) + 1, event.step + 1, event.text])
     return found
 
@@ -185,10 +181,8 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
 
 
 def _short(values: Any) -> list[float | None]:
-    return [
-        float(f"{v:.6g}") if math.isfinite(v) else None
-        for v in np.asarray(values, np.float64).tolist()
-    ]
+    plain = np.asarray(values, np.float64).tolist()
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
 def _marks(
@@ -200,15 +194,14 @@ def _marks(
     overflows = np.concatenate([thinned, steps["step"][steps["status"] == OVERFLOW]]) + 1
     known = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
-    events = recording.events
-    rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
+    rates = [event for event in recording.events if event.kind == "learning_rate"]
     return {
         "incidents": [[step + 1 for step in at], [*numbers], [int(i.refused) for i in incidents]],
         "refused": refused,
         "overflows": overflows.tolist(),
         "overflow_count": _overflows(recording),
         "rollbacks": _rollbacks(recording),
-        "rates": rates,
+        "rates": [[event.step + 1, event.text] for event in rates],
     }
 
 
@@ -227,8 +220,7 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
         ("bad rows", str(len(recording.samples))),
         ("float16 overflows", f"{overflows:,}" if overflows else ""),
         ("backend", str(meta.get("backend", ""))),
-        ("start", _when(meta.get("began"))),
-        ("duration", _took(meta)),
+        *_times(meta),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -245,27 +237,20 @@ def _overflows(recording: Recording) -> int:
     return int((recording.steps["status"] == OVERFLOW).sum() + recording.bins["overflows"].sum())
 
 
-def _when(seconds: Any) -> str:
+def _times(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return start and duration of a run, if they are known."""
     try:
-        return time.strftime("%Y\u2011%m\u2011%d %H:%M", time.localtime(float(seconds)))
-    except (TypeError, ValueError, OverflowError, OSError):
-        return ""
-
-
-def _took(meta: Mapping[str, Any]) -> str:
-    try:
-        seconds = float(meta["written"]) - float(meta["began"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return ""
-    if seconds < 7200:
-        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+        began, seconds = float(meta["began"]), float(meta["written"]) - float(meta["began"])
+        start = time.strftime("%Y\u2011%m\u2011%d %H:%M", time.localtime(began))
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return []
+    size, unit = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
+    return [("start", start), ("duration", f"{seconds / size:.{int(unit == 'h')}f} {unit}")]
 
 
 def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
     """Return the map of layers for the script, and its rows: path, measured column, and first,
-    largest and last value.
-    """
+    largest and last value."""
     found: list[dict[str, Any]] = []
     rows = []
     for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:

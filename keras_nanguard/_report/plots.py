@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_nanguard._core.drawing import new_figure
+from keras_nanguard._core.display import new_figure
 from keras_nanguard._recording.recording import Recording
-
-__all__ = ["curves"]
-
-_PANELS = (
-    ("loss", "loss"),
-    ("gradient_norm", "gradient norm"),
-    ("learning_rate", "learning rate"),
-    ("loss_scale", "loss scale"),
-)
-
+from keras_nanguard._recording.records import MEASURED
 
 _MARKS = (
     ("incident", "incident", "#c0262d", "-"),
@@ -27,9 +18,8 @@ _MARKS = (
 
 def curves(recording: Recording) -> Any:
     """Return a figure with one panel for each measured column of a run, with marks for incidents,
-    rollbacks and changed rates.
-    """
-    series = [(title, *recording.series(name, 1500)) for name, title in _PANELS]
+    rollbacks and changed rates."""
+    series = [(name.replace("_", " "), *recording.series(name, 1500)) for name in MEASURED]
     shown = [panel for panel in series if len(panel[1])]
     figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
     panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]

@@ -1,6 +1,5 @@
 """A terminal dashboard of a run, from the files in its directory: curves, incidents, and remaining
-limits of the policy.
-"""
+limits of the policy."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED
 from keras_nanguard._report import console, files
-
-__all__ = ["budgets", "curve", "frame", "watch"]
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0

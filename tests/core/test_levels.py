@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keras_nanguard._core.levels import WINDOW, level_of, onset
+from keras_nanguard._core.history import WINDOW, level_of, onset
 
 
 def test_the_level_is_a_median_with_a_robust_spread():

@@ -20,7 +20,7 @@ from keras import layers
 from keras_nanguard import NanGuard, replay
 from keras_nanguard._core.errors import BundleError, GuardError
 from keras_nanguard._diagnose import bundle as _bundle
-from keras_nanguard._files import archives
+from keras_nanguard._files import opening
 
 
 def written(name: str, directory: Path, **compile_):
@@ -153,7 +153,7 @@ def test_what_is_no_file_of_the_folder_is_not_opened(copy, name, how):
 
 def test_nothing_in_a_bundle_reaches_the_library_that_reads_weights(copy, monkeypatch):
     """HDF5 is known to crash and to hang on damaged files, and a bundle is read in this process."""
-    monkeypatch.setattr(archives, "open_hdf5", lambda *_: pytest.fail("HDF5 was asked to open it"))
+    monkeypatch.setattr(opening, "open_hdf5", lambda *_: pytest.fail("HDF5 was asked to open it"))
     for extra in ({}, {"0.npy": b""}):
         with zipfile.ZipFile(copy / "batch.npz", "w") as archive:
             for member, data in {"model.weights.h5": b"\x89HDF\r\n\x1a\n", **extra}.items():

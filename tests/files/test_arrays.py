@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._files import arrays
-from keras_nanguard._files.arrays import (
-    FLOAT16_MAX,
-    Tally,
-    float_name,
-    named_dtype,
-    statistics,
-    tiles,
-)
+from keras_nanguard._files import scanner
 from keras_nanguard._files.problems import ArrayStats
+from keras_nanguard._files.scanner import FLOAT16_MAX, Tally, statistics
+from keras_nanguard._files.stored import float_name, named_dtype, tiles
 
 DTYPES = (
     "float16",
@@ -112,13 +106,13 @@ def test_the_pieces_do_not_matter(array, piece):
 def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
     """One bad value alone is found at the first, the last and every inner border of the pieces that
     are counted."""
-    size = arrays._PIECE_VALUES * 2 + 3
+    size = scanner._PIECE_VALUES * 2 + 3
     for place in (
         0,
         1,
-        arrays._PIECE_VALUES - 1,
-        arrays._PIECE_VALUES,
-        2 * arrays._PIECE_VALUES,
+        scanner._PIECE_VALUES - 1,
+        scanner._PIECE_VALUES,
+        2 * scanner._PIECE_VALUES,
         size - 1,
     ):
         array = np.ones(size, named_dtype(dtype))

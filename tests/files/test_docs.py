@@ -6,8 +6,7 @@ import re
 import numpy as np
 
 from keras_nanguard._cli.parser import parser
-from keras_nanguard._files.problems import PROBLEMS
-from keras_nanguard._files.repair_options import CHOICES
+from keras_nanguard._files.problems import CHOICES, PROBLEMS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

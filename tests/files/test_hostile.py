@@ -1,7 +1,6 @@
 """A file is never trusted: it gives a result or one sentence, and nothing in it is followed,
 unpickled or run."""
 
-import contextlib
 import io
 import json
 import os
@@ -18,7 +17,7 @@ from hypothesis import given, strategies as st
 from support import zoo
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files import archives, reading, stored, worker
+from keras_nanguard._files import opening, reading, stored, worker
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
@@ -162,7 +161,7 @@ def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
 
 def test_a_zip_bomb_is_refused(make, monkeypatch):
     """A member that would unpack to many times its size is refused before it is unpacked."""
-    monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 16)
+    monkeypatch.setattr(opening, "BOMB_FLOOR", 1 << 16)
     bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
     with pytest.raises(FileFormatError, match="zip bomb"), opened(bomb):
         pass
@@ -401,7 +400,7 @@ def test_a_header_of_any_length_is_read_in_part(make, monkeypatch):
     monkeypatch.setattr(
         zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(n) or plain(self, n)
     )
-    with contextlib.closing(archives.read_arrays(path)) as contents:
+    with opened(path) as contents:
         assert contents.arrays[0].unread
     assert max(read) <= 1 << 16 and -1 not in read
 
@@ -419,7 +418,7 @@ def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, 
         for _ in range(20):
             archive.filelist.append(first)
     path = make.raw(buffer.getvalue(), "shared.npz")
-    with contextlib.closing(archives.read_arrays(path)) as contents:
+    with opened(path) as contents:
         reasons = [array.unread for array in contents.arrays]
     assert len(reasons) == 21 and sum("declares more than" in reason for reason in reasons) == 20
 
@@ -440,4 +439,4 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
         pytest.skip("this version of Keras loads bombs")
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == stored.BOMB_FLOOR
     assert saving_lib._H5_DATASET_MAX_EXPANSION == stored.MAX_EXPANSION
-    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_MEMBER_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == opening._MAX_MEMBER_EXPANSION

@@ -18,9 +18,9 @@ from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
+from keras_nanguard._files.problems import RepairOptions
 from keras_nanguard._files.repair import repair
-from keras_nanguard._files.repair_options import RepairOptions
-from keras_nanguard._files.repair_values import bad_values, repaired
+from keras_nanguard._files.repair_stored import bad_values, repaired
 from keras_nanguard._files.scan import scan
 
 

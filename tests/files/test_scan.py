@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._files.arrays import statistics
 from keras_nanguard._files.names import Identity
 from keras_nanguard._files.problems import (
     PROBLEMS,
@@ -17,6 +16,7 @@ from keras_nanguard._files.problems import (
 )
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
+from keras_nanguard._files.scanner import statistics
 
 CASES = {
     "nan": ("kernel", "weight", [[1.0, np.nan]], {}),

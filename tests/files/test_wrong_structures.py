@@ -38,7 +38,7 @@ PROGRAM = (
     + """
 import json
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.model_names import model_names
+from keras_nanguard._files.names import model_names
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
 

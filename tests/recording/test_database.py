@@ -21,7 +21,7 @@ from support import recordings, zoo
 from support.recordings import begun, event_of, push, same
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database, memory, reading
+from keras_nanguard._recording import database, recording
 from keras_nanguard._recording.database import NAME, insert
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import COMMITTED, BadSample
@@ -71,7 +71,7 @@ def test_bins_in_the_file(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_slow(tmp_path, monkeypatch):
     """If too much waits for the disk, the file is written anew as soon as it is ready."""
-    monkeypatch.setattr(memory, "MAX_UNWRITTEN", 100)
+    monkeypatch.setattr(database, "MAX_UNWRITTEN", 100)
     made = begun(tmp_path)
     push(made, 50)
     assert made.flush()
@@ -383,7 +383,7 @@ def test_a_recording_that_is_a_link(tmp_path):
 def test_pages_that_many_rows_share_are_read_a_limited_number_of_times(tmp_path, monkeypatch):
     """All texts together are in proportion to the file: in a damaged one any number of rows may lead to the same pages."""
     path = valid(tmp_path)
-    monkeypatch.setattr(reading, "MAX_SHARE", 1200 / path.stat().st_size)
+    monkeypatch.setattr(recording, "MAX_SHARE", 1200 / path.stat().st_size)
     assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
@@ -392,14 +392,14 @@ def test_texts_that_are_too_long(tmp_path, monkeypatch):
     path = valid(tmp_path)
     changed("UPDATE events SET text = hex(zeroblob(3000000)) WHERE kind = 'begin'")(path)
     assert [event.kind for event in Recording.read(path).events] == ["incident", "end"]
-    monkeypatch.setattr(reading, "MAX_ALL_TEXT", 1200)
+    monkeypatch.setattr(recording, "MAX_ALL_TEXT", 1200)
     assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
 def test_tables_that_are_too_long(tmp_path, monkeypatch):
     """Of a table that is too long the last rows are read."""
     path = valid(tmp_path)
-    monkeypatch.setattr(reading, "MAX_ROWS", 100)
+    monkeypatch.setattr(recording, "MAX_ROWS", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
 
 

@@ -9,7 +9,7 @@ from support import zoo
 from support.programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._core.nonfinite_error import NonFiniteError
+from keras_nanguard._core.incident import NonFiniteError
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import COMMITTED, OVERFLOW, REFUSED, SKIPPED
 from keras_nanguard._report import files

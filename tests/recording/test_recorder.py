@@ -11,7 +11,7 @@ import pytest
 from support import recordings, zoo
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database, memory
+from keras_nanguard._recording import database
 from keras_nanguard._recording.database import EXACT
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
@@ -175,7 +175,7 @@ class TestRecorder:
 
     def test_minor_events_go_first(self, monkeypatch):
         """Beyond the limit epochs and snapshots are dropped before incidents, and older ones before newer ones."""
-        monkeypatch.setattr(memory, "MAX_EVENT_TEXT", 20_000)
+        monkeypatch.setattr(database, "MAX_EVENT_TEXT", 20_000)
         made = recorder()
         made.event("incident", 0, 0, "first")
         for epoch in range(100):
@@ -186,7 +186,7 @@ class TestRecorder:
 
     def test_layers_are_thinned(self, monkeypatch):
         """Beyond the limit moments go, evenly from all but the last quarter."""
-        monkeypatch.setattr(memory, "MAX_LAYER_ROWS", 800)
+        monkeypatch.setattr(database, "MAX_LAYER_ROWS", 800)
         made = recorder()
         for step in range(1000):
             made.layers(step, [(f"v{n}", "trainable") for n in range(8)], np.full((8, 3), float(step)))

@@ -19,7 +19,7 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError
-from keras_nanguard._core.levels import Level
+from keras_nanguard._core.history import Level
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find

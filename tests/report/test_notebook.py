@@ -13,8 +13,8 @@ import pytest
 from support.recordings import HOSTILE, synthetic
 
 from keras_nanguard import Finding, Incident, NanGuard
+from keras_nanguard._core.display import MAX_ROWS, block
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._core.notebook import MAX_ROWS, block
 from keras_nanguard._files.reports import Change, Problem, RepairReport, ScannedVariable, ScanReport
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report.plots import curves
@@ -78,7 +78,7 @@ def test_a_notebook_shows_figures():
     """In a kernel that has not drawn anything yet, a figure is shown as a picture: that takes a backend that is loaded."""
     code = (
         "import sys, types; sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
-        "from keras_nanguard._core.drawing import new_figure\n"
+        "from keras_nanguard._core.display import new_figure\n"
         "new_figure(3.0, 3.0); print('matplotlib.backends.backend_svg' in sys.modules)"
     )
     env = {**os.environ, "MPLBACKEND": "svg"}

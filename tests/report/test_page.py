@@ -24,9 +24,9 @@ from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import STEP_COLUMNS, Event
-from keras_nanguard._report import blamed_rows, compare, files, html
-from keras_nanguard._report.cards import MAX_CARDS, cards
-from keras_nanguard._report.snippets import snippet
+from keras_nanguard._report import cards, compare, files, html
+from keras_nanguard._report.cards import MAX_CARDS
+from keras_nanguard._report.console import snippet
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 
@@ -227,20 +227,20 @@ def test_a_directory_that_several_fits_share():
 def test_the_command_can_be_pasted():
     """Whatever the folder is called, the shell takes it for one argument."""
     name = "runs/a b; rm -rf $HOME"
-    (found,), _ = cards([Incident(3, 0, 3, (), bundle=name)])
+    (found,), _ = cards.cards([Incident(3, 0, 3, (), bundle=name)])
     assert shlex.split(found["replay"]) == ["keras-nanguard", "replay", name]
 
 
 def test_many_kinds_have_one_card_in_common():
     many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(MAX_CARDS + 50)]
-    found, numbers = cards(many)
+    found, numbers = cards.cards(many)
     assert len(found) == MAX_CARDS + 1 and found[-1]["title"].startswith("50 more kinds") and numbers.count(MAX_CARDS) == 50
 
 
 def test_how_layers_went_up_to_an_incident():
     """Up to the step and not further; what grew tenfold comes first."""
     layers = {"a": {"step": np.arange(5), "gradient_norm": np.ones(5)}, "b": {"step": np.arange(5), "gradient_norm": 10.0 ** np.arange(5)}}
-    (found,), _ = cards([Incident(3, 0, 3, ())], layers=layers)
+    (found,), _ = cards.cards([Incident(3, 0, 3, ())], layers=layers)
     assert found["before"] == [("b", "gradient norm", "1 → 10 → 100 → 1e+03", True), ("a", "gradient norm", "1 → 1 → 1 → 1", False)]
 
 
@@ -296,7 +296,7 @@ class TestBlamedRows:
         x = np.linspace(0, 1, 3 * 8 * 8).reshape(3, 8, 8, 1).astype("float32")
         x[1, 2, 3] = np.nan
         np.savez(folder / "batch.npz", **{"0": x, "1": np.zeros(3, int)})
-        (found,) = blamed_rows.shown(folder, [1])
+        (found,) = cards.shown(folder, [1])
         png = base64.b64decode(found["picture"].partition(",")[2])
         start = png.index(b"IDAT")
         lines = np.frombuffer(zlib.decompress(png[start + 4 :]), np.uint8).reshape(8, 25)
@@ -308,7 +308,7 @@ class TestBlamedRows:
         x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
         x[2, 4], x[2, 1] = np.inf, 900.0
         np.savez(folder / "batch.npz", **{"0": x})
-        (found,) = blamed_rows.shown(folder, [2, 77])
+        (found,) = cards.shown(folder, [2, 77])
         assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
         assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
 
@@ -320,12 +320,12 @@ class TestBlamedRows:
         np.savez(folder / "batch.npz", **{"0": image, "1": age, "2": bits, "3": np.zeros(3, "float32")})
         about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [(f["row"], f["of"]) for f in blamed_rows.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
+        assert [(f["row"], f["of"]) for f in cards.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
         layers = [[name, 0, 0] for name in ("image", "age", "keras_tensor_7")]
         (folder / "model.json").write_text(json.dumps({"config": {"input_layers": layers}}))
-        assert [f["of"] for f in blamed_rows.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
-        assert blamed_rows.shown(folder, [2])[0]["columns"][0][1] == "inf" and blamed_rows.shown(folder, [0])[0]["picture"]
-        (found,), _ = cards(
+        assert [f["of"] for f in cards.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
+        assert cards.shown(folder, [2])[0]["columns"][0][1] == "inf" and cards.shown(folder, [0])[0]["picture"]
+        (found,), _ = cards.cards(
             [Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")], folder.parents[1]
         )
         assert found["rows"][0]["of"] == "x/age"
@@ -334,7 +334,7 @@ class TestBlamedRows:
     def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, reported):
         np.savez(folder / "batch.npz", **{"0": np.ones((3, 2))})
         (folder / "bundle.json").write_text(reported)
-        (found,) = blamed_rows.shown(folder, [0])
+        (found,) = cards.shown(folder, [0])
         assert found["of"] == ""
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
@@ -343,7 +343,7 @@ class TestBlamedRows:
             (folder / "batch.npz").write_bytes(content)
         else:
             np.savez(folder / "batch.npz", a=np.array([{}]) if content == "objects" else np.zeros(3))
-        assert blamed_rows.shown(folder, [0]) == []
+        assert cards.shown(folder, [0]) == []
 
     def test_objects_are_never_unpickled(self, folder, tmp_path):
         class Trap:
@@ -351,17 +351,17 @@ class TestBlamedRows:
                 return (Path.touch, (tmp_path / "sprung",))
 
         np.savez(folder / "batch.npz", a=np.array([[Trap()]], dtype=object))
-        assert blamed_rows.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
+        assert cards.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
         """Whatever path an incident names, its bundle is looked for in the run's own directory, by its last name."""
         (tmp_path / "secret").mkdir()
-        assert blamed_rows.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
-        assert blamed_rows.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
-        assert blamed_rows.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
+        assert cards.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
+        assert cards.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
+        assert cards.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
         (tmp_path / "incidents" / "link").symlink_to(tmp_path / "secret")
-        assert blamed_rows.bundle_folder("link", tmp_path) is None
-        assert blamed_rows.layer_table(None) == ""
+        assert cards.bundle_folder("link", tmp_path) is None
+        assert cards.layer_table(None) == ""
 
 
 def test_uplot_is_what_was_published():

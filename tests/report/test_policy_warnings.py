@@ -8,7 +8,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._files.model_names import model_names as names_in_file
+from keras_nanguard._files.names import model_names as names_in_file
 from keras_nanguard._fit.arguments import model_names
 from keras_nanguard._policy.policy import PRESETS
 from keras_nanguard._policy.settings import matches_path

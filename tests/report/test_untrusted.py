@@ -27,7 +27,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
 from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import blamed_rows, console, files, html, watch
+from keras_nanguard._report import cards, console, files, html, watch
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -131,17 +131,17 @@ def bundle(tmp_path):
 
 def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
     """A page shows nothing from outside of the directory of its run, and waits for nobody."""
-    assert blamed_rows.layer_table(bundle) == "a table" and len(blamed_rows.shown(bundle, (0,))) == 1
+    assert cards.layer_table(bundle) == "a table" and len(cards.shown(bundle, (0,))) == 1
     (tmp_path / "secret.txt").write_text("secret")
     np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
     for name in ("layers.txt", "batch.npz"):
         (bundle / name).unlink()
         (bundle / name).symlink_to(tmp_path / f"secret{(bundle / name).suffix}")
-    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+    assert cards.layer_table(bundle) == "" and cards.shown(bundle, (0,)) == []
     for name in ("layers.txt", "batch.npz", "bundle.json"):
         (bundle / name).unlink()
         os.mkfifo(bundle / name)
-    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+    assert cards.layer_table(bundle) == "" and cards.shown(bundle, (0,)) == []
 
 
 HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846,), }"
@@ -157,7 +157,7 @@ def test_members_that_are_no_arrays_are_left_out(bundle, name):
     """A member with a broken header, one that declares more than there is memory, and one that is no array: the page goes without them."""
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
-    assert blamed_rows.shown(bundle, (0,)) == []
+    assert cards.shown(bundle, (0,)) == []
 
 
 def test_a_link_in_place_of_the_export(tmp_path):

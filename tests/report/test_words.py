@@ -15,8 +15,7 @@ from keras_nanguard._files.recalibrate import RecalibrateReport
 from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report.brief import brief_line
-from keras_nanguard._report.console import Lines, kinds, markdown, summary, why
+from keras_nanguard._report.console import Lines, brief_line, kinds, markdown, summary, why
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)

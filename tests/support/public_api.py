@@ -167,7 +167,7 @@ FORMATS = {
     "recording.sqlite": ("_recording.database", "VERSION"),
     "scan report": ("_files.reports", "FORMAT"),
     "repair report": ("_files.reports", "FORMAT"),
-    "recalibrate report": ("_files.recalibrate", "FORMAT"),
+    "recalibrate report": ("_files.reports", "FORMAT"),
     "lint report": ("_lint", "FORMAT"),
     "examination": ("_diagnose.examine", "FORMAT"),
     "replay": ("_diagnose.replay", "FORMAT"),
