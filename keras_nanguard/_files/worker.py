@@ -56,7 +56,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def answer(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the last line for a request: an answer, or why there is none."""
+    """Return the last line for a request: the answer, or the reason of a failure."""
     path = request["path"]
     try:
         with readable(path):

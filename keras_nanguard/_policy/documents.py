@@ -152,8 +152,8 @@ def _yaml(text: str) -> Any:
         raise PolicyError(expected(what, "no such package", remedy)) from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]  # stubs may be missing
-        """A safe loader without aliases, which a hostile file nests, and with `1e-7` as a
-        number.
+        """A safe loader that reads `1e-7` as a number. It rejects aliases, because nested ones grow
+        without bounds.
         """
 
         def compose_node(self, parent: Any, index: Any) -> Any:
