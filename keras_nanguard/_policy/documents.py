@@ -115,7 +115,8 @@ def _text(file: Path, name: str) -> str:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise PolicyError(expected(f"at most {MAX_BYTES} bytes in {name}", "more", remedy))
+            what = f"at most {MAX_BYTES} bytes in {name}"
+            raise PolicyError(expected(what, "more", "Pass a policy file."))
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         received = f"the byte 0x{raw[error.start]:02x} at offset {error.start}"
