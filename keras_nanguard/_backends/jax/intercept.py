@@ -18,15 +18,11 @@ from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Gate", "Intercept", "Retrace", "Update", "calls_host", "primal"]
+__all__ = ["Intercept", "calls_host", "primal"]
 
 
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 """Methods with which an optimizer of Keras writes its variables."""
-
-
-class Retrace(Exception):
-    """The updates of this step cannot be deferred. Never leaves the library."""
 
 
 class Update:
@@ -44,9 +40,16 @@ class Update:
         self.slots, self.grads, self.weights = list(slots), list(grads), list(weights)
 
     @property
-    def paths(self) -> list[str]:
-        """Keras paths of the weights, in the order of the gradients."""
-        return [v.path for v in keras_optimizers.trained_by(self.optimizer)]
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Each gradient with its variable."""
+        return list(zip(self.grads, keras_optimizers.trained_by(self.optimizer)))
+
+    def run(self) -> None:
+        """Run the update, and write its results into the variables."""
+        weights, slots = self.real(self.slots, self.grads, self.weights)
+        trained = keras_optimizers.trained_by(self.optimizer)
+        for variable, value in zip((*trained, *self.optimizer.variables), (*weights, *slots)):
+            variable.assign(value)
 
 
 class Gate(Overrides):
@@ -103,30 +106,38 @@ class Gate(Overrides):
 
 
 class Intercept:
-    """Context that records the calls of optimizers instead of (or besides) updating, and the
-    model's loss.
+    """Context that records the calls of optimizers and the model's loss.
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
-        holders: placeholders for the results of a deferred update, `(weights, slots)` by `id` of
-            the optimizer; `None` lets each update run at once.
         trace: the trace in which the body runs; `None` for eager execution.
+        may_commit: whether the writes of an optimizer take effect; `None` lets all of them.
+        updates: whether optimizers run; otherwise they return the old state.
 
     Attributes:
         records: the calls of `stateless_apply`, in order.
         losses: the results of `compute_loss`.
         outputs: `(name, array)` of the model's outputs that `compute_loss` received.
+        updated: the results of updates, by `id`.
+        selected: the `id` of those that are the old value if the step is refused.
     """
 
     def __init__(
-        self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        trace: Any = None,
+        may_commit: Any = None,
+        updates: bool = True,
     ):
         self.model, self.optimizers, self.trace = model, list(optimizers), trace
-        self.holders = None if holders is None else dict(holders)
+        self.may_commit, self.updates = may_commit, updates
         self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
+        self.updated: dict[int, Any] = {}
+        self.selected: set[int] = set()
         self._overrides = Overrides()
 
     def __enter__(self) -> Intercept:
@@ -150,16 +161,18 @@ class Intercept:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             record = Update(optimizer, real, optimizer_variables, grads, trainable_variables)
             arrays = [a for a in (*record.grads, *record.weights) if a is not None]
-            here = all(primal(array, self.trace) is array for array in arrays)
-            if self.holders is None:
-                if here:
-                    self.records.append(record)
-                return real(optimizer_variables, grads, trainable_variables)
-            held = self.holders.pop(id(optimizer), None)
-            if not here or held is None or not _alike(record, *held):
-                raise Retrace
+            if not all(primal(array, self.trace) is array for array in arrays):
+                return real(optimizer_variables, grads, trainable_variables)  # within a `grad`
             self.records.append(record)
-            return list(held[0]), list(held[1])
+            if not self.updates:
+                return list(trainable_variables), list(optimizer_variables)
+            if self.may_commit is None:
+                return real(optimizer_variables, grads, trainable_variables)
+            with Gate(record, self.may_commit) as gate:
+                weights, slots = real(optimizer_variables, grads, trainable_variables)
+            self.updated.update({id(array): array for array in (*weights, *slots)})
+            self.selected |= gate.selected(weights, slots)
+            return weights, slots
 
         return stateless_apply
 
@@ -175,12 +188,6 @@ class Intercept:
             return loss
 
         return compute_loss
-
-
-def _alike(record: Update, weights: Sequence[Any], slots: Sequence[Any]) -> bool:
-    """Whether the arguments of an update have the expected shapes of its results."""
-    pairs = ((record.weights, weights), (record.slots, slots))
-    return all([a.shape for a in given] == [a.shape for a in held] for given, held in pairs)
 
 
 def primal(value: Any, trace: Any) -> Any:

@@ -17,14 +17,13 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.jax import intercept
-from keras_nanguard._backends.jax.intercept import primal
+from keras_nanguard._backends.jax.intercept import Intercept, primal
 from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.jax.outputs import LogOutputs
 from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
-from keras_nanguard._keras import optimizers as keras_optimizers, sparse_arrays
+from keras_nanguard._keras import sparse_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -89,42 +88,6 @@ class Instrument(instrument.Instrument):
         return identity(value)
 
 
-class _ReplayedUpdate(intercept.Update):
-    """One update, whose results are written into the variables."""
-
-    @property
-    def pairs(self) -> list[tuple[Any, Any]]:
-        """Each gradient with its variable."""
-        return list(zip(self.grads, keras_optimizers.trained_by(self.optimizer)))
-
-    def run(self) -> None:
-        """Run the deferred update."""
-        weights, slots = self.real(self.slots, self.grads, self.weights)
-        for variable, value in zip(keras_optimizers.trained_by(self.optimizer), weights):
-            variable.assign(value)
-        for variable, value in zip(self.optimizer.variables, slots):
-            variable.assign(value)
-
-
-class _Intercept(intercept.Intercept):
-    """Records losses and updates of an eager run; returns the old state unless updates run."""
-
-    def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
-        super().__init__(model, optimizers, None, None)
-        self.immediate = immediate
-
-    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            self.records.append(
-                _ReplayedUpdate(optimizer, real, optimizer_variables, grads, trainable_variables)
-            )
-            if self.immediate:
-                return real(optimizer_variables, grads, trainable_variables)
-            return list(trainable_variables), list(optimizer_variables)
-
-        return stateless_apply
-
-
 class Replay(interface.Replay):
     """Replays a step and records its operations. JAX compiles all modes but `"eager"` with XLA."""
 
@@ -144,7 +107,7 @@ class Replay(interface.Replay):
         return body
 
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
-        return _Intercept(model, optimizers, immediate)
+        return Intercept(model, optimizers, updates=immediate)
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -2,10 +2,9 @@
 
 In outline::
 
-    body      the user's step; what its optimizers would write is deferred, placeholders stand for
-              it
+    body      the user's step, without what depends on the verdict
     verdict   loss, gradients and written statistics finite, loss scale valid
-    update    the updates run; each assignment selects new or old by the verdict
+    update    the updates and what follows; each assignment selects new or old by the verdict
     the rest  small state (statistics, seeds, metrics) is selected, new or old; a loss scale learns
     sums      weights and slots are read once
 
@@ -14,9 +13,8 @@ verdict before it starts the next step. A flag on the device halts that step, wh
 if something was wrong with the one before. Then the host handles the bad step, and runs the halted
 one again.
 
-If a step uses what it has updated, like a GAN whose generator step uses the updated discriminator,
-its trace shows it (`Retrace`). Then the updates run at once, and old or new is selected at the end
-(`execution.ImmediateUpdates`). An eager step does the same, in Python.
+The two parts of the body are made of one trace of it (`execution.StepTrace`). An eager step, and
+one whose verdict depends on an update, runs in one part; old or new is selected at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates, StepTrace
-from keras_nanguard._backends.jax.intercept import Retrace, calls_host
+from keras_nanguard._backends.jax.execution import StepTrace
+from keras_nanguard._backends.jax.intercept import calls_host
 from keras_nanguard._backends.jax.reports import ReportQueue
 from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import Report, Verdict
@@ -88,6 +86,7 @@ class Transaction(interface.Transaction):
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
+        keeps_undo: whether updates run before the verdict, which includes their results.
         mesh: the devices of all processes that train together; `None` for one process.
         unpublished: the result of the program, until the caller has the new state. A signal handler
             that raises finds it here.
@@ -121,9 +120,9 @@ class Transaction(interface.Transaction):
         self.given: Any = None
         self.mesh: Any = None
         self._last: Any = None
-        self._compile(ImmediateUpdates if not (jit and refuse) else DeferredUpdates)
+        self._compile(not (jit and refuse))
 
-    def _compile(self, updates: type[StepTrace]) -> None:
+    def _compile(self, keeps_undo: bool) -> None:
         """Create the programs, which are compiled when they are first called."""
         first = next(iter(jax.tree_util.tree_leaves(self.shardings)), None)
         options: dict[str, Any] = {"donate_argnums": 1} if self.donates else {}
@@ -132,7 +131,7 @@ class Transaction(interface.Transaction):
             whole = jax.sharding.PartitionSpec()
             everywhere = jax.sharding.NamedSharding(first.mesh, whole)
             options["out_shardings"] = (self.shardings, None, *[everywhere] * 3)
-        self._updates = updates
+        self.keeps_undo = keeps_undo
         self._go = _scalar(False, everywhere)
         self._calls_host: bool | None = None
         self._program = self._program_of(self._complete, **options)
@@ -149,12 +148,7 @@ class Transaction(interface.Transaction):
         return jax.jit(scaled, **options) if self.jit else scaled
 
     def _complete(self, state: Any, halt: Any, *args: Any) -> tuple[Any, ...]:
-        return self._updates(self, state, args, halt).complete()
-
-    @property
-    def keeps_undo(self) -> bool:  # type: ignore[override]
-        """Whether the updates cannot be deferred."""
-        return self._updates is ImmediateUpdates
+        return StepTrace(self, state, args, halt).complete()
 
     @property
     def may_run_ahead(self) -> bool:
@@ -208,7 +202,7 @@ class Transaction(interface.Transaction):
         verdict = Verdict.of(np.asarray(result.vector).tolist())
         undecided = verdict.refused and verdict.finite and not verdict.halted
         if undecided and not self.keeps_undo:
-            self._compile(ImmediateUpdates)
+            self._compile(keeps_undo=True)
             return False
         result.verdict = verdict
         self.given, self._last = result.args, state if result.given is None else result.given
@@ -226,31 +220,23 @@ class Transaction(interface.Transaction):
         self.unpublished.clear()
 
     def _run(self, *args: Any) -> Any:
-        """Call the program; a second time if its trace shows that the updates cannot be deferred.
+        """Call the program.
 
         No byte code runs between the program, which donates the state, and the list that receives
         the new one, so a signal handler that raises cannot run in between.
         """
         self.unpublished.clear()
         each = [[argument] for argument in args]
-        try:
-            self._look_for_calls(args)
-            self.unpublished.extend(map(self._program, *each))
-        except Retrace:
-            self._compile(ImmediateUpdates)
-            self._look_for_calls(args)
-            self.unpublished.extend(map(self._program, *each))
-        return self.unpublished[0]
-
-    def _look_for_calls(self, args: Sequence[Any]) -> None:
         if self._calls_host is None and self.donates:
             traced = getattr(self._program, "trace", None)  # JAX keeps the trace for the call
             self._calls_host = traced is None or calls_host(traced(*args).jaxpr.jaxpr)
+        self.unpublished.extend(map(self._program, *each))
+        return self.unpublished[0]
 
     # What is bad in a refused step
 
     def _count(self, state: Any, *args: Any) -> Any:
-        return self._updates(self, state, args, jnp.zeros((), bool)).counts()
+        return StepTrace(self, state, args, jnp.zeros((), bool)).counts()
 
     def _report(self, result: StepResult, state: Any) -> Report:
         """Return the report of a bad step; `state` is the present one."""
@@ -329,7 +315,7 @@ class Transaction(interface.Transaction):
         """Start with the findings of another transaction for the same body."""
         self.tolerated = other.tolerated
         if other.keeps_undo and not self.keeps_undo:
-            self._compile(ImmediateUpdates)
+            self._compile(keeps_undo=True)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite."""
