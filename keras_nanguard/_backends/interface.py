@@ -6,7 +6,6 @@ A backend is a package with these modules, each with what a class here or in `sh
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep` | `Attachment`, `LoopStep` of `shared/attach.py` |
 | `step` | `Transaction` | `Transaction` |
-| `reports` | `ReportQueue` | `ReportQueue` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
@@ -34,17 +33,9 @@ __all__ = [
     "GuardedSession",
     "Host",
     "Replay",
-    "ReportQueue",
     "StateAccess",
     "Transaction",
 ]
-
-
-class ReportQueue(Protocol):
-    """The reports of refused steps, from the step to the host."""
-
-    def take(self) -> list[Report]:
-        """Return and remove the reports, in the order of the steps. Never waits."""
 
 
 class Transaction:
@@ -72,9 +63,6 @@ class Transaction:
     """Returns the losses among the outputs, for a step that never calls `compute_loss`."""
 
     model: Any
-    report_queue: Any
-    """The reports of refused steps, a `ReportQueue`."""
-
     given: Any
     """The arguments of the last execution."""
 
@@ -105,6 +93,10 @@ class Transaction:
         """Return the verdicts of the steps from `start` to before `end`, since the last execution,
         if they are `counted`.
         """
+        raise NotImplementedError
+
+    def take_reports(self) -> list[Report]:
+        """Return and remove the reports of bad steps, in the order of the steps. Never waits."""
         raise NotImplementedError
 
     def tolerate(self, variables: Sequence[Any]) -> None:

@@ -83,7 +83,8 @@ class LoopMixin:
             self._reporter.line(self.session.resuming.sentence())
         self._watching = True
         try:
-            yield self.session
+            with loop_step().watching():
+                yield self.session
             self.session.restore()  # if the loop had no steps left
             self.session.finished = True
         finally:

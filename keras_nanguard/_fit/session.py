@@ -277,7 +277,7 @@ class Session(Run):
             self._after_many(verdict)
             return
         bad = verdict.refused or not verdict.finite
-        self._judge(verdict, self.transaction.report_queue.take() if bad else ())
+        self._judge(verdict, self.transaction.take_reports() if bad else ())
         self.counts.step += 1
         if self.agreement.news:
             self.incidents.between_steps(self.agreement.pick_up())
@@ -289,7 +289,7 @@ class Session(Run):
         transaction, counts = self.transaction, self.counts
         first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
         self.healed = False
-        reports = {report.verdict.step: report for report in transaction.report_queue.take()}
+        reports = {report.verdict.step: report for report in transaction.take_reports()}
         for counts.step, verdict in enumerate(transaction.verdicts(first, end), first):
             if self.healed or self.stopped:  # what ran on after it ran on a state that is gone
                 counts.refuse(end - counts.step)

@@ -168,7 +168,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(whole_writes.finish, list(restores))
         yield Trial(run)
-        run.transaction.report_queue.take()
+        run.transaction.take_reports()
         access.sync_variables()
 
 

@@ -22,7 +22,6 @@ CLASSES = {
     "Host": ["host.Host"],
     "StateAccess": ["attach.ModelAttachment", "attach.LoopStep"],
     "Transaction": ["step.Transaction"],
-    "ReportQueue": ["reports.ReportQueue"],
 }
 """The classes that implement a protocol."""
 
@@ -35,7 +34,7 @@ ONLY = {
 SAME_NAMES = ("intercept", "execution", "reductions", "origins", "faults")
 """Modules of which nothing outside of the backend knows, and which each backend has."""
 
-HELD = {"transaction", "attachment", "_attachment", "report_queue", "hook", "_hook", "placed"}
+HELD = {"transaction", "attachment", "_attachment", "hook", "_hook", "placed"}
 """How the rest of the library calls what belongs to a backend."""
 
 
@@ -231,8 +230,8 @@ def test_nobody_reaches_past_the_interface():
 
 
 def test_nobody_asks_for_what_is_not_declared():
-    """Every attribute that the rest of the library reads of a transaction or of a report queue is declared."""
-    known = {"transaction": {*declared("Transaction")}, "report_queue": {*declared("ReportQueue")}}
+    """Every attribute that the rest of the library reads of a transaction is declared."""
+    known = {"transaction": {*declared("Transaction")}}
     asked = set()
     for module, syntax in outside().items():
         for node in ast.walk(syntax):

@@ -75,7 +75,7 @@ def run(transaction, given, several=1, way=""):
         logs.append({key: float(value) for key, value in told.items()})
         verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
         assert str(verdicts[-1]) == str(verdict)
-        reports += transaction.report_queue.take()
+        reports += transaction.take_reports()
     return logs, verdicts, reports
 
 

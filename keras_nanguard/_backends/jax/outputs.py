@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import keras
 
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.metric_results import MetricResults
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import logged_losses
+from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
@@ -64,11 +64,15 @@ class PlainOutputs:
 
 
 class LogOutputs(PlainOutputs):
-    """For a Keras train step: a dict of logs."""
+    """For a Keras train step: a dict of logs, in which the results of metrics are recognized.
+
+    A refused step logs the results of the restored metrics instead.
+    """
 
     def __init__(self, model: Any):
-        self._results = MetricResults(model, jax.tree_util.tree_leaves)
-        self._held: list[tuple[Any, int] | None] = []
+        self.model = model
+        self._results: dict[int, tuple[Any, Any, int]] = {}
+        self._sources: list[tuple[Any, int] | None] = []
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the logs that are losses."""
@@ -77,20 +81,34 @@ class LogOutputs(PlainOutputs):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Record the results of metrics while the body runs, to recognize them among the logs."""
-        with self._results.noted():
+        with Overrides() as overrides:
+            for metric in self.model.metrics:
+                overrides.set(metric, "result", self._noting(metric, metric.result))
             yield
-        self._results.forget()
+        self._results = {}
+
+    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            found = real()
+            for index, leaf in enumerate(jax.tree_util.tree_leaves(found)):
+                self._results[id(leaf)] = leaf, metric, index
+            return found
+
+        return result
 
     def note(self, outputs: Any) -> None:
-        """Find the logs among the recorded results."""
-        leaves = jax.tree_util.tree_leaves(outputs)
-        self._held = [self._results.source(leaf) for leaf in leaves]
-        self.lasting = None not in self._held
+        """Store of each log which metric, and which leaf of its result, it is."""
+        found = [self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs)]
+        self._sources = [None if one is None else one[1:] for one in found]
+        self.lasting = None not in self._sources
 
     def results(self, outputs: Any, metrics: Any) -> Any:
         """Return the logs, with results of metrics computed from these values of the metrics."""
-        leaves, tree = jax.tree_util.tree_flatten(outputs)
+        logs, tree = jax.tree_util.tree_flatten(outputs)
         with keras.StatelessScope(state_mapping=metrics):
-            now = self._results.now(self._held)
-        leaves = [leaf if result is None else result for leaf, result in zip(leaves, now)]
-        return jax.tree_util.tree_unflatten(tree, leaves)
+            known = {id(source[0]): source[0] for source in self._sources if source is not None}
+            leaves = {key: jax.tree_util.tree_leaves(m.result()) for key, m in known.items()}
+        for place, source in enumerate(self._sources):
+            if source is not None:
+                logs[place] = leaves[id(source[0])][source[1]]
+        return jax.tree_util.tree_unflatten(tree, logs)

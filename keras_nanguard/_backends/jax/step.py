@@ -33,7 +33,6 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.execution import StepTrace
 from keras_nanguard._backends.jax.intercept import calls_host
-from keras_nanguard._backends.jax.reports import ReportQueue
 from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
@@ -115,7 +114,7 @@ class Transaction(interface.Transaction):
         self.refuse, self.jit, self.shardings = refuse, jit, shardings
         self.donates = owns_state and jit and refuse
         self.tolerated: set[int] = set()
-        self.report_queue = ReportQueue()
+        self._bad: tuple[StepResult, Any] | None = None
         self.unpublished: list[Any] = []
         self.given: Any = None
         self.mesh: Any = None
@@ -207,7 +206,7 @@ class Transaction(interface.Transaction):
         result.verdict = verdict
         self.given, self._last = result.args, state if result.given is None else result.given
         healthy = verdict.finite and not verdict.refused
-        self.report_queue.put(None if healthy else functools.partial(self._report, result, state))
+        self._bad = None if healthy else (result, state)
         return True
 
     def adopt(self, state: Any) -> None:
@@ -238,12 +237,15 @@ class Transaction(interface.Transaction):
     def _count(self, state: Any, *args: Any) -> Any:
         return StepTrace(self, state, args, jnp.zeros((), bool)).counts()
 
-    def _report(self, result: StepResult, state: Any) -> Report:
-        """Return the report of a bad step; `state` is the present one."""
+    def take_reports(self) -> list[Report]:
+        """Return and remove the report of the last step, if it was bad."""
+        if self._bad is None:
+            return []
+        (result, state), self._bad = self._bad, None
         found = self._rows(result, state)
         places = tuple((site, path) for site, path, *_ in found)
         numbers = np.array([row[2:] for row in found], np.int64).reshape(-1, 3)
-        return Report(result.verdict, places, numbers, result.args)
+        return [Report(result.verdict, places, numbers, result.args)]
 
     def _rows(self, result: StepResult, state: Any) -> list[tuple[Any, ...]]:
         """Return `(site, path, nan, inf, size)` of everything that a bad step has checked.
@@ -301,7 +303,7 @@ class Transaction(interface.Transaction):
         self.scaling = lambda factors: contextlib.nullcontext()
         self._last = self.given = None
         self.unpublished.clear()
-        self.report_queue.put(None)
+        self._bad = None
 
     def rebind(
         self,

@@ -306,6 +306,11 @@ class LoopStep(StateAccess):
         """Return model and optimizers in Keras' form; those of Keras are returned unchanged."""
         return model, optimizers
 
+    @staticmethod
+    def watching() -> contextlib.AbstractContextManager[None]:
+        """Return a context around all steps of a loop."""
+        return contextlib.nullcontext()
+
     def __init__(self, function: Any, session: GuardedSession):
         self.function, self.session = function, session
         self.rebuild()

@@ -32,7 +32,7 @@ from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow import from_iterator
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepResult, StepSetup, StepTrace
 from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
-from keras_nanguard._core.verdict import PERIOD, Verdict
+from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Transaction"]
@@ -216,6 +216,10 @@ class Transaction(interface.Transaction):
             self.keeps_undo = True
         else:
             self.untracked[id(found.untracked.handle)] = found.untracked
+
+    def take_reports(self) -> list[Report]:
+        """Return and remove the reports of refused steps, in their order."""
+        return self.report_queue.take()
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         self.tolerated |= {id(v.value.handle) for v in variables}

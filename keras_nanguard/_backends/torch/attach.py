@@ -13,7 +13,7 @@ import keras
 from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.compiled_step import uncompiled
+from keras_nanguard._backends.torch.intercept import uncompiled
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES
@@ -123,6 +123,16 @@ class LoopStep(attach.LoopStep):
     def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Return model and optimizers in Keras' form, also those of torch itself."""
         return adapted_to_keras(model, optimizers)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def watching() -> Iterator[None]:
+        """Keep the overrides that record writes installed between the steps."""
+        WRITES.hold()
+        try:
+            yield
+        finally:
+            WRITES.release()
 
     def _transaction(self) -> step.Transaction:
         function = uncompiled(self.function)

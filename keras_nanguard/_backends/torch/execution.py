@@ -11,10 +11,10 @@ import keras
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.torch import group, reductions
+from keras_nanguard._backends.shared.proof import reading_of
+from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.batches import as_tensors
-from keras_nanguard._backends.torch.compiled_step import Compiled
-from keras_nanguard._backends.torch.intercept import Intercept, StandIns
+from keras_nanguard._backends.torch.intercept import Compiled, Intercept
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import UndoLog
@@ -38,9 +38,9 @@ steps does.
 """
 
 
-REFUSED, UNDOABLE, COMMITTED = range(3)
-"""Decisions about a step, the most careful first. `UNDOABLE`: it is updated with the old values
-kept, and checked again.
+REFUSE, CHECK, COMMIT = range(3)
+"""Decisions about a step, the most careful first. `CHECK`: it is updated with the old values kept,
+and checked again.
 """
 
 
@@ -65,42 +65,71 @@ class StepResult:
 
 
 class Parts:
-    """A train state, and the tensors in it by role."""
+    """A train state, and the tensors in it by role.
+
+    Attributes:
+        holders: what has a gradient.
+        unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
+            modules included.
+        judged_elsewhere: the `id` of tensors that are not statistics.
+        slots: the slots of each optimizer that can be bad, and when they are read, by its `id`.
+    """
 
     def __init__(self, train_state: TrainState):
         self.train_state = train_state
-        self.other = [v.value for v in train_state.other]
-        self.weights_and_slots = [v.value for v in (*train_state.trainable, *train_state.slots)]
-        self.metrics = {id(v.value) for v in train_state.metrics}
         updated = (*train_state.trainable, *train_state.slots)
-        self.holders = [getattr(v, "of", v.value) for v in updated]  # what has a gradient
-        self.judged_elsewhere = self.metrics | {id(t) for t in self.weights_and_slots}
-        self.judged_elsewhere |= {
-            id(v.value)
-            for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)
-        }
+        metrics = [v.value for v in train_state.metrics]
+        self.other = [v.value for v in train_state.other]
+        self.weights_and_slots = [v.value for v in updated]
+        self.small_state = [*self.other, *metrics]
+        self.all = [*self.small_state, *self.weights_and_slots]
+        self.holders = [getattr(v, "of", v.value) for v in updated]
+        self.metrics = {id(tensor) for tensor in metrics}
         self.results = {id(tensor) for tensor in train_state.results}
-        self.unlisted = [keras_variables.native(v) for v in train_state.unlisted]
+        settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
+        apart = (*metrics, *self.weights_and_slots, *(v.value for v in settings))
+        self.judged_elsewhere = {id(tensor) for tensor in apart}
         listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
-        self.unlisted = [
-            t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed
-        ]
-        for variable in train_state.other:  # buffers of a torch module: torch itself writes them
-            if not isinstance(variable, keras.Variable) and not isinstance(
-                variable.value, torch.nn.Parameter
-            ):
-                self.unlisted.append(variable.value)
+        natives = [keras_variables.native(v) for v in train_state.unlisted]
+        self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
+        self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
         self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
         self.kind = reductions.kind(self.weights_and_slots)
-        self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
-        self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
-        self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
+        self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
         self._tensors = [
             (held, name)
             for held, name, value in keras_layers.attributes_of(train_state.layers)
             if isinstance(value, torch.Tensor)
         ]
+
+    def _slots_of(self, optimizer: Any) -> tuple[list[Any], rules.SlotReading]:
+        listed = {id(v) for v in self.train_state.slots}
+        slots = [v.value for v in optimizer.variables if id(v) in listed]
+        slots = [tensor for tensor in slots if reductions.can_be_bad(tensor)]
+        return slots, reading_of(optimizer, [(t.numel(), t.dtype.itemsize) for t in slots])
+
+    def updated(
+        self, records: Sequence[Update], gradients: float, steps: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the tensors to read after an update: weights with the slots that are read with
+        them, and other slots. `SlotReading` defines which slots are read when.
+
+        Args:
+            records: the updates.
+            gradients: half the sum of squares of the gradients.
+            steps: number of steps so far, because torch optimizers have no common counter.
+        """
+        together = [tensor for record in records for tensor in record.tensors]
+        separate: list[Any] = []
+        due = rules.full_read_is_due(rules.NUMBERS, steps, gradients)
+        for key in {id(record.optimizer) for record in records}:
+            slots, reading = self.slots[key]
+            if reading is rules.SlotReading.WITH_WEIGHTS:
+                together += slots
+            elif due or reading is rules.SlotReading.EVERY_STEP:
+                separate += slots
+        return together, separate
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
         """Return the attributes of layers that are tensors, or all attributes (each may become
@@ -109,6 +138,12 @@ class Parts:
         if every:
             return keras_layers.attributes_of(self.train_state.layers)
         return [(held, name, held.get(name)) for held, name in self._tensors]
+
+
+def _is_buffer(variable: Any) -> bool:
+    """Whether this is a buffer of a torch module, which torch itself writes."""
+    of_keras = isinstance(variable, keras.Variable)
+    return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
 
 
 def _equal(tensor: Any, other: Any, nan: bool) -> bool:
@@ -128,13 +163,13 @@ class StepRun:
         args: the arguments of the body.
 
     Attributes:
-        may_commit: the decision, `None` before it was made.
-        undoable: whether the update runs with the old values kept, and is checked.
+        decision: one of `REFUSE`, `CHECK` and `COMMIT`, `None` before it was made.
         verdict: the numbers so far.
         own: the same of this process alone.
         error: the exception about a bad number that ended the body, if any.
         statistics: the written statistics that are judged.
         seen: the calls of optimizers and loss.
+        is_read: whether the verdict has the sums over the updated weights and slots.
     """
 
     seen: Intercept
@@ -143,8 +178,8 @@ class StepRun:
     def __init__(self, owner: Any, args: Sequence[Any]):
         self.owner, self.parts, self.args = owner, owner.parts, args
         self.fresh = owner.steps < FRESH
-        self.may_commit: bool | None = None
-        self.undoable = self.left_by_previous = self.has_created = False
+        self.decision: int | None = None
+        self.is_read = self.left_by_previous = self.has_created = False
         self.verdict = self.own = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.error: BaseException | None = None
         self.is_shared = owner.agreement is not None and owner.agreement.count > 1
@@ -163,15 +198,17 @@ class StepRun:
         outputs = self._run_body()
         versions = [(local(grad)._version, version) for _, grad, version in self.grads]
         owner.adds_to_gradients |= any(now != version for now, version in versions)
-        if self.may_commit is None:
+        if self.decision is None:
             self._judge(outputs)
         self._find_untracked(before)
         return self._concluded(outputs)
 
     def close(self) -> None:
-        """Release the gradients. A run and the replacements of its body refer to each other and
-        would wait for the garbage collector.
+        """Release the gradients. A run and what records it refer to each other and would wait for
+        the garbage collector.
         """
+        if "seen" in vars(self):
+            self.seen.release()
         vars(self).clear()
 
     # Running the body
@@ -184,8 +221,7 @@ class StepRun:
         if owner.compiled is None:
             optimizers = self.parts.train_state.optimizers
             owner.compiled = Compiled(owner.body, owner.model, optimizers)
-        compiled: Compiled = owner.compiled
-        return compiled
+        return owner.compiled  # type: ignore[no-any-return]
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log, with what has to be kept before the body runs."""
@@ -205,20 +241,16 @@ class StepRun:
         """Run the body and return its outputs; `None` if it raised an exception about a bad
         number.
         """
-        owner, parts = self.owner, self.parts
-        body, stand_ins = owner.body, None
-        if self.compiled is not None:
-            body, stand_ins = self.compiled.body, self.compiled.stand_ins
-        stand_ins = stand_ins or StandIns(owner.model, parts.train_state.optimizers)
-        watches = not owner.stock and self.compiled is None
-        self.seen = Intercept(
-            stand_ins, self._asked, parts.paths, parts.tensors, self.undo_log, watches
-        )
-        with self.undo_log, self.seen:
+        owner, parts, compiled = self.owner, self.parts, self.compiled
+        body = owner.body if compiled is None else compiled.body
+        self.seen = compiled or Intercept(owner.model, parts.train_state.optimizers)
+        watches = not owner.stock and compiled is None
+        names, log = (parts.paths, parts.tensors), self.undo_log
+        with log, self.seen.running(self._asked, *names, log, watches):
             try:
                 return body(*self.args)
             except Exception as error:
-                if not (owner.refuse and self.may_commit is not True and is_numeric(error)):
+                if not (owner.refuse and not self.decision and is_numeric(error)):
                     self._abandon(error)
                     raise
                 self.error = error
@@ -233,9 +265,9 @@ class StepRun:
             return "now"
         if not self.owner.stock:
             return "later" if self.compiled is None else "kept"
-        if self.may_commit is None:
+        if self.decision is None:
             self._judge(None)
-        return "never" if not self.may_commit else "kept" if self.undoable else "now"
+        return ("never", "kept", "now")[self.decision or REFUSE]
 
     def _note_created(self, variable: Any) -> None:
         tensor = variable.value
@@ -247,10 +279,10 @@ class StepRun:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
         be undone.
         """
-        if self.owner.refuse and not self.may_commit:
+        if self.owner.refuse and not self.decision:
             self._undo()
         if self.is_shared:
-            group.leave(error)
+            host.leave(error)
 
     def _undo(self) -> None:
         """Undo every write, and every replacement of a tensor in an attribute of a layer."""
@@ -292,24 +324,25 @@ class StepRun:
             self.left_by_previous = True
             self.verdict = self.verdict._replace(weights=previous[0], slots=previous[1])
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
-        may_commit = self.error is None and valid and self.verdict.finite
         self.own = self.verdict
-        overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
-        self._decide(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
+        if self.error is not None or not (valid and self.verdict.finite):
+            self._decide(REFUSE)
+        else:  # gradients whose sum overflows are so large that the update may overflow, too
+            self._decide(COMMIT if math.isfinite(numbers[1]) else CHECK)
 
-    def _decide(self, outcome: int) -> None:
+    def _decide(self, decision: int) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict
         become the means over all of them. One message.
         """
         if self.is_shared:
             agreement, verdict = self.owner.agreement, self.verdict
-            flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
+            flags = [decision == REFUSE, decision == CHECK, agreement.has_news]
             numbers = [*map(float, flags), *verdict[1:7]]
-            sums = group.summed(numbers, "their verdict on a step")
-            refused, undoable, agreement.news = (number > 0 for number in sums[:3])
+            sums = host.summed(numbers, "their verdict on a step")
+            refuse, check, agreement.news = (number > 0 for number in sums[:3])
             self.verdict = Verdict(False, *(number / agreement.count for number in sums[3:]))
-            outcome = REFUSED if refused else UNDOABLE if undoable else COMMITTED
-        self.may_commit, self.undoable = outcome > REFUSED, outcome == UNDOABLE
+            decision = REFUSE if refuse else CHECK if check else COMMIT
+        self.decision = decision
 
     def _written_statistics(self) -> list[Any]:
         apart = self.parts.judged_elsewhere | self.owner.tolerated
@@ -343,10 +376,9 @@ class StepRun:
         return tensor.detach() if kept is None else kept[1]
 
     def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
-        """Return the weights and slots to read after the updates; see `reductions.updated`."""
-        parts, steps = self.parts, self.owner.steps
-        records = self.seen.records
-        return reductions.updated(parts.train_state, records, parts.slots, gradients, steps)
+        """Return the weights and slots to read after the updates."""
+        parts: Parts = self.parts
+        return parts.updated(self.seen.records, gradients, self.owner.steps)
 
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
@@ -375,15 +407,15 @@ class StepRun:
     def _concluded(self, outputs: Any) -> StepResult:
         """Commit or refuse the step; return its result."""
         owner = self.owner
-        owner.keeps_undo |= self.seen.early and not self.undoable
-        if self.may_commit and self.undoable and owner.refuse:
+        owner.keeps_undo |= self.seen.early and self.decision != CHECK
+        if self.decision == CHECK and owner.refuse:
             self.seen.make()
             self._read_update_sums()
-            self._decide(COMMITTED if _finite(self.verdict[4:6]) else REFUSED)
-            self.undoable = True
-        report = None if self.may_commit else self._report()
+            self._decide(COMMIT if _finite(self.verdict[4:6]) else REFUSE)
+            self.is_read = True
+        report = self._report() if self.decision == REFUSE else None
         unread: tuple[Any, ...] = ()
-        if self.may_commit or not owner.refuse:
+        if self.decision or not owner.refuse:
             unread = self._commit()
         else:
             self._refuse()
@@ -403,7 +435,7 @@ class StepRun:
         if created:
             self.has_created = True
             self._read_anew()
-        if not self.owner.refuse or self.undoable:
+        if not self.owner.refuse or self.is_read:
             return ()
         update_sums = self._update_sums(self.verdict.gradients)
         if self.is_shared or reductions.is_away(update_sums[0]):

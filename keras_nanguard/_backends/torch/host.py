@@ -1,24 +1,181 @@
-"""Process functions of PyTorch: its processes, its random generator, a pass without gradients."""
+"""Process functions of PyTorch: the processes that train together, and the random generator.
+
+All messages use the guard's own process group on the CPU. So they cannot be confused with messages
+of the training (a bucket of gradients), and have their own time limit: that of the default process
+group. After a timeout the store of the default group shows which process is missing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import re
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch import group, local_replay
+from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["Host"]
+__all__ = ["Host", "leave", "place", "summed"]
+
+SIZE = 1 << 14
+"""Bytes of the message of one process, the same in each exchange."""
+
+GRACE = 5.0
+"""Seconds that a process waits after a failed exchange for the others to notice it."""
+
+LOST = re.compile(r"gloo|NCCL|[Cc]onnection (?:reset|closed)|Broken pipe|[Tt]imed out")
+"""Words in torch's messages about a failed exchange."""
+
+_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The guard's group for each default group."""
+
+
+def place() -> tuple[int, int]:
+    """Return the rank of this process, from 0, and the number of processes."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def summed(numbers: Sequence[float], what: str) -> list[float]:
+    """Return the sums of these numbers over all processes, with one message.
+
+    Raises:
+        GuardError: if a process has ended or does not answer within the time limit, with its rank
+            and `what`.
+    """
+    total = torch.tensor(numbers, dtype=torch.float64)
+    with _waiting_for(what):
+        torch.distributed.all_reduce(total, group=_group())
+    return [float(number) for number in total]
+
+
+def gathered(payload: bytes, what: str) -> list[bytes]:
+    """Return the values of all processes, by rank.
+
+    Args:
+        payload: at most `SIZE - 4` bytes.
+        what: a description of it.
+
+    Raises:
+        GuardError: as for `summed`.
+    """
+    message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(place()[1])]
+    with _waiting_for(what):
+        torch.distributed.all_gather(found, own, group=_group())
+    messages = [bytes(tensor.numpy()) for tensor in found]
+    return [message[4 : 4 + int.from_bytes(message[:4], "big")] for message in messages]
+
+
+def leave(error: BaseException) -> None:
+    """Tell the other processes why this one ends, or find the one that has ended before; never
+    raises.
+
+    Args:
+        error: the exception of a step. If it is a lost connection, it gets a note with the other
+            process.
+    """
+    with contextlib.suppress(Exception):
+        if not (isinstance(error, RuntimeError) and LOST.search(str(error))):
+            _store().set(f"ended/{place()[0]}", f"{type(error).__name__}: {error}"[:500])
+        elif hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"NanGuard: the step waited for {_missing()}.")
+
+
+def _group() -> Any:
+    """Return the guard's own process group, which all processes create together at the first
+    exchange.
+    """
+    world = torch.distributed.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = torch.distributed.new_group(backend="gloo", timeout=_limit())
+    return _GROUPS[world]
+
+
+def _limit() -> datetime.timedelta | None:
+    """Return the time limit of the default group, or `None` if unknown."""
+    try:
+        return torch.distributed.distributed_c10d._get_default_store().timeout  # type: ignore[no-any-return]
+    except Exception:  # noqa: BLE001  a name private to torch
+        return None
+
+
+def _store() -> Any:
+    """Return the guard's part of the store of the default group."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.PrefixStore("keras_nanguard", store)
+
+
+@contextlib.contextmanager
+def _waiting_for(what: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = time.monotonic() - started
+        reason = str(error).strip().partition("\n")[0]
+        received = f"none of {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
+        remedy = (
+            "Check the output of that process: it has ended, or runs a different number of steps."
+            " Then restart all of them."
+        )
+        wanted = f"an answer from all {place()[1]} processes"
+        raise GuardError(expected(wanted, received, remedy)) from error
+
+
+def _missing() -> str:
+    """Return in words which processes do not respond, because they did not notice that an exchange
+    has failed.
+    """
+    rank, count = place()
+    try:
+        store = _store()
+        store.set(f"waits/{rank}", "1")
+        missing, end = [other for other in range(count) if other != rank], time.monotonic() + GRACE
+        while missing and time.monotonic() < end:
+            missing = [other for other in missing if not store.check([f"waits/{other}"])]
+            time.sleep(0.05)
+        ended = [other for other in range(count) if store.check([f"ended/{other}"])]
+        reasons = {other: f" ({store.get(f'ended/{other}').decode()})" for other in ended}
+    except RuntimeError:
+        return "rank 0, which holds the store of the process group," if rank else "another rank"
+    names = [f"rank {other}{reasons.get(other, '')}" for other in missing or ended]
+    return ", ".join(names) or "a rank whose connection was lost"
+
+
+def communicates(model: Any) -> bool:
+    """Return whether a module of this model communicates with other processes."""
+    module = getattr(model, "of", model)
+    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
+    return any(_is_parallel(type(part)) for part in modules)
+
+
+def _is_parallel(kind: type) -> bool:
+    """Return whether a class is `DistributedDataParallel`, `FullyShardedDataParallel` or one made
+    by `fully_shard`.
+    """
+    return any(
+        base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+        for base in kind.__mro__
+    )
 
 
 class Host(interface.Host):
     """Functions for the process as a whole."""
 
     def place(self) -> tuple[int, int]:
-        return group.place()
+        return place()
 
     def trains_together(self, model: Any, loop: bool) -> bool:
         """Return whether this process trains the model with others.
@@ -26,13 +183,13 @@ class Host(interface.Host):
         A loop does if the process group has several members. A `fit` does only if a part of its
         model communicates, because Keras itself trains in one process.
         """
-        return self.place()[1] > 1 and (loop or local_replay.communicates(model))
+        return self.place()[1] > 1 and (loop or communicates(model))
 
     def is_sharded(self, model: Any) -> bool:
-        return local_replay.is_sharded(model)
+        return any(getattr(v, "of", v.value) is not v.value for v in model.variables)
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        return group.gathered(payload, what)
+        return gathered(payload, what)
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
         return np.array(torch.get_rng_state().numpy())

@@ -8,8 +8,9 @@ kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -21,9 +22,10 @@ from keras_nanguard._backends.torch.modules import local, storage
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Intercept", "StandIns"]
+__all__ = ["Compiled", "Intercept", "uncompiled"]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -79,84 +81,15 @@ def _keep_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                     undo_log.keep_outside(local(tensor))
 
 
-class StandIns:
-    """Replacements of optimizers and of the loss computation, which report to the interception of
-    the running step.
+class Intercept:
+    """Replaces the updates of optimizers and the loss computation of one model, and records what
+    they are called with.
+
+    The replacements are installed in `running`, once at a time.
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
-        reporting: wraps each function that reports to the interception, which only the host can
-            run.
-        update: creates the update of a Keras optimizer from its `apply`.
-
-    Attributes:
-        running: the interception of the running step as the only element of a list, so that no
-            function refers to its owner.
-        places: `(object, attribute, function)` of each of them.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        optimizers: Iterable[Any],
-        reporting: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        update: Callable[[Any], Callable[..., Any]] = lambda optimizer: optimizer.apply,
-    ):
-        self.model, self.reporting = model, reporting
-        self.running: list[Intercept] = []
-        self.places: list[tuple[Any, str, Callable[..., Any]]] = []
-        for optimizer in optimizers:
-            of_torch: Any = getattr(optimizer, "of", None)
-            if of_torch is not None:
-                self.places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
-            else:
-                apply = self._applier(optimizer, update(optimizer))
-                self.places.append((optimizer, "apply", apply))
-        if hasattr(model, "compute_loss"):
-            self.places.append((model, "compute_loss", self._noting(model.compute_loss)))
-
-    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        running = self.running
-
-        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
-            running[0].take(optimizer, real, grads, trainable_variables)
-
-        return self.reporting(apply)
-
-    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        running = self.running
-
-        @functools.wraps(real)  # a scheduler of torch's marks the function
-        def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
-            return running[0].take_step(optimizer, real, closure, kwargs)
-
-        return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
-
-    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        running = self.running
-        note = self.reporting(lambda loss, args, kwargs: running[0].note(loss, args, kwargs))
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = real(*args, **kwargs)
-            note(loss, args, kwargs)
-            return loss
-
-        return compute_loss
-
-
-class Intercept:
-    """Context that records the calls of optimizers instead of (or besides) updating, and the
-    model's loss.
-
-    Args:
-        stand_ins: their replacements.
-        asked: called with each record; returns `"now"` to run the update at once, `"kept"` to keep
-            the old values first, `"later"` to defer it, `"never"` to omit it.
-        paths: path of each parameter by its `id`, for torch optimizers.
-        tensors: the tensors of variables, by their `id`.
-        undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
-        watches: whether code of the user's own may follow an update.
 
     Attributes:
         records: the calls of the optimizers, in order.
@@ -166,60 +99,118 @@ class Intercept:
         early: whether an update had to run before the verdict.
     """
 
-    def __init__(
+    records: list[Update]
+    losses: list[Any]
+    outputs: list[tuple[str, Any]]
+    waiting: list[Update]
+    undo_log: UndoLog | None
+
+    def __init__(self, model: Any, optimizers: Iterable[Any]):
+        self.model, self.optimizers = model, list(optimizers)
+
+    @contextlib.contextmanager
+    def running(
         self,
-        stand_ins: StandIns,
         asked: Callable[[Update], str],
         paths: dict[int, str],
         tensors: Mapping[int, Any],
         undo_log: UndoLog | None = None,
         watches: bool = True,
-    ):
-        self.stand_ins, self.asked, self.paths, self.tensors = stand_ins, asked, paths, tensors
-        self.undo_log, self.early, self.watches = undo_log, False, watches
-        self.records: list[Update] = []
-        self.losses: list[Any] = []
-        self.outputs: list[tuple[str, Any]] = []
-        self.waiting: list[Update] = []
+    ) -> Iterator[Intercept]:
+        """Return a context in which a step is recorded.
+
+        Args:
+            asked: called with each record; returns `"now"` to run the update at once, `"kept"` to
+                keep the old values first, `"later"` to defer it, `"never"` to omit it.
+            paths: path of each parameter by its `id`, for torch optimizers.
+            tensors: the tensors of variables, by their `id`.
+            undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
+            watches: whether code of the user's own may follow an update.
+        """
+        self.release()
+        self.asked, self.paths, self.tensors = asked, paths, tensors
+        self.undo_log, self.watches, self.early = undo_log, watches, False
         self._watch: Watch | None = None
-        self._overrides = Overrides()
+        with Overrides() as overrides:
+            for target, name, function in self.replacements():
+                overrides.set(target, name, function)
+            try:
+                yield self
+            finally:
+                if self._watch is not None and self.watches:
+                    self._watch.__exit__(None, None, None)
+                self._watch = None
 
-    def __enter__(self) -> Intercept:
-        self.stand_ins.running.append(self)
-        for target, name, function in self.stand_ins.places:
-            self._overrides.set(target, name, function)
-        return self
+    def release(self) -> None:
+        """Release what the last step has recorded."""
+        self.records, self.losses, self.outputs, self.waiting = [], [], [], []
+        self.undo_log = None
 
-    def __exit__(self, *details: Any) -> None:
-        if self._watch is not None and self.watches:
-            self._watch.__exit__(*details)
-        self._watch = None
-        self.stand_ins.running.clear()
-        self._overrides.give_back()
+    def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Return `(object, attribute, function)` of everything that is replaced."""
+        places = []
+        for optimizer in self.optimizers:
+            of_torch: Any = getattr(optimizer, "of", None)
+            if of_torch is not None:
+                places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
+            else:
+                places.append((optimizer, "apply", self._applier(optimizer)))
+        if hasattr(self.model, "compute_loss"):
+            places.append((self.model, "compute_loss", self._noting(self.model.compute_loss)))
+        return places
 
-    def take(
-        self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any
-    ) -> None:
-        """Record the update `real(grads, variables)`."""
-        variables = None if variables is None else list(variables)
-        self._take(KerasUpdate(optimizer, real, list(grads), variables, self.tensors))
+    def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that records a call as the step has to call it."""
+        return function
 
-    def take_step(
-        self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Record the update `real(closure, **kwargs)` of a torch optimizer."""
-        if closure is None and not kwargs:
-            self._take(TorchUpdate(optimizer, real, self.paths))
-            optimizer.of._opt_called = True  # what a scheduler of torch's looks for
-            return None
-        record = TorchUpdate(optimizer, real, self.paths)
-        self._keep(record)  # it evaluates the loss itself, several times
-        result = real(closure, **kwargs) if closure is not None else real(**kwargs)
-        self._begin_watch()
-        made = TorchUpdate(optimizer, real, self.paths)
-        made.slots = record.slots
-        self.records.append(made)
-        return result
+    def update_of(self, optimizer: Any) -> Callable[..., Any]:
+        """Return the update of a Keras optimizer."""
+        update: Callable[..., Any] = optimizer.apply
+        return update
+
+    def _applier(self, optimizer: Any) -> Callable[..., Any]:
+        real = self.update_of(optimizer)
+
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+            given = None if trainable_variables is None else list(trainable_variables)
+            self._take(KerasUpdate(optimizer, real, list(grads), given, self.tensors))
+
+        return self.reporting(apply)
+
+    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)  # a scheduler of torch's marks the function
+        def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
+            record = TorchUpdate(optimizer, real, self.paths)
+            if closure is None and not kwargs:
+                self._take(record)
+                optimizer.of._opt_called = True  # what a scheduler of torch's looks for
+                return None
+            self._keep(record)  # it evaluates the loss itself, several times
+            result = real(closure, **kwargs) if closure is not None else real(**kwargs)
+            self._begin_watch()
+            made = TorchUpdate(optimizer, real, self.paths)
+            made.slots = record.slots
+            self.records.append(made)
+            return result
+
+        return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        note = self.reporting(self._note)
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            note(loss, args, kwargs)
+            return loss
+
+        return compute_loss
+
+    def _note(self, loss: Any, args: Any, kwargs: Any) -> None:
+        """Record the result of `compute_loss(*args, **kwargs)`."""
+        if loss is not None:
+            self.losses.append(keras.ops.convert_to_tensor(loss))
+            named = named_outputs(self.model, keras.tree.flatten(predicted(args, kwargs)))
+            self.outputs += [(name, value) for name, value in named if _is_float(value)]
 
     def _take(self, record: Update) -> None:
         self.records.append(record)
@@ -273,13 +264,50 @@ class Intercept:
         if self.waiting and id(tensor) not in unread:
             self.make()
 
-    def note(self, loss: Any, args: Any, kwargs: Any) -> None:
-        """Record the result of `compute_loss(*args, **kwargs)`."""
-        if loss is not None:
-            self.losses.append(keras.ops.convert_to_tensor(loss))
-            outputs = keras.tree.flatten(predicted(args, kwargs))
-            named = named_outputs(self.stand_ins.model, outputs)
-            self.outputs += [(name, value) for name, value in named if _is_float(value)]
+
+class Compiled(Intercept):
+    """A body compiled by `torch.compile`, as Keras does with `jit_compile=True`, and what it calls.
+
+    Torch traces the Python code of a step, runs untraceable parts eagerly, and compiles again
+    whenever a traced value has changed. So the replacements are created once, not in each step, and
+    work for the host (storing a loss, computing the verdict) is excluded from the trace. It runs
+    between the backward pass and the update, where torch splits the step anyway. The update of a
+    Keras optimizer is compiled separately. Updates of torch optimizers run eagerly, and so does
+    Keras' `LossScaleOptimizer`, which names an operation differently in each step and would be
+    compiled each time.
+
+    Args:
+        body: the step.
+        model, optimizers: as for `Intercept`.
+    """
+
+    def __init__(self, body: Callable[..., Any], model: Any, optimizers: Iterable[Any]):
+        super().__init__(model, optimizers)
+        self.body = torch.compile(body)
+        self._replacements = super().replacements()
+
+    def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        return self._replacements
+
+    def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        excluded: Callable[..., Any] = torch.compiler.disable(function)
+        return excluded
+
+    def update_of(self, optimizer: Any) -> Callable[..., Any]:
+        scaled = keras_optimizers.is_loss_scaled(optimizer)
+        update: Callable[..., Any] = optimizer.apply if scaled else torch.compile(optimizer.apply)
+        return update
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that `torch.compile` received, or the function itself if it is not
+    compiled.
+
+    Only a private attribute of torch has it. A compiled function cannot be inspected while it runs,
+    so it is compiled again.
+    """
+    given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
+    return given
 
 
 def _is_float(value: Any) -> bool:

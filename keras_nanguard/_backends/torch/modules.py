@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 __all__ = [
-    *("TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local", "settings_of"),
-    "storage",
+    *("TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "kept_settings", "local"),
+    *("settings_of", "storage"),
 ]
 
 
@@ -35,6 +35,26 @@ def storage(tensor: Any) -> int:
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rate and the other settings of each group of parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return a function that restores the present settings of these groups of parameters."""
+    groups = list(groups)
+    kept = [{k: _copied(v) for k, v in values.items()} for values in settings_of(groups)]
+
+    def restore() -> None:
+        for group, values in zip(groups, kept):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class TensorVariable:
@@ -128,27 +148,18 @@ class Rate:
         return max(float(group["lr"]) for group in self.of.param_groups)
 
     def held(self) -> Callable[[], None]:
-        """Return a function that restores the present rate of each group."""
-        before = [float(group["lr"]) for group in self.of.param_groups]
-
-        def restore() -> None:
-            for group, value in zip(self.of.param_groups, before):
-                self._write(group, value)
-
-        return restore
+        """Return a function that restores the present rates, and the other settings."""
+        return kept_settings(self.of.param_groups)
 
     def assign(self, value: float) -> None:
         """Set it."""
         before = self.value
         for group in self.of.param_groups:
-            self._write(group, value if not before else float(group["lr"]) * value / before)
-
-    @staticmethod
-    def _write(group: dict[str, Any], value: float) -> None:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value
+            new = value if not before else float(group["lr"]) * value / before
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(new)
+            else:
+                group["lr"] = new
 
 
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -197,7 +208,7 @@ class TorchOptimizer:
         entries.
         """
         state = self.of.state.items()
-        before = {p: {k: _copied(v) for k, v in slots.items()} for p, slots in state}
+        before = {p: {k: _listed(v) for k, v in slots.items()} for p, slots in state}
         values = [value for slots in before.values() for value in slots.values()]
         tensors = [(t, t.detach().clone()) for t in values if isinstance(t, torch.Tensor)]
 
@@ -205,7 +216,7 @@ class TorchOptimizer:
             for p in list(self.of.state):
                 if p in before:
                     self.of.state[p].clear()
-                    self.of.state[p].update({k: _copied(v) for k, v in before[p].items()})
+                    self.of.state[p].update({k: _listed(v) for k, v in before[p].items()})
                 else:
                     del self.of.state[p]
             with torch.no_grad():
@@ -224,8 +235,7 @@ class TorchOptimizer:
             return
         grads, restore_rates = [p.grad for p in params], self._learning_rate.held()
         try:
-            for group in self.of.param_groups:
-                self._learning_rate._write(group, 0.0)
+            self._learning_rate.assign(0.0)
             for p in params:
                 p.grad = torch.zeros_like(p)
             with contextlib.suppress(TypeError):
@@ -249,7 +259,7 @@ class TorchOptimizer:
         return self._learning_rate.value
 
 
-def _copied(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value  # the history of LBFGS
 
 

@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from keras_nanguard._backends.shared.proof import reading_of
-from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading, full_read_is_due
-from keras_nanguard._keras.train_state import TrainState
-
 __all__ = [
-    *("added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at", "slots_of"),
-    *("squares", "total", "update_sums", "updated"),
+    *("added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at", "squares"),
+    *("total", "update_sums"),
 ]
 
 LARGE = 1 << 16
@@ -178,44 +174,7 @@ def _count(tensor: Any) -> tuple[int, int, int]:
     return int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)
 
 
-def updated(
-    train_state: TrainState,
-    records: Sequence[Any],
-    known: dict[int, Any],
-    gradients: float,
-    steps: int,
-) -> tuple[list[Any], list[Any]]:
-    """Return the tensors to read after an update: weights with the slots that are read with them,
-    and other slots.
-
-    `SlotReading` defines which slots are read when.
-
-    Args:
-        train_state: the train state.
-        records: the updates.
-        known: the result of `slots_of` for each optimizer, by its `id`.
-        gradients: half the sum of squares of the gradients.
-        steps: number of steps so far, because torch optimizers have no common counter.
-    """
-    together = [t for record in records for t in record.tensors]
-    separate: list[Any] = []
-    for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        slots, reading = known.get(id(optimizer)) or slots_of(train_state, optimizer)
-        if reading is SlotReading.WITH_WEIGHTS:
-            together += slots
-        elif reading is SlotReading.EVERY_STEP or full_read_is_due(NUMBERS, steps, gradients):
-            separate += slots
-    return together, separate
-
-
 def update_sums(read: tuple[list[Any], list[Any]], dtype: Any) -> tuple[Any, Any]:
-    """Return the sums over the two lists of `updated`, on the device."""
+    """Return the sums over two lists of tensors, on the device."""
     together, separate = read
     return total(together, dtype), total(separate, dtype)
-
-
-def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], SlotReading]:
-    """Return the slots of an optimizer that can be bad, and when they are read."""
-    listed = {id(v) for v in train_state.slots}
-    slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
-    return slots, reading_of(optimizer, [(t.numel(), t.dtype.itemsize) for t in slots])

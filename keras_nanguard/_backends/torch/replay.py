@@ -1,4 +1,10 @@
-"""Replays a step for a diagnosis on PyTorch."""
+"""Replays a step for a diagnosis on PyTorch.
+
+One process replays a step of several without the communication of its modules.
+`DistributedDataParallel` is replayed as the module that it wraps, which exchanges no gradients and
+no buffers. Any other communication ends the replay with an exception before a message is sent,
+because a training step of another process would answer it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +15,72 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+import torch.distributed
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.torch.intercept import Intercept, StandIns
-from keras_nanguard._backends.torch.local_replay import locally
+from keras_nanguard._backends.torch.host import place
+from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = ["Replay"]
+
+
+NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "symm_mem",
+    "_dtensor",
+)
+"""Namespaces in which torch registers operations that communicate."""
+
+
+class _Local(TorchDispatchMode):  # type: ignore[misc]
+    """Raises instead of running an operation that communicates."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        if func.namespace in NAMESPACES:
+            raise RuntimeError(
+                f"the step communicates with other processes ({func.overloadpacket}), so one alone"
+                " cannot replay it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _unwrapped(real: Callable[..., Any], _: Any, wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
+    if not wrapper.device_ids:
+        return wrapper.module(*inputs, **kwargs)
+    from torch.distributed.utils import _to_kwargs
+
+    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+    (inputs, *_), (kwargs, *_) = _to_kwargs(inputs, kwargs, device, False)
+    return wrapper.module(*inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def locally() -> Iterator[None]:
+    """Run steps in this thread without communication; raise a `RuntimeError` if they need it."""
+    if place()[1] == 1:
+        yield
+        return
+    entered = object()
+    _UNWRAPPED.enter(entered)
+    try:
+        with _Local():
+            yield
+    finally:
+        _UNWRAPPED.leave(entered)
+
+
+_UNWRAPPED = ThreadOverrides(torch.nn.parallel.DistributedDataParallel, {"forward": _unwrapped})
 
 
 class Instrument(instrument.Instrument):
@@ -133,9 +193,8 @@ class Replay(interface.Replay):
         for overrides in _WITHOUT_ERROR:
             overrides.enter(entered)
         try:
-            with Intercept(
-                StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}
-            ) as seen:
+            intercept, when = Intercept(model, optimizers), "now" if immediate else "never"
+            with intercept.running(lambda record: when, {}, {}) as seen:
                 yield seen
         finally:
             for overrides in _WITHOUT_ERROR:

@@ -23,10 +23,9 @@ from typing import Any
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.torch.batches import Given, as_tensors
-from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.execution import FRESH, Parts, StepRun
-from keras_nanguard._backends.torch.reports import ReportQueue
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._backends.torch.intercept import Compiled
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Transaction"]
@@ -81,7 +80,7 @@ class Transaction(interface.Transaction):
         self.stock, self.note_created = stock, note_created
         self.refuse, self.agreement = refuse, agreement
         self.jit, self.compiled = jit, compiled
-        self.report_queue = ReportQueue()
+        self._reports: list[Report] = []
         self.losses = losses_in_logs if logs else scalars
         self.tolerated: set[int] = set()
         self.untracked: dict[int, Any] = {}
@@ -106,7 +105,7 @@ class Transaction(interface.Transaction):
             run.close()
         self.verdict, self.unread = result.verdict, result.unread
         if result.report is not None:
-            self.report_queue.put(result.report)
+            self._reports.append(result.report)
         return result.outputs
 
     def inherit(self, other: Transaction) -> None:
@@ -118,6 +117,11 @@ class Transaction(interface.Transaction):
     def batch(self, step: int, given: Given) -> Any:
         """Return the arguments of an earlier step, or `None` if they were overwritten."""
         return None if given.args is None else as_tensors(given.args)
+
+    def take_reports(self) -> list[Report]:
+        """Return and remove the reports of bad steps, in the order of the steps."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite."""

@@ -11,19 +11,23 @@ modules and torch's generators, which are kept before each step; and in-place wr
 code, which the version counter of each tensor shows. In the first step everything is kept;
 afterwards everything that was written in place once is kept before each step.
 
+A hand-written step also changes learning rate schedulers and gradient scalers of torch. Their state
+is read when the step first calls them, so that it can be restored if the step is refused or was a
+replay.
+
 Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
 places that write the value of a variable on this backend; there is no public hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from keras_nanguard._backends.torch import companions
-from keras_nanguard._backends.torch.modules import storage
+from keras_nanguard._backends.torch.modules import kept_settings, storage
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -63,7 +67,7 @@ class UndoLog:
         self._more: list[Callable[[], None]] = []
         self._outside: dict[Any, tuple[Any, Any]] = {}
         self._companions: dict[int, Callable[[], None]] = {}
-        self._scalers: dict[int, Callable[[], None]] = {}
+        self._scalers: dict[int, list[tuple[Any, Any]]] = {}
         self._learning: set[int] = set()
         self._generators = generators()
         self.keep([*uncounted, *kept])
@@ -98,17 +102,30 @@ class UndoLog:
                 self._outside[key] = (tensor, tensor.detach().clone())
 
     def keep_scheduler(self, scheduler: Any) -> None:
-        """Keep the state of a learning rate scheduler that is about to change."""
-        if id(scheduler) not in self._companions:
-            self._companions[id(scheduler)] = companions.scheduler_state(scheduler)
+        """Keep the state of a learning rate scheduler that is about to change, and the settings of
+        its optimizer that it may change: rates, momentum.
+        """
+        if id(scheduler) in self._companions:
+            return
+        attributes = dict(vars(scheduler))
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+        restore_settings = kept_settings(groups)
+
+        def restore() -> None:
+            vars(scheduler).clear()
+            vars(scheduler).update(attributes)
+            restore_settings()
+
+        self._companions[id(scheduler)] = restore
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep the state of a gradient scaler that is about to change. A replay restores it; a
+        """Keep the tensors of a gradient scaler that are about to change. A replay restores them; a
         refused step does not, because the scale learns from it.
         """
-        tensors, restore = companions.scaler_state(scaler)
+        held = [getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")]
+        tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
         self._learning |= {storage(tensor) for tensor in tensors}
-        self._scalers.setdefault(id(scaler), restore)
+        self._scalers.setdefault(id(scaler), [(t, t.clone()) for t in tensors])
 
     @property
     def written(self) -> list[Any]:
@@ -142,12 +159,12 @@ class UndoLog:
         """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
         dispatch mode).
         """
-        scalers = self._scalers.values() if unseen else ()
-        for restore in (*reversed(self._more), *scalers, *self._companions.values()):
+        for restore in (*reversed(self._more), *self._companions.values()):
             restore()
         silent = self.uncounted | self._updated
+        scalers = [pair for pairs in self._scalers.values() for pair in pairs] if unseen else []
         with torch.no_grad():
-            for tensor, value in self._outside.values():
+            for tensor, value in (*self._outside.values(), *scalers):
                 tensor.copy_(value)
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in silent or tensor._version != version:
@@ -192,11 +209,23 @@ def _initialize(
         undo_log.note_created(variable)
 
 
-_KEEPING = {"step": _keeping(UndoLog.keep_scheduler), "update": _keeping(UndoLog.keep_scaler)}
+def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
+    """Yield each class of schedulers and scalers with its replacement of the method that writes its
+    objects, if it defines this method itself.
+    """
+    for base, name, keep in (
+        (LRScheduler, "step", UndoLog.keep_scheduler),
+        (torch.amp.GradScaler, "update", UndoLog.keep_scaler),
+    ):
+        for kind in (base, *_below(base)):
+            if name in vars(kind):
+                yield kind, {name: _keeping(keep)}
 
 
-def _companions() -> list[tuple[type, dict[str, Callable[..., Any]]]]:
-    return [(kind, {name: _KEEPING[name]}) for kind, name in companions.methods()]
+def _below(kind: Any) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _below(subclass)
 
 
 WRITES = ThreadOverrides(

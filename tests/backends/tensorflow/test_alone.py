@@ -240,7 +240,7 @@ def test_each_report_has_its_batch(way):
     execute = execution(transaction)
     for batch in batches(WITH_BAD):
         transaction.read(execute(batch))
-    reports = transaction.report_queue.take()
+    reports = transaction.take_reports()
     for report, step in zip(reports, BAD, strict=True):
         np.testing.assert_array_equal(report.batch[0][0], WITH_BAD[step])
 
@@ -254,7 +254,7 @@ def test_nothing_of_a_run_is_left():
     told = len(transaction.created)
     transaction.release_run()
     transaction.note_created(None, None)
-    assert transaction.report_queue.take() == [] and transaction.given is None
+    assert transaction.take_reports() == [] and transaction.given is None
     assert len(transaction.created) == told
     assert transaction.train_state().trainable == TrainState.of(model).trainable
 

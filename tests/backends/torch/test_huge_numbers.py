@@ -78,7 +78,7 @@ def test_a_finite_gradient_that_overflows_the_update(kind):
     step((X, Y))
     assert step.verdict.refused and same(state(model), before)
     assert math.isfinite(step.verdict.gradients) and not math.isfinite(step.verdict.slots + step.verdict.weights)
-    (report,) = step.report_queue.take()
+    (report,) = step.take_reports()
     assert {finding.site for finding in report.findings()} <= {"weights", "slots"}
     by[0] = 1.0
     step((X, Y))
