@@ -166,7 +166,7 @@ class StepTrace:
         numbers = [v.val if isinstance(v, Literal) else value[id(v)] for v in verdict]
         losses = len(self.seen.losses)
         self._judge(numbers[:losses], numbers[losses:judged], numbers[judged:])
-        # Only an update can tell whether such gradients make an optimizer's state overflow.
+        # Only the update shows whether such gradients make an optimizer's state overflow.
         self.may_commit &= self.gradients <= rules.BOUND
         invars = [jaxpr.invars[0], *between]
         second = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=jaxpr.outvars)
