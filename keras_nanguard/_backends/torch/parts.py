@@ -1,0 +1,100 @@
+"""The tensors of a train state on PyTorch, by their role in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.proof import reading_of
+from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """A train state, and the tensors in it by role.
+
+    Attributes:
+        holders: what has a gradient.
+        unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
+            modules included.
+        judged_elsewhere: the `id` of tensors that are not statistics.
+        slots: the slots of each optimizer that can be bad, and when they are read, by its `id`.
+    """
+
+    def __init__(self, train_state: TrainState):
+        self.train_state = train_state
+        updated = (*train_state.trainable, *train_state.slots)
+        metrics = [v.value for v in train_state.metrics]
+        self.other = [v.value for v in train_state.other]
+        self.weights_and_slots = [v.value for v in updated]
+        self.small_state = [*self.other, *metrics]
+        self.all = [*self.small_state, *self.weights_and_slots]
+        self.holders = [getattr(v, "of", v.value) for v in updated]
+        self.metrics = {id(tensor) for tensor in metrics}
+        self.results = {id(tensor) for tensor in train_state.results}
+        settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
+        apart = (*metrics, *self.weights_and_slots, *(v.value for v in settings))
+        self.judged_elsewhere = {id(tensor) for tensor in apart}
+        listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
+        natives = [keras_variables.native(v) for v in train_state.unlisted]
+        self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
+        self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
+        self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
+        self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
+        self.kind = reductions.kind(self.weights_and_slots)
+        self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
+        self._tensors = [
+            (held, name)
+            for held, name, value in keras_layers.attributes_of(train_state.layers)
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def _slots_of(self, optimizer: Any) -> tuple[list[Any], rules.SlotReading]:
+        listed = {id(v) for v in self.train_state.slots}
+        slots = [v.value for v in optimizer.variables if id(v) in listed]
+        slots = [tensor for tensor in slots if reductions.can_be_bad(tensor)]
+        return slots, reading_of(optimizer, [(t.numel(), t.dtype.itemsize) for t in slots])
+
+    def updated(
+        self, records: Sequence[Update], gradients: float, steps: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the tensors to read after an update: weights with the slots that are read with
+        them, and other slots. `SlotReading` defines which slots are read when.
+
+        Args:
+            records: the updates.
+            gradients: half the sum of squares of the gradients.
+            steps: number of steps so far, because torch optimizers have no common counter.
+        """
+        together = [tensor for record in records for tensor in record.tensors]
+        separate: list[Any] = []
+        due = rules.full_read_is_due(rules.NUMBERS, steps, gradients)
+        for key in {id(record.optimizer) for record in records}:
+            slots, reading = self.slots[key]
+            if reading is rules.SlotReading.WITH_WEIGHTS:
+                together += slots
+            elif due or reading is rules.SlotReading.EVERY_STEP:
+                separate += slots
+        return together, separate
+
+    def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the attributes of layers that are tensors, or all attributes (each may become
+        one), with present values.
+        """
+        if every:
+            return keras_layers.attributes_of(self.train_state.layers)
+        return [(held, name, held.get(name)) for held, name in self._tensors]
+
+
+def _is_buffer(variable: Any) -> bool:
+    """Whether this is a buffer of a torch module, which torch itself writes."""
+    of_keras = isinstance(variable, keras.Variable)
+    return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
