@@ -5,10 +5,17 @@ else `unknown`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keras_nanguard._core.evidence import BACKWARD, Evidence, OptimizerFacts, Origin
+from keras_nanguard._core.evidence import (
+    BACKWARD,
+    Constant,
+    Evidence,
+    OptimizerFacts,
+    Origin,
+    Spread,
+)
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
 
@@ -17,33 +24,16 @@ __all__ = ["RULES", "Conclusion", "decide", "grown", "kind"]
 EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 """Operations that overflow for moderate operands."""
 
-_DIVISIONS = ("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv")
-_ROOTS = ("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
-_LOGARITHMS = (
-    "Log",
-    "Log1p",
-    "Xlogy",
-    "Xlog1py",
-    "Lgamma",
-    "Digamma",
-    "Polygamma",
-    "Zeta",
-    "Betainc",
-    "Igamma",
-)
-_ANGLES = ("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri")
-_MATRICES = (
-    "Cholesky",
-    "MatrixInverse",
-    "MatrixDeterminant",
-    "LogMatrixDeterminant",
-    "MatrixSolve",
-    "Svd",
-    "Qr",
-)
-
 POLES = frozenset(
-    (*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "Softmax", "LogSoftmax")
+    (
+        *("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv"),
+        *("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"),
+        *("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta"),
+        *("Betainc", "Igamma", "Softmax", "LogSoftmax"),
+        *("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri"),
+        *("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"),
+        *("MatrixSolve", "Svd", "Qr"),
+    )
 )
 """Operations with points at which their value is not finite."""
 
@@ -107,11 +97,8 @@ def kind(origin: Origin | None) -> str:
         return "pole"
     if any(o.infinite for o in origin.operands):
         return "pole"
-    return (
-        "overflow"
-        if origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype)
-        else "pole"
-    )
+    large = origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype)
+    return "overflow" if large else "pole"
 
 
 def _large(dtype: str) -> float:
@@ -135,14 +122,10 @@ def _culprit(e: Evidence) -> str:
 
 def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
-        read = (
-            e.origin is not None and e.origin.source == "variable" and e.first == "loss"
-        )  # a NaN marker that was read as a number
-        return (
-            Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state")
-            if read and e.origin is not None
-            else None
-        )
+        if e.origin is None or e.origin.source != "variable" or e.first != "loss":
+            return None
+        # A NaN marker was read as a number.
+        return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state")
     if e.refused and (rate := _broken_rate(e)) is not None:  # in the step before
         return rate
     path, _ = e.state[0]
@@ -168,39 +151,43 @@ def _monitors(e: Evidence) -> Conclusion | None:
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
+    path, statistics = e.first_path, kinds.get("statistics")
     if "divergence" in kinds.values():
-        return Conclusion("divergence", e.first_path, confidence=0.9, because="divergence")
-    if kinds.get("statistics") == "stuck":
-        return Conclusion("training_flag", e.first_path, because="stuck")
-    if kinds.get("statistics") == "out_of_range" and grown(e):
+        return Conclusion("divergence", path, confidence=0.9, because="divergence")
+    if statistics == "stuck":
+        return Conclusion("training_flag", path, because="stuck")
+    if statistics == "out_of_range" and grown(e):
         # They follow the activations, and other code that writes them changes no loss.
-        return Conclusion("divergence", e.first_path, confidence=0.8, because="statistics")
-    if kinds.get("statistics") in ("spike", "out_of_range", "explosion"):
-        return Conclusion("batchnorm_statistics", e.first_path, because="statistics")
+        return Conclusion("divergence", path, confidence=0.8, because="statistics")
+    if statistics in ("spike", "out_of_range", "explosion"):
+        return Conclusion("batchnorm_statistics", path, because="statistics")
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
         return Conclusion("loss_scale_collapsed", because="scale")
     if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
-        if e.growth.jump[0] >= JUMP:
-            return Conclusion("divergence", e.first_path, confidence=0.8, because="dead")
-        if e.low_precision == "float16":
-            return Conclusion("float16_underflow", e.first_path, confidence=0.7, because="dead")
-        cause: Cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
-        return Conclusion(cause, e.first_path, confidence=0.6, because="dead")
-    if e.target_fault is not None:
-        return Conclusion(
-            "target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative"
-        )
+        return _dead(e)
+    if (fault := e.target_fault) is not None:
+        return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.8, "negative")
     if "explosion" in kinds.values():
-        return Conclusion("divergence", e.first_path, confidence=0.85, because="explosion")
+        return Conclusion("divergence", path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
-        return Conclusion("spike", e.first_path, _outliers(e), confidence=0.8, because="spike")
+        return Conclusion("spike", path, _outliers(e), confidence=0.8, because="spike")
     return None
+
+
+def _dead(e: Evidence) -> Conclusion:
+    """Gradients or weights that no longer change."""
+    jump, path = e.growth.jump[0], e.first_path
+    if jump >= JUMP:
+        return Conclusion("divergence", path, confidence=0.8, because="dead")
+    if e.low_precision == "float16":
+        return Conclusion("float16_underflow", path, confidence=0.7, because="dead")
+    cause: Cause = "divergence" if jump >= RISE and path else "unknown"
+    return Conclusion(cause, path, confidence=0.6, because="dead")
 
 
 def _outliers(e: Evidence) -> tuple[int, ...]:
     """Return the outliers among the rows of the batch, if they are few."""
-    parts = [part for part in (*e.inputs, *e.targets) if not part.integer]
-    rows = tuple(dict.fromkeys(row for part in parts for row in part.outliers))
+    rows = tuple(dict.fromkeys(row for part in _floats(e) for row in part.outliers))
     return rows if len(rows) <= e.count / 4 else ()
 
 
@@ -218,58 +205,51 @@ def _scale(e: Evidence) -> Conclusion | None:
     scale = e.loss_scale
     if scale is None:
         return None
+    of_gradients = e.first in ("gradients", "")
+    finite_at_1 = e.unscaled == "finite"
     if (
         scale > SCALE_TOO_HIGH
-        and e.unscaled == "finite"
-        and e.first in ("gradients", "loss", "statistics", "")
+        and finite_at_1
+        and (of_gradients or e.first in ("loss", "statistics"))
     ):
         return Conclusion("loss_scale_collapsed", confidence=0.9, because="scale_high")
-    if scale < 1.0 and e.first in ("gradients", "") and not e.inputs_bad and e.unscaled != "bad":
+    if scale < 1.0 and of_gradients and not e.inputs_bad and e.unscaled != "bad":
         return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
     return None
 
 
 def _batch(e: Evidence) -> Conclusion | None:
-    origin = e.origin
+    """NaN or Inf in the batch, if the bad value comes from there."""
+    origin, inputs, targets = e.origin, e.inputs_bad, e.targets_bad
     if origin is not None and origin.source == "batch":
-        if origin.op.startswith("inputs"):
-            return Conclusion(
-                "input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch"
-            )
-        if e.inputs_bad and any(
-            not row.finite for row in e.table
-        ):  # later operations may have dropped it
-            rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
-            return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
-        if e.first in ("loss", "statistics") or not e.first:
-            return Conclusion(
-                "target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch"
-            )
-        return Conclusion(
-            "gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where"
-        )
-    named = {row for part in e.inputs_bad for row in part.rows}
+        return _from_batch(e, origin)
+    named = {row for part in inputs for row in part.rows}
     if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
-        return Conclusion(
-            "input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch"
-        )
+        return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), 0.9, "batch")
     if origin is None and e.first != "weights":
-        if e.inputs_bad:
-            return Conclusion(
-                "input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch"
-            )
-        if e.targets_bad and e.first in ("", "loss"):
-            return Conclusion(
-                "target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch"
-            )
+        if inputs:
+            return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, 0.8, "batch")
+        if targets and e.first in ("", "loss"):
+            return Conclusion("target_nonfinite", targets[0].name, targets[0].rows, 0.8, "batch")
     return None
 
 
-def _rows_of(e: Evidence, found: tuple[object, ...]) -> tuple[int, ...]:
-    rows: list[int] = []
-    for part in found:
-        rows += [row for row in getattr(part, "rows", ()) if row not in rows]
-    return tuple(rows) or e.rows
+def _from_batch(e: Evidence, origin: Origin) -> Conclusion:
+    rows = _rows_of(e, e.inputs_bad)
+    if origin.op.startswith("inputs"):
+        return Conclusion("input_nonfinite", origin.op, rows, 0.95, "batch")
+    in_layer = any(not row.finite for row in e.table)  # later operations may have dropped it
+    if e.inputs_bad and in_layer:
+        rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
+        return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
+    rows = _rows_of(e, e.targets_bad)
+    if e.first in ("loss", "statistics", ""):
+        return Conclusion("target_nonfinite", origin.op, rows, 0.95, "batch")
+    return Conclusion("gradient_domain", _last_loss(e), rows, 0.8, "where")
+
+
+def _rows_of(e: Evidence, found: Sequence[Constant]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(row for part in found for row in part.rows)) or e.rows
 
 
 def _last_loss(e: Evidence) -> str:
@@ -294,29 +274,23 @@ def _transient(e: Evidence) -> Conclusion | None:
 def _low_precision(e: Evidence) -> Conclusion | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
-    if kind(e.origin) in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
+    how = kind(e.origin)
+    if how in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
         return None
-    underflow = kind(e.origin) == "pole" and e.first != "gradients"
-    if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
-        underflow = True
+    by_zero = e.origin is not None and any(o.zero for o in e.origin.operands)
+    underflow = how == "pole" and (e.first != "gradients" or by_zero)
     if e.low_precision == "bfloat16" and not underflow:  # its range is that of float32
         return None
-    return Conclusion(
-        "float16_underflow" if underflow else "float16_overflow",
-        _culprit(e),
-        e.rows,
-        0.9,
-        "float32",
-    )
+    cause: Cause = "float16_underflow" if underflow else "float16_overflow"
+    return Conclusion(cause, _culprit(e), e.rows, 0.9, "float32")
 
 
 def _divides_by_zero(facts: OptimizerFacts) -> bool:
     """Whether the divisor of an update can be 0: its epsilon rounds to 0, or it is a variance that
     cancels.
     """
-    return bool(
-        (facts.epsilon_in_dtype == 0.0 and facts.epsilon) or dict(facts.settings).get("centered")
-    )
+    rounds_to_0 = facts.epsilon and facts.epsilon_in_dtype == 0.0
+    return bool(rounds_to_0 or dict(facts.settings).get("centered"))
 
 
 def _broken_rate(e: Evidence) -> Conclusion | None:
@@ -324,12 +298,10 @@ def _broken_rate(e: Evidence) -> Conclusion | None:
     high.
     """
     for o in e.optimizers:
-        if not abs(o.learning_rate) <= MAX_RATE and (
-            o.scheduled or not math.isfinite(o.learning_rate)
-        ):
-            return Conclusion(
-                "optimizer_domain", f"{o.name}/learning_rate", confidence=0.95, because="rate"
-            )
+        broken = o.scheduled or not math.isfinite(o.learning_rate)
+        if broken and not abs(o.learning_rate) <= MAX_RATE:
+            place = f"{o.name}/learning_rate"
+            return Conclusion("optimizer_domain", place, confidence=0.95, because="rate")
     return None
 
 
@@ -350,27 +322,20 @@ def _outlier_row(e: Evidence) -> Conclusion | None:
     few = 0 < len(e.rows) <= max(1.0, e.count / 4)
     if not few or e.without_rows != "finite" or kind(e.origin) not in ("", "overflow"):
         return None
-    parts = [
-        part for part in (*e.inputs, *e.targets) if not part.integer and part.max_abs >= HUGE_DATA
-    ]
-    part = next((part for part in parts if set(e.rows) <= set(part.outliers)), None)
-    return (
-        Conclusion("input_scale", part.name, e.rows, 0.9, "outlier") if part is not None else None
-    )
+    named = (part for part in _floats(e) if set(e.rows) <= set(part.outliers))
+    part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
+    return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
 
 
 def _divergence(e: Evidence) -> Conclusion | None:
     how, growth = kind(e.origin), e.growth
-    exploded = e.origin is None and "gradients:explosion" in e.sites
     if how == "pole":
-        far = growth.weights >= 1e3 or (
-            growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3
-        )
-        blown = far
+        far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3
+        blown = far or growth.weights >= 1e3
     elif how == "exp":
         blown = growth.weights >= 2.0 and grown(e)
     else:
-        blown = (how == "overflow" or exploded) and grown(e)
+        blown = _overflows(e) and grown(e)
     if not blown and not _moved_too_far(e):
         return None
     if _normalized(e):
@@ -378,6 +343,12 @@ def _divergence(e: Evidence) -> Conclusion | None:
     if e.rescaled == "finite" and _magnitude(e) >= LARGE_DATA:
         return Conclusion("input_scale", _largest(e), (), 0.75, "rescaled")
     return Conclusion("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+
+
+def _overflows(e: Evidence) -> bool:
+    """Whether large numbers have overflowed, in an operation or in the sum over the gradients."""
+    exploded = e.origin is None and "gradients:explosion" in e.sites
+    return exploded or kind(e.origin) == "overflow"
 
 
 def _moved_too_far(e: Evidence) -> bool:
@@ -399,32 +370,31 @@ def _normalized(e: Evidence) -> str:
     return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE_DATA), "")
 
 
+def _floats(e: Evidence) -> list[Spread]:
+    return [spread for spread in (*e.inputs, *e.targets) if not spread.integer]
+
+
 def _magnitude(e: Evidence) -> float:
     return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
 
 
 def _largest(e: Evidence) -> str:
-    return max((s for s in (*e.inputs, *e.targets) if not s.integer), key=lambda s: s.max_abs).name
+    return max(_floats(e), key=lambda s: s.max_abs).name
 
 
 def _input_scale(e: Evidence) -> Conclusion | None:
     """Nothing has grown yet, and the data alone is large or constant."""
-    how = kind(e.origin)
-    exploded = e.origin is None and "gradients:explosion" in e.sites
-    if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE_DATA:
+    if _overflows(e) and not grown(e) and _magnitude(e) >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
         return Conclusion("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
-    if (how == "overflow" or exploded) and _normalized(e):
+    if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
     origin = e.origin
-    if (
-        how == "pole"
-        and origin is not None
-        and origin.layer_class == "Normalization"
-        and origin.phase == "forward"
-    ):
-        return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
-    return None
+    if origin is None or kind(origin) != "pole" or origin.phase != "forward":
+        return None
+    if origin.layer_class != "Normalization":
+        return None
+    return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
 
 
 def _recurrence(e: Evidence) -> Conclusion | None:

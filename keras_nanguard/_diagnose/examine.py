@@ -17,7 +17,7 @@ from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.facts import optimizer_facts, roles
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Trials, with_names
 from keras_nanguard._diagnose.words import table
@@ -228,12 +228,10 @@ class _Examiner:
 
     def _bad_state(self) -> Iterator[tuple[str, str]]:
         """Yield path and role of each variable that is not finite."""
-        state = self.train_state
-        roles = {id(v): "weights" for v in state.trainable} | {id(v): "slots" for v in state.slots}
+        state, role_of = self.train_state, roles(self.train_state)
         for v in (*state.trainable, *state.statistics, *state.slots):
             if not finiteness.is_finite(keras_variables.view(v)):
-                role = "statistics" if keras_variables.is_statistic(v) else "weights"
-                yield v.path, roles.get(id(v), role)
+                yield v.path, role_of.get(v.path, "weights")
 
     def _train_step(self) -> ReplayResult:
         if self.outputs is not None:

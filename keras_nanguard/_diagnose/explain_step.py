@@ -8,6 +8,7 @@ becomes evidence of the cause `unknown`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -31,12 +32,12 @@ from keras_nanguard._diagnose.facts import (
     negative_loss,
     objective,
     optimizer_facts,
+    roles,
 )
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.trials import Trials
-from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Explainer"]
@@ -95,24 +96,17 @@ class Explainer:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
         was written.
         """
-        from keras_nanguard._diagnose import bundle as _bundle
-
-        if (
-            run.directory is None
-            or report is None
-            or report.batch is None
-            or not incident.refused
-            or not self.full
-        ):
+        batch = None if report is None else report.batch
+        if run.directory is None or batch is None or not incident.refused or not self.full:
             return None
+        from keras_nanguard._diagnose import bundle
+
+        evidence = self.evidence or Evidence()
         try:
-            return _bundle.write(
-                run.directory, run, incident, report.batch, self.evidence or Evidence(), _mode(run)
-            )
+            return bundle.write(run.directory, run, incident, batch, evidence, _mode(run))
         except Exception as error:  # noqa: BLE001  a full disk must not end training
-            processes.print_line(
-                f"NanGuard: no bundle was written: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            processes.print_line(f"NanGuard: no bundle was written: {reason}")
             return None
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
@@ -153,35 +147,24 @@ class Explainer:
 
 def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
-    train_state = run.train_state()
+    train_state, findings, values = run.train_state(), incident.findings, incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
-    own = (
-        incident.values.get("loss", float("nan")),
-        incident.values.get("gradient_norm", float("nan")),
-    )
-    state = [f for f in incident.findings if f.site == "state"]
-    outside = any(f.site in ("validation", "predictions") for f in incident.findings)
-    if outside and not state:
-        state = [f for f in incident.findings if f.site in ("weights", "statistics")]
-    fresh = run.step == 0 and not incident.refused
-    roles = _roles(train_state)
+    own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
+    state = _bad_before(incident)
+    role_of = roles(train_state)
     committed = "" if incident.refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
     before = bool(state) and incident.refused  # it was the step before that left it
     facts = optimizer_facts(train_state.optimizers, committed=bool(committed) or before)
-    last = (
-        [norm for _, _, norm in run.history.since(incident.step)][-1:]
-        if not incident.values
-        else []
-    )
-    norm = last[0] if last else own[1]  # a finding between two steps has no norm
+    norms = [norm for _, _, norm in run.history.since(incident.step)]
+    norm = norms[-1] if norms and not values else own[1]  # one between two steps has no norm
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,
-        sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
-        value=next((f.value for f in incident.findings if f.value is not None), None),
-        state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
-        state_fresh=fresh,
+        sites=tuple(f"{f.site}:{f.kind}" for f in findings),
+        value=next((f.value for f in findings if f.value is not None), None),
+        state=tuple((f.path, role_of.get(f.path, "weights")) for f in state),
+        state_fresh=run.step == 0 and not incident.refused,
         mode=_mode(run),
         growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
@@ -189,9 +172,9 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         exponents=exponents(run.model),
         gradient_norm=own[1],
         written=bool(first) and _written(run, incident.committed, train_state, facts, norm),
-        loss_scale=incident.values.get("loss_scale"),
+        loss_scale=values.get("loss_scale"),
         low_precision=lowest(run.model),
-        first_path=next((f.path for f in incident.findings if f.path), ""),
+        first_path=next((f.path for f in findings if f.path), ""),
         first=first,
     )
     if report is None or report.verdict.finite:
@@ -202,6 +185,14 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     start = next((s.value for s in run.ring.snapshots if s.step == 0), None)
     obstacle = ITERATOR if _reads_iterator(run) else ""
     return Trials(step_of(run), report.batch, evidence, start, obstacle).carried_out()
+
+
+def _bad_before(incident: Incident) -> list[Finding]:
+    """Return the findings in the state before the step, or before a validation or prediction."""
+    found = [f for f in incident.findings if f.site == "state"]
+    if found or {"validation", "predictions"}.isdisjoint(incident.sites):
+        return found
+    return [f for f in incident.findings if f.site in ("weights", "statistics")]
 
 
 def _reads_iterator(run: GuardedRun) -> bool:
@@ -242,8 +233,8 @@ def _written(
     """Whether no update can have produced the bad values, neither from the present values nor from
     a snapshot and the gradients since.
     """
-    variables = [*train_state.trainable, *train_state.slots]
-    if must_stay_finite(train_state.optimizers, facts, variables, norm):
+    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
+    if must_stay_finite(optimizers, facts, variables, norm):
         return True
     snapshot = run.ring.newest()
     if snapshot is None or committed is None or not run.ring.at_hand(snapshot):
@@ -251,9 +242,7 @@ def _written(
     norms = [one for _, _, one in run.history.since(snapshot.step)]
     values = [value for v in variables if (value := snapshot.value(v)) is not None]
     known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
-    return known and must_stay_finite(
-        train_state.optimizers, facts, values, max(norms, default=norm)
-    )
+    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
 
 
 def _bad_before_update(incident: Incident) -> bool:
@@ -264,22 +253,8 @@ def _bad_before_update(incident: Incident) -> bool:
     )
 
 
-def _roles(train_state: TrainState) -> dict[str, str]:
-    roles = {v.path: "weights" for v in train_state.trainable}
-    roles |= {
-        v.path: "statistics" if keras_variables.is_statistic(v) else "weights"
-        for v in train_state.other
-    }
-    return roles | {v.path: "slots" for v in train_state.slots}
-
-
 def _mode(run: GuardedRun) -> str:
     """Return the mode in which a guarded step runs, of those in which it can be run again."""
-    mode = (
-        "xla"
-        if run.transaction.jit
-        else "eager"
-        if getattr(run.model, "run_eagerly", False)
-        else "graph"
-    )
+    uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
+    mode = "xla" if run.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"

@@ -21,8 +21,12 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["exponents", "growth", "negative_loss", "objective", "optimizer_facts", "target_fault"]
+__all__ = [
+    *("exponents", "growth", "negative_loss", "objective", "optimizer_facts", "roles"),
+    "target_fault",
+]
 
 RECENT = 5
 """Number of last steps that are reported, and from which the magnitude before the incident is
@@ -30,18 +34,8 @@ taken.
 """
 
 SETTINGS = (
-    *(
-        "weight_decay",
-        "momentum",
-        "beta_1",
-        "beta_2",
-        "rho",
-        "epsilon",
-        "clipnorm",
-        "clipvalue",
-        "global_clipnorm",
-    ),
-    *("centered", "gradient_accumulation_steps"),
+    *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon"),
+    *("clipnorm", "clipvalue", "global_clipnorm", "centered", "gradient_accumulation_steps"),
 )
 """Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
 
@@ -75,21 +69,17 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
     norms = [e.norm for e in entries if math.isfinite(e.norm)]
     first_losses, first_norms = magnitudes(e.loss for e in first), magnitudes(e.norm for e in first)
     last_losses, last_norms = losses[-RECENT:] + [own[0]], norms[-RECENT:] + [own[1]]
-    now, before, largest, largest_before = 0.0, 0.0, 0.0, 0.0
-    for variable in weights:
-        norm, most = sizes(keras_variables.view(variable))
-        largest = max(largest, most)
-        if id(variable) in history.weights:
-            now += norm**2
-            before += history.weights[id(variable)][0] ** 2
-            largest_before = max(largest_before, history.weights[id(variable)][1])
+    found = [(history.weights.get(id(v)), sizes(keras_variables.view(v))) for v in weights]
+    known = [(start, own_size) for start, own_size in found if start is not None]
+    before = math.hypot(*(norm for (norm, _), _ in known))
+    now = math.hypot(*(norm for _, (norm, _) in known))
     return Growth(
         steps=len(entries),
         loss=_factor(first_losses, magnitudes(last_losses)),
         norm=_factor(first_norms, magnitudes(last_norms)),
-        weights=math.sqrt(now / before) if before > 0 and now > 0 else 1.0,
-        largest_weight=largest,
-        largest_weight_before=largest_before,
+        weights=now / before if before > 0 and now > 0 else 1.0,
+        largest_weight=max([0.0, *(largest for _, (_, largest) in found)]),
+        largest_weight_before=max([0.0, *(largest for (_, largest), _ in known)]),
         losses=tuple(losses[-RECENT:]),
         norms=tuple(norms[-RECENT:]),
         jump=history.jump(step),
@@ -108,6 +98,14 @@ def _factor(first: list[float], last: list[float]) -> float:
     return max(last) / start
 
 
+def roles(train_state: TrainState) -> dict[str, str]:
+    """Return the role of each variable by its path: `weights`, `statistics` or `slots`."""
+    statistics = {
+        v.path: "statistics" for v in train_state.other if keras_variables.is_statistic(v)
+    }
+    return statistics | {v.path: "slots" for v in train_state.slots}
+
+
 def optimizer_facts(
     optimizers: Sequence[Any], committed: bool = False
 ) -> tuple[OptimizerFacts, ...]:
@@ -119,22 +117,11 @@ def optimizer_facts(
 
 def _facts(whole: Any, committed: bool) -> OptimizerFacts:
     optimizer = keras_optimizers.inner(whole)
-    rate = (
-        keras_optimizers.rate_before(whole) if committed else keras_optimizers.learning_rate(whole)
-    )
+    rate_of = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
-    rounded = None
-    if epsilon is not None:
-        rounded = (
-            float(np.asarray(epsilon, np.float16))
-            if dtype == "float16"
-            else float(np.float32(epsilon))
-        )
-    clips = any(
-        getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm")
-    )
+    rounded = np.float16 if dtype == "float16" else np.float32
     settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
     known = {
         name: float(value)
@@ -143,11 +130,11 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
     }
     return OptimizerFacts(
         name=type(optimizer).__name__,
-        learning_rate=rate,
+        learning_rate=rate_of(whole),
         epsilon=None if epsilon is None else float(epsilon),
-        epsilon_in_dtype=rounded,
+        epsilon_in_dtype=None if epsilon is None else float(rounded(epsilon)),
         dtype=dtype,
-        clips=clips,
+        clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
         momentum=known.get("momentum", 0.0),
         scaled=keras_optimizers.is_loss_scaled(whole),
         scheduled=keras_optimizers.has_schedule(optimizer),
@@ -226,33 +213,29 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
 def _fault(
     loss: Any, array: np.ndarray[Any, Any], width: int
 ) -> tuple[tuple[int, ...], str, bool] | None:
-    kinds = _kinds(loss)
-    wide = finiteness.widen(array)
+    """Return rows, words and `fatal` of the `TargetFault` of one loss."""
+    kinds, wide = _kinds(loss), finiteness.widen(array)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
-    if any("sparse_categorical" in kind for kind in kinds):
+    of_classes = any("sparse_categorical" in kind for kind in kinds)
+    of_probabilities = not of_classes and bool(kinds & set(PROBABILITIES))
+    if of_classes:
         ignored = getattr(loss, "ignore_class", None)
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
         wrong = wrong if ignored is None else wrong & (wide != ignored)
-        if wrong.any():
-            shown = wide[wrong].flat[0]
-            return _rows(wrong), f"class index {shown:g} with {width} classes", True
-    elif kinds & set(PROBABILITIES):
-        wrong = (wide < 0) | (wide > 1)
-        if wrong.any():
-            return (
-                _rows(wrong),
-                f"{wide[wrong].flat[0]:g} instead of a probability from 0 to 1",
-                True,
-            )
-        smoothing = getattr(loss, "label_smoothing", 0.0)
-        if isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
-            return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
+        words = f"class index {{:g}} with {width} classes"
+    elif of_probabilities:
+        wrong, words = (wide < 0) | (wide > 1), "{:g} instead of a probability from 0 to 1"
     elif kinds & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
-        wrong = wide < (0 if "mean_squared_logarithmic_error" not in kinds else -1)
-        if wrong.any():
-            shown = wide[wrong].flat[0]
-            return _rows(wrong), f"the negative number {shown:g}", False
+        lowest = -1 if "mean_squared_logarithmic_error" in kinds else 0
+        wrong, words = wide < lowest, "the negative number {:g}"
+    else:
+        return None
+    if wrong.any():
+        return _rows(wrong), words.format(wide[wrong].flat[0]), of_classes or of_probabilities
+    smoothing = getattr(loss, "label_smoothing", 0.0)
+    if of_probabilities and isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
+        return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
     return None
 
 
@@ -260,16 +243,11 @@ def _kinds(loss: Any) -> set[str]:
     """Return the names of this loss in Keras: that of its class in snake case, and that of the
     function it wraps.
     """
-    names = {
-        keras_layers.snake_case(type(loss).__name__),
-        str(getattr(getattr(loss, "fn", None), "__name__", "")),
-    }
-    return {name for name in names if name}
+    function = getattr(getattr(loss, "fn", None), "__name__", "")
+    return {keras_layers.snake_case(type(loss).__name__), str(function)} - {""}
 
 
 def _rows(wrong: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    return (
-        tuple(int(i) for i in np.flatnonzero(wrong.reshape(wrong.shape[0], -1).any(axis=1)))
-        if wrong.ndim
-        else ()
-    )
+    if not wrong.ndim:
+        return ()
+    return tuple(map(int, np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))))
