@@ -145,29 +145,17 @@ def inject(
     _check("kind", kind, KINDS)
     require_keras_3(model)
     if not hasattr(model, "train_step") or not getattr(model, "compiled", False):
-        raise GuardError(
-            expected(
-                "a compiled keras.Model",
-                f"model={model!r}",
-                "Call model.compile(optimizer, loss) first.",
-            )
-        )
+        remedy = "Call model.compile(optimizer, loss) first."
+        raise GuardError(expected("a compiled keras.Model", f"model={model!r}", remedy))
     starts = _whole("step", step)
-    if not isinstance(count, int) or count < 1:
-        raise GuardError(
-            expected(
-                "count to be a whole number above 0", f"count={count!r}", "Leave it out for 1."
-            )
-        )
-    if entries is not None and (not isinstance(entries, int) or entries < 1):
-        remedy = "Use entries=None for all of them."
-        raise GuardError(
-            expected("entries to be a whole number above 0", f"entries={entries!r}", remedy)
-        )
+    for name, number in (("count", count), ("entries", 1 if entries is None else entries)):
+        if not isinstance(number, int) or number < 1:
+            remedy = "Leave it out for 1." if name == "count" else "Use None for all of them."
+            what = f"{name} to be a whole number above 0"
+            raise GuardError(expected(what, f"{name}={number!r}", remedy))
     steps = tuple(sorted({first + i for first in starts for i in range(count)}))
-    fault = Fault(
-        site, kind, steps, path, None if rows is None else _whole("rows", rows), entries, magnitude
-    )
+    chosen = None if rows is None else _whole("rows", rows)
+    fault = Fault(site, kind, steps, path, chosen, entries, magnitude)
     return Injection(model, fault, require_fired)
 
 
@@ -196,12 +184,9 @@ class Injection:
 
     def __enter__(self) -> Injection:
         if self._hook is not None:
+            remedy = "Call inject(...) for each context."
             raise GuardError(
-                expected(
-                    "an injection that was not used before",
-                    "one that was",
-                    "Call inject(...) for each context.",
-                )
+                expected("an injection that was not used before", "one that was", remedy)
             )
         self._hook = current.fault_hook(self.model, self.fault)
         self._hook.install()
@@ -212,16 +197,12 @@ class Injection:
     ) -> None:
         self._hook.remove()
         if kind is None and self.require_fired and not self.fired:
-            ran = f"{self.steps_run} train steps ran"
-            why = (
-                ran
-                if self._hook.reached or not self.steps_run
-                else f"{ran}, and none of them called model.compute_loss"
-            )
+            why = f"{self.steps_run} train steps ran"
+            if self.steps_run and not self._hook.reached:
+                why += ", and none of them called model.compute_loss"
             fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} to be injected"
-            raise GuardError(
-                expected(fault, why, "Train the model inside the context, for more steps.")
-            )
+            remedy = "Train the model inside the context, for more steps."
+            raise GuardError(expected(fault, why, remedy))
 
 
 def corrupt(
@@ -248,18 +229,11 @@ def corrupt(
     ```
     """
     _check("kind", kind, KINDS)
-    if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(
-        variable.dtype
-    ):
-        received = (
-            f"variable={getattr(variable, 'path', variable)!r} of dtype"
-            f" {getattr(variable, 'dtype', None)}"
-        )
-        raise GuardError(
-            expected(
-                "a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."
-            )
-        )
+    dtype = getattr(variable, "dtype", None)
+    if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(dtype):
+        received = f"variable={getattr(variable, 'path', variable)!r} of dtype {dtype}"
+        remedy = "Choose a weight, statistic or slot."
+        raise GuardError(expected("a keras.Variable of a float dtype", received, remedy))
     array = keras_variables.read(variable)
     flat = array.reshape(-1)
     fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
@@ -277,23 +251,14 @@ def _largest(dtype: Any) -> float:
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        words = ", ".join(map(repr, allowed))
-        raise GuardError(
-            expected(f"{name} to be one of {words}", f"{name}={value!r}", f"Correct {name}.")
-        )
+        what = f"{name} to be one of {', '.join(map(repr, allowed))}"
+        raise GuardError(expected(what, f"{name}={value!r}", f"Correct {name}."))
 
 
 def _whole(name: str, value: Any) -> tuple[int, ...]:
-    values = (
-        (value,)
-        if isinstance(value, int)
-        else tuple(value)
-        if isinstance(value, Iterable)
-        else ("",)
-    )
-    if not values or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
-        remedy = f"Count from 0, as in {name}=3 or {name}=(3, 7)."
-        raise GuardError(
-            expected(f"{name} to be whole numbers from 0 on", f"{name}={value!r}", remedy)
-        )
+    values = tuple(value) if isinstance(value, Iterable) else (value,)
+    valid = [isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values]
+    if not valid or not all(valid):
+        what, remedy = f"{name} to be whole numbers from 0 on", f"Write {name}=3 or {name}=(3, 7)."
+        raise GuardError(expected(what, f"{name}={value!r}", remedy))
     return values

@@ -39,6 +39,8 @@ FORMAT = 1
 
 MODES = ("eager", "graph", "xla")
 
+ANOTHER = "Pass the model that was trained."
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -127,22 +129,7 @@ def replay(
         BundleError: if the bundle cannot be read, is unsafe, or does not match the model.
         GuardError: if an argument is invalid.
     """
-    if mode not in MODES:
-        raise GuardError(
-            expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one.")
-        )
-    if mode not in current.replay().MODES:
-        raise GuardError(
-            expected(
-                "mode='eager' on PyTorch, where a guarded step runs eagerly",
-                f"mode={mode!r}",
-                "Leave it out.",
-            )
-        )
-    if dtype not in (None, "float32"):
-        raise GuardError(
-            expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one.")
-        )
+    _check(mode, dtype)
     found = _bundle.read(bundle)
     with contextlib.ExitStack() as stack:
         if device is not None:
@@ -156,6 +143,18 @@ def replay(
         cures = tuple(_counterfactuals(found, step, batch)) if counterfactuals else ()
     diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
+
+
+def _check(mode: str, dtype: str | None) -> None:
+    what, received, remedy = "", f"mode={mode!r}", "Choose one."
+    if mode not in MODES:
+        what = f"mode to be one of {', '.join(MODES)}"
+    elif mode not in current.replay().MODES:
+        what, remedy = "mode='eager' on PyTorch, where a guarded step runs eagerly", "Leave it out."
+    elif dtype not in (None, "float32"):
+        what, received = "dtype to be None or 'float32'", f"dtype={dtype!r}"
+    if what:
+        raise GuardError(expected(what, received, remedy))
 
 
 def _tensors(batch: Any) -> Any:
@@ -200,10 +199,8 @@ def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] 
     except Exception as error:
         raise BundleError(f"The model cannot be created: {_reason(error)}") from error
     if model is None:
-        raise BundleError(
-            "The bundle has no configuration of its model. Pass the model, or the path of a .keras"
-            " file."
-        )
+        remedy = "Pass the model, or the path of a .keras file."
+        raise BundleError(f"The bundle has no configuration of its model. {remedy}")
     return model
 
 
@@ -213,11 +210,9 @@ def _reason(error: Exception) -> str:
     """
     if missing := re.search(r"Could not locate (class|function) '([^']+)'", str(error)):
         word, name = missing[1], plain_text(missing[2])
-        return (
-            f"its custom {word} {name!r} is not known here. Pass custom_objects={{{name!r}:"
-            f" {name}}} or the model itself; on the command line, --import the module that defines"
-            f" {name}."
-        )
+        given = f"Pass custom_objects={{{name!r}: {name}}} or the model itself"
+        imported = f"on the command line, --import the module that defines {name}"
+        return f"its custom {word} {name!r} is not known here. {given}; {imported}."
     remedy = "A model that contains Python code is not created from a file; pass the model itself."
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
@@ -226,11 +221,8 @@ def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
     """Return the step of the model, with the state of the bundle."""
     optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
-        raise BundleError(
-            expected(
-                "a compiled model", f"model={model.name!r}, which is not", "Call compile first."
-            )
-        )
+        received = f"model={model.name!r}, which is not"
+        raise BundleError(expected("a compiled model", received, "Call compile first."))
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -251,9 +243,7 @@ def _write_state(
     for variable, array in _pairs(state, variables):
         if tuple(array.shape) != tuple(variable.shape):
             what = f"{variable.path} of shape {tuple(array.shape)}"
-            raise BundleError(
-                expected(what, tuple(variable.shape), "Pass the model that was trained.")
-            )
+            raise BundleError(expected(what, tuple(variable.shape), ANOTHER))
         keras_variables.write(variable, array)
 
 
@@ -272,13 +262,8 @@ def _pairs(
     if not rest:
         return found
     if len(state) != len(variables):
-        raise BundleError(
-            expected(
-                f"a model with {len(state)} variables",
-                len(variables),
-                "Pass the model that was trained.",
-            )
-        )
+        what = f"a model with {len(state)} variables"
+        raise BundleError(expected(what, len(variables), ANOTHER))
     return [(v, array) for v, (_, array) in zip(variables, state)]
 
 

@@ -72,26 +72,23 @@ class Trials:
         if obstacle := self.obstacle or self._obstacle():
             self.add(notes=(obstacle,))
             return self.evidence
-        run = self._replayed()
+        self._replay()
         self.look_at_targets()
-        if run.error or run.finite:
-            return self.evidence
-        self._rerun_in_float32()
-        self._rerun_unscaled()
-        self._find_rows(run)
-        self._rerun_at_start(run)
-        self._rerun_in_inference(run)
-        self._restart_with_scaled_data()
+        if not self.run.error and not self.run.finite:
+            self._rerun_in_float32()
+            self._rerun_unscaled()
+            self._find_rows()
+            self._rerun_at_start()
+            self._rerun_in_inference()
+            self._restart_with_scaled_data()
         return self.evidence
 
     def _obstacle(self) -> str:
         """Return why this process cannot replay the step, as a sentence; `""` if it can."""
         host = current.host()
         if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
-            return (
-                f"The step runs in {processes.count()} processes, so it cannot be replayed in one"
-                " of them."
-            )
+            several = f"The step runs in {processes.count()} processes"
+            return f"{several}, so it cannot be replayed in one of them."
         copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
         size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
         if memory.room_for(size):
@@ -112,22 +109,24 @@ class Trials:
             targets=batches.spreads(self.batch, "targets"),
         )
 
-    def _replayed(self) -> ReplayResult:
+    def _replay(self) -> None:
         """Replay the step eagerly; if that is finite, replay it in the mode in which it was
         compiled.
         """
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
-        if run.finite and self.evidence.mode != "eager":
-            again = current.replay().run_compiled(
-                self.step, self.batch, jit=self.evidence.mode == "xla"
-            )
-            self.add(same_mode=again.word)
-            if not again.finite and not again.error:
-                run = again
-                self.note(run, "")
-        elif run.finite:
+        if run.finite and self.evidence.mode == "eager":
             self.add(same_mode="finite")
+        elif run.finite:
+            again = self._compiled(self.batch)
+            self.add(same_mode=again.word)
+            if again.first:
+                self.note(again, "")
+
+    def _compiled(self, batch: Any) -> ReplayResult:
+        """Run the step once more as it was compiled."""
+        jit = self.evidence.mode == "xla"
+        run: ReplayResult = current.replay().run_compiled(self.step, batch, jit=jit)
         return run
 
     def _rerun(self, batch: Any) -> ReplayResult:
@@ -176,64 +175,52 @@ class Trials:
                     keras_variables.write(scale, np.ones((), "float32"))
                 self.add(unscaled=self.step.run(self.batch).word)
 
-    def _find_rows(self, run: ReplayResult) -> None:
+    def _find_rows(self) -> None:
         """Find the rows without which the step is finite; rows that do not pass this test are not
         named.
         """
-        count = batches.row_count(self.batch)
-        if self.evidence.first in ("slots", "weights"):
+        e = self.evidence
+        if e.first in ("slots", "weights"):
             self._accept(self._outliers())
             return
-        suspects = rows.bad_rows(run, count)
+        suspects = rows.bad_rows(self.run, e.count)
         if self._accept(suspects) or self._accept(self._further(suspects)):
             return
-        bad_data = (*self.evidence.inputs_bad, *self.evidence.targets_bad)
+        bad_data = (*e.inputs_bad, *e.targets_bad)
         if self._accept(tuple(dict.fromkeys(row for part in bad_data for row in part.rows))):
             return
-        if self._accept(self._outliers()) or suspects or grown(self.evidence):
+        if self._accept(self._outliers()) or suspects or grown(e):
             return
-        if self.evidence.replay == "bad" and self._may_be_rows(count):
-            self._accept(rows.bisected(count, self._is_bad_on))
+        mixed = e.first in ("loss", "statistics", "gradients")
+        if e.replay == "bad" and e.count > 1 and mixed:
+            self._accept(rows.bisected(e.count, self._is_bad_on))
 
     def _accept(self, suspects: Sequence[int]) -> bool:
         """Blame these rows, if the step without them is finite."""
-        if not 0 < len(suspects) < batches.row_count(self.batch):
-            return False
-        if not self._without(suspects).finite:
+        some = 0 < len(suspects) < self.evidence.count
+        if not some or not self._without(suspects).finite:
             return False
         self.add(rows=tuple(suspects), without_rows="finite")
         return True
 
-    def _without(self, suspects: Sequence[int], observe: bool = False) -> ReplayResult:
+    def _without(self, suspects: Sequence[int]) -> ReplayResult:
         """Run the step without some rows, in the mode in which it is bad."""
         rest = batches.without(self.batch, suspects)
-        if observe:
-            return self.step.run(rest, observe=True)
         if self.evidence.first in ("slots", "weights"):
             return self.step.run(rest, update=True)
         if self.evidence.replay == "finite":  # bad in its compiled form alone
-            result: ReplayResult = current.replay().run_compiled(
-                self.step, rest, jit=self.evidence.mode == "xla"
-            )
-            return result
+            return self._compiled(rest)
         return self._rerun(rest)
 
     def _further(self, suspects: tuple[int, ...]) -> tuple[int, ...]:
         """Add the rows that are bad once the first suspects are gone, for another reason."""
-        count = batches.row_count(self.batch)
         if not suspects or self.evidence.replay != "bad":
             return ()
-        kept = [row for row in range(count) if row not in suspects]
-        run = self._without(suspects, observe=True)
-        more = {
-            kept[row % len(kept)]
-            for row in rows.bad_rows(run, batches.row_count(batches.without(self.batch, suspects)))
-        }
+        kept = [row for row in range(self.evidence.count) if row not in suspects]
+        rest = batches.without(self.batch, suspects)
+        found = rows.bad_rows(self.step.run(rest, observe=True), batches.row_count(rest))
+        more = {kept[row % len(kept)] for row in found}
         return (*suspects, *sorted(more)) if more else ()
-
-    def _may_be_rows(self, count: int) -> bool:
-        e = self.evidence
-        return count > 1 and e.first in ("loss", "statistics", "gradients")
 
     def _outliers(self) -> tuple[int, ...]:
         """Return the outliers of the batch, if they are few."""
@@ -243,32 +230,31 @@ class Trials:
 
     def _is_bad_on(self, chosen: Sequence[int]) -> bool:
         """Run the step on these rows only."""
-        others = [row for row in range(batches.row_count(self.batch)) if row not in set(chosen)]
+        others = sorted({*range(self.evidence.count)} - {*chosen})
         return not self._rerun(batches.without(self.batch, others)).finite
 
-    def _rerun_in_inference(self, run: ReplayResult) -> None:
-        origin = run.origin
+    def _rerun_in_inference(self) -> None:
+        origin, data = self.run.origin, self.batch[0] if len(self.batch) == 1 else None
         if origin is None or origin.phase != "forward" or origin.source != "operation":
             return
-        data = self.batch[0] if len(self.batch) == 1 and isinstance(self.batch[0], tuple) else None
-        if data is None:
+        if not isinstance(data, tuple):
             return
         with self.step.preserved():
             try:
                 outputs = self.step.model(data[0], training=False)
             except Exception:  # noqa: BLE001  a custom model need not accept this call
                 return
-        bad = any(n or i for n, i, _ in _counts(outputs))
-        self.add(inference="bad" if bad else "finite")
+        arrays = (array for _, array in keras_variables.named_arrays(outputs))
+        self.add(inference="finite" if all(map(finiteness.is_finite, arrays)) else "bad")
 
-    def _rerun_at_start(self, run: ReplayResult) -> None:
+    def _rerun_at_start(self) -> None:
         """Run the batch on the initial state: does it overflow there, too, or only after the first
         steps?
         """
         e = self.evidence
         if e.inputs_bad or e.targets_bad or self.start is None:
             return
-        if not 0 < e.step <= EARLY or kind(run.origin) not in ("exp", "overflow") or grown(e):
+        if not 0 < e.step <= EARLY or kind(e.origin) not in ("exp", "overflow") or grown(e):
             return
         with self.step.preserved():
             _restore(self.train_state.restorable, self.start)
@@ -278,16 +264,11 @@ class Trials:
         """Train a few steps from the initial state on this batch, unchanged and scaled: does the
         scale cause the divergence?
         """
-        e = self.evidence
+        e, first = self.evidence, self.start
         largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
-        first = self.start
-        if (
-            first is None
-            or e.step > EARLY
-            or largest < LARGE_DATA
-            or kind(e.origin) == "pole"
-            or not grown(e)
-        ):
+        if first is None or e.step > EARLY or largest < LARGE_DATA:
+            return
+        if kind(e.origin) == "pole" or not grown(e):
             return
         plain = self._growth_from(first, self.batch)
         scaled = self._growth_from(first, batches.mapped(self.batch, standardized))
@@ -346,16 +327,11 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
     origin = evidence.origin
     if origin is not None and origin.source == "batch":
         origin = dataclasses.replace(origin, op=named(origin.op, names))
-    return dataclasses.replace(
-        evidence,
-        origin=origin,
-        inputs_bad=tuple(
-            dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad
-        ),
-        inputs=tuple(
-            dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs
-        ),
-    )
+    parts: dict[str, Any] = {
+        field: tuple(dataclasses.replace(part, name=named(part.name, names)) for part in found)
+        for field, found in (("inputs", evidence.inputs), ("inputs_bad", evidence.inputs_bad))
+    }
+    return dataclasses.replace(evidence, origin=origin, **parts)
 
 
 def standardized(role: str, value: Any) -> Any:
@@ -373,7 +349,3 @@ def standardized(role: str, value: Any) -> Any:
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
     return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
-
-
-def _counts(outputs: Any) -> list[tuple[int, int, int]]:
-    return [finiteness.counts(array) for _, array in keras_variables.named_arrays(outputs)]
