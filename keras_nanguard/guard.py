@@ -17,7 +17,6 @@ from keras_nanguard._backends.shared.attach import Attachment, attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Preset
-from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.arguments import policy_lines
 from keras_nanguard._fit.callbacks import Firewall, hide_from_progress_bar, shielded
@@ -229,7 +228,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             model,
             self.policy,
             self._announce,
-            Explainer(bool(self.verbose)) if self.diagnose else NoExplainer(),
+            Explainer(bool(self.verbose)) if self.diagnose else None,
             optimizers=optimizers,
             functions=self.functions,
             directory=None if directory is None else str(directory),

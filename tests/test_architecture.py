@@ -23,6 +23,7 @@ from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose import causes
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._report.brief import CHANGES
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
@@ -203,6 +204,9 @@ def _programs() -> str:
     return "".join(text(page) for page in sorted((ROOT / "tests" / "diagnosis" / "mechanisms").glob("*.py")))
 
 
+WITH_OWN_WORDS = {"skip", "warn", "rollback", "lower_lr", "stop", "raise_error"}
+"""Actions whose words in the printed line depend on their outcome or on the incident."""
+
 ELSEWHERE = {"spike": "tests/diagnosis/test_causes.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
 """Causes that no program of `mechanisms` fails by: no default check looks for a spike, and `unknown` is what remains."""
 
@@ -211,9 +215,29 @@ def _has_program(cause: str) -> bool:
     return f'"{cause}"' in (text(ROOT / ELSEWHERE[cause]) if cause in ELSEWHERE else _programs())
 
 
+def named_in(name: str) -> set[str]:
+    """Return the files of the package that name an action or a cause, without what is generated from them."""
+    files = [*(ROOT / "keras_nanguard").rglob("*.py"), *(ROOT / "keras_nanguard").rglob("*.toml")]
+    word = re.compile(rf'"{name}"|^\[causes\.{name}\]', re.M)
+    return {str(path.relative_to(ROOT / "keras_nanguard")) for path in files if word.search(text(path))}
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        *((name, {"_policy/actions.py", "_fit/perform.py", "_report/brief.py"}) for name in ("clip", "reset_slots", "fix_loss_scale")),
+        *((name, {"_core/literals.py", "_core/causes.toml", "_diagnose/causes.py"}) for name in ("training_flag", "float16_underflow")),
+    ],
+)
+def test_an_action_or_a_cause_is_in_three_places(name, places):
+    """Some others also stand where a policy or a check asks for them."""
+    assert named_in(name) == places
+
+
 OF_ACTIONS = {
     "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
     "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
+    "words": Obligation("_report/brief.py::CHANGES", lambda name: name in CHANGES or name in WITH_OWN_WORDS),
     "performer": Obligation("_fit/perform.py::PERFORMERS", lambda name: callable(PERFORMERS.get(name))),
     "row in the docs": Obligation("docs/policies.md", lambda name: _row("policies.md", "Actions", name)),
     "row on recovery": Obligation("docs/recovery.md", lambda name: _row("recovery.md", "What each action does", name)),

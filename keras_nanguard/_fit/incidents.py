@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.history import WINDOW, level_of, onset
@@ -17,7 +17,6 @@ from keras_nanguard._core.incident import (
     Outcome,
 )
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
@@ -26,6 +25,9 @@ from keras_nanguard._fit.trial import trial
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
+
+if TYPE_CHECKING:
+    from keras_nanguard._diagnose.explain_step import Explainer
 
 __all__ = ["Incidents"]
 
@@ -59,7 +61,7 @@ class Incidents:
     Args:
         run: the run.
         report: called with each complete incident, in order.
-        explain: makes the diagnosis of an incident.
+        explain: makes the diagnosis of an incident, `None` for none.
         after: handles the verdict of a replayed step.
     """
 
@@ -67,7 +69,7 @@ class Incidents:
         self,
         run: Run,
         report: Callable[[Incident], None],
-        explain: Explains,
+        explain: Explainer | None,
         after: Callable[[Verdict], object],
     ):
         self._run, self._report_now, self._explain, self._after = run, report, explain, after
@@ -216,7 +218,7 @@ class Incidents:
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
         run, counts = self._run, self._run.counts
-        found = self._explain.of_error(run, error)
+        found = self._explain.of_error(run, error) if self._explain is not None else None
         if found is not None:
             self._report(
                 Incident(
@@ -289,7 +291,8 @@ class Incidents:
     ) -> tuple[Incident, Poles]:
         """Return the incident with its diagnosis and its bundle, and the poles of schedules."""
         run = self._run
-        diagnosis = diagnosis or self._explain(run, incident, report)
+        if diagnosis is None and self._explain is not None:
+            diagnosis = self._explain(run, incident, report)
         incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis), report)
         own = report if agreement.is_of(incident) else None
         run.bad_rows.note(incident, own)
@@ -301,7 +304,9 @@ class Incidents:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
-        return incident.with_(bundle=self._explain.bundle(run, incident, own)), poles
+        if self._explain is not None:
+            incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
+        return incident, poles
 
     def _performed(self, incident: Incident, report: Report | None, poles: Poles) -> Incident:
         """Perform the decision; return the incident with the outcomes."""

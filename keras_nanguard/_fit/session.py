@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf, isfinite, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
@@ -19,7 +19,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Verdict
-from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded
 from keras_nanguard._fit.callbacks import Logs
 from keras_nanguard._fit.divergence import Divergence
@@ -33,6 +32,9 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.records import REFUSED
 
+if TYPE_CHECKING:
+    from keras_nanguard._diagnose.explain_step import Explainer
+
 __all__ = ["Session"]
 
 
@@ -43,7 +45,7 @@ class Session(Run):
         model: the guarded model.
         policy: the policy.
         report: called with each complete incident.
-        explain: makes the diagnosis of an incident.
+        explain: makes the diagnosis of an incident, `None` for none.
         **parts: the other arguments of `Run`.
 
     Attributes:
@@ -59,7 +61,7 @@ class Session(Run):
         model: Any,
         policy: Policy,
         report: Callable[[Incident], None],
-        explain: Explains,
+        explain: Explainer | None,
         **parts: Any,
     ):
         super().__init__(model, policy, **parts)

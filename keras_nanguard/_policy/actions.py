@@ -265,14 +265,12 @@ class Call(Action):
     function: Name = Field(description="name under which the function was registered")
 
 
-_CHANGES = (
-    *(Rollback, LowerLr, Clip, FixLossScale, Repair, ResetBatchnorm),
-    *(RecalibrateBatchnorm, ResetSlots),
-)
-_ALL: tuple[type[Action], ...] = (Skip, *_CHANGES, Quarantine, Warn, Stop, RaiseError, Call)
-
-ACTIONS: dict[str, type[Action]] = {kind.name: kind for kind in _ALL}
-"""Every action, by its name in policy files."""
+ACTIONS: dict[str, type[Action]] = {
+    kind.name: kind
+    for kind in tuple(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Action) and kind.name
+}
+"""Every action of this file, by its name in policy files."""
 
 
 # How a policy file writes actions
