@@ -205,7 +205,6 @@ class OptimizerFacts:
         epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.
         clips: whether it clips gradients.
-        momentum: its momentum, 0.0 if it has none.
         scaled: whether a `LossScaleOptimizer` wraps it.
         scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
@@ -218,7 +217,6 @@ class OptimizerFacts:
     epsilon_in_dtype: float | None = None
     dtype: str = "float32"
     clips: bool = False
-    momentum: float = 0.0
     scaled: bool = False
     scheduled: bool = False
     settings: tuple[tuple[str, float], ...] = ()
@@ -250,7 +248,6 @@ class Evidence:
         targets_bad: bad arrays among targets and sample weights.
         inputs: spreads of the inputs.
         targets: spreads of the targets.
-        outputs: spreads of the model's outputs in the replay.
         target_fault: targets that the loss does not accept.
         replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
         replay_error: the exception of a failed replay.
@@ -282,8 +279,6 @@ class Evidence:
         loss_scale: the loss scale, `None` if there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
-        update: the first update for a learning rate of 1, as a share of the weights; NaN if
-            unknown.
     """
 
     step: int = 0
@@ -296,7 +291,6 @@ class Evidence:
     targets_bad: tuple[Constant, ...] = ()
     inputs: tuple[Spread, ...] = ()
     targets: tuple[Spread, ...] = ()
-    outputs: tuple[Spread, ...] = ()
     target_fault: TargetFault | None = None
     replay: str = ""
     replay_error: str = ""
@@ -325,4 +319,3 @@ class Evidence:
     loss_scale: float | None = None
     table: tuple[LayerRow, ...] = ()
     notes: tuple[str, ...] = ()
-    update: float = math.nan

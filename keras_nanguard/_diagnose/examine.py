@@ -90,25 +90,17 @@ class Examination:
 
     def __str__(self) -> str:
         d = self.diagnosis
+        known = d.cause != "unknown"
+        seen = [f"  seen: {text}" for text in d.evidence]
+        if self.error and known:
+            seen.append(f"  seen: {self.error[0].upper()}{self.error[1:]}.")
+        advice = [] if self.healthy else [f"  do:   {text}" for text in d.advice]
         what = "Nothing bad was found." if self.healthy else d.headline
-        if self.error and d.cause == "unknown":
+        if self.error and not known:
             what = f"No diagnosis is possible: {self.error}."
-        lines = [what, *(f"  seen: {text}" for text in d.evidence)]
-        lines += (
-            [f"  seen: {self.error[0].upper()}{self.error[1:]}."]
-            if self.error and d.cause != "unknown"
-            else []
-        )
-        lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
-        tables = [
-            "",
-            "In inference mode:",
-            table(self.inference),
-            "",
-            "In training mode:",
-            table(self.training),
-        ]
-        return "\n".join([*lines, *tables])
+        inference, training = table(self.inference), table(self.training)
+        tables = ["", "In inference mode:", inference, "", "In training mode:", training]
+        return "\n".join([what, *seen, *advice, *tables])
 
 
 @np.errstate(all="ignore")  # the data is not finite

@@ -135,7 +135,6 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
         epsilon_in_dtype=None if epsilon is None else float(rounded(epsilon)),
         dtype=dtype,
         clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
-        momentum=known.get("momentum", 0.0),
         scaled=keras_optimizers.is_loss_scaled(whole),
         scheduled=keras_optimizers.has_schedule(optimizer),
         settings=tuple(known.items()),

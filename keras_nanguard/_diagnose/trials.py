@@ -150,7 +150,6 @@ class Trials:
             origin=run.origin,
             loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
             table=run.rows,
-            outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
         )
 
     def look_at_targets(self) -> None:
