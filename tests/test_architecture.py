@@ -23,7 +23,7 @@ from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose import causes
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._fit.perform import PERFORMERS
-from keras_nanguard._report.brief import CHANGES
+from keras_nanguard._report.console import CHANGES
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
@@ -225,7 +225,7 @@ def named_in(name: str) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "places"),
     [
-        *((name, {"_policy/actions.py", "_fit/perform.py", "_report/brief.py"}) for name in ("clip", "reset_slots", "fix_loss_scale")),
+        *((name, {"_policy/actions.py", "_fit/perform.py", "_report/console.py"}) for name in ("clip", "reset_slots", "fix_loss_scale")),
         *((name, {"_core/literals.py", "_core/causes.toml", "_diagnose/causes.py"}) for name in ("training_flag", "float16_underflow")),
     ],
 )
@@ -237,7 +237,7 @@ def test_an_action_or_a_cause_is_in_three_places(name, places):
 OF_ACTIONS = {
     "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
     "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
-    "words": Obligation("_report/brief.py::CHANGES", lambda name: name in CHANGES or name in WITH_OWN_WORDS),
+    "words": Obligation("_report/console.py::CHANGES", lambda name: name in CHANGES or name in WITH_OWN_WORDS),
     "performer": Obligation("_fit/perform.py::PERFORMERS", lambda name: callable(PERFORMERS.get(name))),
     "row in the docs": Obligation("docs/policies.md", lambda name: _row("policies.md", "Actions", name)),
     "row on recovery": Obligation("docs/recovery.md", lambda name: _row("recovery.md", "What each action does", name)),
