@@ -49,7 +49,7 @@ PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = 
     "fused_updates": (["wide"], without("tensorflow.updates", "same_bits", lambda: False)),
     "exact_products": (["mlp-batchnorm"], without("tensorflow.updates", "_is_product", lambda tensor: False)),
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
-    "step_cache": (["mlp", "cnn"], without("shared.step_cache", "take", lambda model, key: None)),
+    "step_cache": (["mlp", "cnn"], without("shared.attach", "Attachment._cached_step", lambda attachment, *modes: None)),
 }
 """The path, the models that it was made for, and how it is switched off."""
 

@@ -58,7 +58,7 @@ def _module(part: str) -> Any:
     return importlib.import_module(f"keras_nanguard._backends.{backend}.{part}")
 
 
-def attachment(model: Any, session: interface.GuardedSession) -> Any:
+def attachment(model: Any, session: Any) -> Any:
     """Return a `shared.attach.Attachment` of the transaction to this model's train step."""
     return _module("attach").ModelAttachment(model, session)
 

@@ -22,20 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras.train_state import TrainState
 
-__all__ = [
-    "GuardedSession",
-    "Host",
-    "Replay",
-    "StateAccess",
-    "Transaction",
-]
+__all__ = ["Host", "Replay", "StateAccess", "Transaction"]
 
 
 class Transaction:
@@ -143,86 +136,6 @@ class StateAccess:
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the compiled step on the arguments of an earlier one; return its verdict."""
         raise NotImplementedError
-
-
-class GuardedSession(Protocol):
-    """The host side of a run, as the attachment of a backend uses it."""
-
-    policy: Any
-    agreement: Any
-    stopped: bool
-    began: bool
-    healed: bool
-    resuming: Any
-    logs: Any
-    transaction: Any
-
-    @property
-    def model(self) -> Any:
-        """The guarded model."""
-
-    @property
-    def step(self) -> int:
-        """Number of complete train steps."""
-
-    @property
-    def say(self) -> Callable[[str], None]:
-        """Prints a line."""
-
-    def attach(self, access: StateAccess, transaction: Any = None) -> None:
-        """Store the guarded step, and the access to its state."""
-
-    def sync_variables(self) -> None:
-        """Write the present state into the variables."""
-
-    @property
-    def nothing_pending(self) -> bool:
-        """Whether nothing is due before the next execution."""
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether a healthy next step would only have to be counted."""
-
-    def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: other code may write
-        them.
-        """
-
-    def adjustments(self) -> dict[int, Any]:
-        """Return the changed numbers that a step reads and that are not variables, by `id`."""
-
-    def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
-        """Return a context in which arguments of a compiled step replace these numbers."""
-
-    def before(self) -> None:
-        """Run before each execution."""
-
-    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
-        """Read the verdict of the last step and act on it."""
-
-    def logs_for_callbacks(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
-        """Return the logs of the last step for callbacks."""
-
-    def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if batches are to be skipped."""
-
-    def train_state(self) -> TrainState:
-        """Return the train state of the last trace."""
-
-    def read_train_state(self) -> TrainState:
-        """Return the present train state of the model."""
-
-    def note_created(self, native: Any, value: Any) -> None:
-        """Store the first value of a variable that was created while tracing."""
-
-    def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while tracing, each with its first value."""
-
-    def raised(self, error: BaseException) -> None:
-        """Report an exception inside of a step if it is about the data."""
-
-    def end(self) -> None:
-        """Undo the changes to the optimizers."""
 
 
 class Replay:

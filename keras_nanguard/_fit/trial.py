@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.shared.faults import repeated
+from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
 from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
@@ -44,16 +44,19 @@ in a thousand (sign test). The test of the mean fails if one of the losses is hu
 class Trial:
     """Runs steps whose effects are undone at the end of the `trial` context.
 
+    Args:
+        run: the run.
+        again: called before each step, for faults that are injected into it.
+
     Attributes:
         present: the present state of the run.
         steps: number of steps so far.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, again: Callable[[], None]):
+        self._run, self._again = run, again
         self._variables = run.train_state().kept
         self._seeds = keras_variables.seeds(self._variables)
-        self._repeated = repeated(run.model)
         self.steps = 0
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
@@ -122,7 +125,7 @@ class Trial:
         """Run one step; return its loss, infinity if it was refused."""
         access = self._run.access
         self.steps += 1
-        self._repeated()
+        self._again()
         verdict = access.run_again(args)
         access.sync_variables()
         return verdict.loss if verdict.finite and not verdict.refused else math.inf
@@ -160,6 +163,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         if run.recovery.rate(optimizer).make_adjustable():
             access.rebuild()
     with ExitStack() as ending:
+        again = ending.enter_context(without_faults(run.model))
         held = [o.held() for o in train_state.optimizers if hasattr(o, "held")]
         for restore in (access.held(), *_generators(), *held):
             ending.callback(restore)
@@ -167,7 +171,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(whole_writes.finish, list(restores))
-        yield Trial(run)
+        yield Trial(run, again)
         run.transaction.take_reports()
         access.sync_variables()
 

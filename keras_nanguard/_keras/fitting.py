@@ -26,7 +26,7 @@ Names private to Keras that are used here, because there is no public way:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,14 +35,13 @@ import keras
 from keras.src.utils import io_utils
 
 from keras_nanguard._core.display import is_terminal
-from keras_nanguard._keras import native_variables, optimizers as keras_optimizers
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
-    "restored_epoch",
-    *("running_arrays", "running_data", "running_spec", "savers", "write_text"),
+    *("restored_epoch", "running_arrays", "running_data", "running_spec", "savers", "write_text"),
 ]
 
 
@@ -52,12 +51,11 @@ def print_message(text: str) -> None:
     A progress bar in the current line is cleared first, and its next update draws it again below.
     In a file it cannot be cleared and stays above.
     """
-    if (
-        sys.stdout is None and keras.config.is_interactive_logging_enabled()
-    ):  # a program without a console
+    on_screen = keras.config.is_interactive_logging_enabled()
+    if sys.stdout is None and on_screen:  # a program without a console
         return
     bar = _bar_in_line()
-    if bar is not None and keras.config.is_interactive_logging_enabled():
+    if bar is not None and on_screen:
         width, bar._prev_total_width = bar._prev_total_width, 0
         clearable = "ipykernel" in sys.modules or is_terminal()
         text = (f"\r{' ' * width}\r" if clearable else "\n") + text
@@ -68,25 +66,10 @@ def _bar_in_line() -> Any:
     """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn
     something, `None` if none has.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get(
-            "callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self"
-        )
-        if isinstance(owner, keras.callbacks.CallbackList):
-            bars = [
-                c.progbar for c in owner.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)
-            ]
-            return next(
-                (
-                    bar
-                    for bar in bars
-                    if bar is not None and bar.verbose == 1 and bar._prev_total_width
-                ),
-                None,
-            )
-        frame = frame.f_back
-    return None
+    callbacks = getattr(_locals_of("fit", "evaluate", "predict").get("callbacks"), "callbacks", ())
+    bars = [c.progbar for c in callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
+    drawn = (bar for bar in bars if bar and bar.verbose == 1 and bar._prev_total_width)
+    return next(drawn, None)
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
@@ -96,16 +79,10 @@ def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
     called.
     """
-    rates = [
-        getattr(keras_optimizers.inner(optimizer), "_learning_rate", None)
-        for optimizer in train_state.optimizers
-    ]
-    return (
-        compiled_as(model) or object(),
-        *train_state.optimizers,
-        *rates,
-        *sorted(train_state.everything, key=id),
-    )
+    optimizers = train_state.optimizers
+    rates = [getattr(keras_optimizers.inner(o), "_learning_rate", None) for o in optimizers]
+    variables = sorted(train_state.everything, key=id)
+    return (compiled_as(model) or object(), *optimizers, *rates, *variables)
 
 
 def trains_by_compiled_loss(model: Any) -> bool:
@@ -137,9 +114,8 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
     `Model.save_weights`.
     """
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
-    return [
-        (c, "_save_checkpoint") for c in callbacks if orbax is not None and isinstance(c, orbax)
-    ]
+    found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
+    return [(callback, "_save_checkpoint") for callback in found]
 
 
 @contextmanager
@@ -148,12 +124,8 @@ def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
 
     keeps its train function if `trainable` is changed without a call of `compile`.
     """
-    trained = {
-        id(native_variables.unwrapped(v))
-        for o in optimizers
-        if o.built
-        for v in keras_optimizers.trained_by(o)
-    }
+    built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
+    trained = {id(keras_variables.unwrapped(v)) for v in built}
     changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
     for variable in changed:
         variable.trainable = not variable.trainable
@@ -205,31 +177,33 @@ class _Epoch(int):
         return True
 
 
+def _locals_of(*calls: str) -> Mapping[str, Any]:
+    """Return the local variables of the innermost running call of these functions of Keras that
+    iterates over data; none if there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
+
+
 def running_data() -> Any:
     """Return the data adapter of the innermost running `evaluate` or `predict`, `None` if it can be
     read only once.
     """
-    adapter = _adapter("evaluate", "predict")
+    epochs = _locals_of("evaluate", "predict").get("epoch_iterator")
+    adapter = getattr(epochs, "data_adapter", None)
     return None if "Generator" in type(adapter).__name__ else adapter
-
-
-def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
-    """Write a text to the event files of each `TensorBoard` among the callbacks."""
-    for callback in callbacks:
-        if (
-            isinstance(callback, keras.callbacks.TensorBoard)
-            and getattr(callback, "_writers", None) is not None
-        ):
-            with callback._train_writer.as_default():
-                callback.summary.text(name, text, step=step)
 
 
 def running_spec() -> Any:
     """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None`
     if there is none.
     """
-    iterator = _epoch_iterator("fit")
-    return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
+    dataset = getattr(_locals_of("fit").get("epoch_iterator"), "_distributed_dataset", None)
+    return getattr(dataset, "element_spec", None)
 
 
 def running_arrays() -> tuple[Any, Any]:
@@ -238,32 +212,16 @@ def running_arrays() -> tuple[Any, Any]:
 
     The rows at the end that `validation_split` removes are not included.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
-            on_arrays = _is_on_arrays(frame.f_locals["epoch_iterator"])
-            return (frame.f_locals.get("x"), frame.f_locals.get("y")) if on_arrays else (None, None)
-        frame = frame.f_back
-    return None, None
+    given = _locals_of("fit")
+    adapter = getattr(given.get("epoch_iterator"), "data_adapter", None)
+    on_arrays = type(adapter).__name__ == "ArrayDataAdapter"
+    return (given.get("x"), given.get("y")) if on_arrays else (None, None)
 
 
-def _is_on_arrays(epochs: Any) -> bool:
-    """Whether an `EpochIterator` goes over arrays in memory."""
-    return type(getattr(epochs, "data_adapter", None)).__name__ == "ArrayDataAdapter"
-
-
-def _adapter(*calls: str) -> Any:
-    """Return the data adapter of the innermost running call of these functions."""
-    return getattr(_epoch_iterator(*calls), "data_adapter", None)
-
-
-def _epoch_iterator(*calls: str) -> Any:
-    """Return the `EpochIterator` of the innermost running call of these functions, `None` if there
-    is none.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
-            return frame.f_locals["epoch_iterator"]
-        frame = frame.f_back
-    return None
+def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
+    """Write a text to the event files of each `TensorBoard` among the callbacks."""
+    for callback in callbacks:
+        is_board = isinstance(callback, keras.callbacks.TensorBoard)
+        if is_board and getattr(callback, "_writers", None) is not None:
+            with callback._train_writer.as_default():
+                callback.summary.text(name, text, step=step)

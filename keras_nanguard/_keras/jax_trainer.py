@@ -29,13 +29,7 @@ import jax
 import keras
 
 __all__ = [
-    "TrainerState",
-    "by_part",
-    "in_executions",
-    "over_lists",
-    "ready",
-    "shardings",
-    "uses_nnx",
+    *("TrainerState", "by_part", "in_executions", "over_lists", "ready", "shardings", "uses_nnx"),
     "variables",
 ]
 

@@ -31,17 +31,8 @@ from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
     *("adds_losses", "batchnorms", "exchange", "falling", "initial_value", "layers_of", "mode"),
-    *(
-        "operations_of",
-        "output_shapes",
-        "path_of",
-        "recurrent_states",
-        "replace_policy",
-        "rising",
-        "snake_case",
-        "states_of_own_layers",
-    ),
-    *("symbolic_inputs", "with_mask_of"),
+    *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising"),
+    *("snake_case", "states_of_own_layers", "symbolic_inputs", "with_mask_of"),
 ]
 
 
@@ -82,11 +73,7 @@ def recurrent_states(layer: Any) -> list[Any]:
     for other layers.
     """
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
-    return (
-        [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)]
-        if states is not None
-        else []
-    )
+    return [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)]
 
 
 def batchnorms(model: Any) -> list[Any]:
@@ -117,13 +104,8 @@ def operations_of(model: Any) -> list[Any]:
     """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models
     within a model.
     """
-    found = {}
-    for layer in layers_of(model):
-        if isinstance(layer, keras.layers.Layer) and hasattr(layer, "operations"):
-            for operation in layer.operations:
-                if not isinstance(operation, keras.layers.Layer):
-                    found[id(operation)] = operation
-    return list(found.values())
+    found = [o for layer in layers_of(model) for o in getattr(layer, "operations", ())]
+    return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))
 
 
 def path_of(layer: Any, parent: str | None, model: Any) -> str:
@@ -172,15 +154,9 @@ def symbolic_inputs(model: Any) -> list[Any]:
     """Return the symbolic inputs of low dtype of all functional models within a model, which cast
     their inputs to it.
     """
-    found = []
-    for layer in layers_of(model):
-        for tensor in keras.tree.flatten(getattr(layer, "_inputs", None) or []):
-            if isinstance(tensor, keras.KerasTensor) and str(tensor.dtype) in (
-                "float16",
-                "bfloat16",
-            ):
-                found.append(tensor)
-    return found
+    given = [getattr(layer, "_inputs", None) for layer in layers_of(model)]
+    symbolic = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
+    return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
 
 
 def snake_case(name: str) -> str:
@@ -219,12 +195,8 @@ def falling(model: Any) -> set[str]:
 
 
 def _directed(model: Any, direction: str) -> set[str]:
-    found = [
-        part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])
-    ]
-    return {
-        str(metric.name) for metric in found if getattr(metric, "_direction", None) == direction
-    }
+    found = [m for metric in model.metrics for m in getattr(metric, "metrics", None) or [metric]]
+    return {str(m.name) for m in found if getattr(m, "_direction", None) == direction}
 
 
 def states_of_own_layers(model: Any) -> set[int]:

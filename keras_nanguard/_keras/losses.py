@@ -17,9 +17,25 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 __all__ = ["build_losses", "loss_weights", "losses_by_output", "losses_of"]
+
+
+def _entries(model: Any) -> list[tuple[str, Any, Any]]:
+    """Return `(name of the output, loss, weight)` for each loss given to `compile`."""
+    compiled: Any = getattr(model, "_compile_loss", None)
+    if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
+        names = compiled.inferred_output_names or compiled.output_names or ()
+        found = list(
+            itertools.zip_longest(
+                names, compiled.flat_losses or (), compiled.flat_loss_weights or ()
+            )
+        )
+    else:
+        entries = getattr(compiled, "_flat_losses", None) or ()
+        found = [(e.name, e.loss, e.loss_weights) for e in entries]
+    return [(str(name or ""), loss, weight) for name, loss, weight in found if loss is not None]
 
 
 def losses_of(model: Any) -> list[Any]:
@@ -28,16 +44,11 @@ def losses_of(model: Any) -> list[Any]:
     """
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
-    entries = (
-        getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or ()
-    )  # Keras 3.6
-    found += [loss for entry in entries if (loss := getattr(entry, "loss", entry)) is not None]
+    found += [loss for _, loss, _ in _entries(model)]
     for layer in keras_layers.layers_of(model):
-        for value in vars(layer).values():
-            value = list(value.values()) if isinstance(value, dict) else value
-            items = value if isinstance(value, (list, tuple)) else (value,)
-            found += [item for item in items if isinstance(item, keras.losses.Loss)]
-    return list({id(loss): loss for loss in found}.values())
+        items = [item for v in vars(layer).values() for item in keras_variables.flat(v)]
+        found += [item for item in items if isinstance(item, keras.losses.Loss)]
+    return keras_variables.unique(found)
 
 
 def build_losses(model: Any, y: Any, y_pred: Any) -> None:
@@ -52,27 +63,11 @@ def build_losses(model: Any, y: Any, y_pred: Any) -> None:
 
 def losses_by_output(model: Any) -> list[tuple[str, Any]]:
     """Return `(name of the output, loss)` for each loss given to `compile`."""
-    compiled: Any = getattr(model, "_compile_loss", None)
-    if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
-        names = compiled.inferred_output_names or compiled.output_names or ()
-        pairs = itertools.zip_longest(names, compiled.flat_losses or ())
-        return [(str(name or ""), loss) for name, loss in pairs if loss is not None]
-    return [
-        (str(e.name or ""), e.loss)
-        for e in getattr(compiled, "_flat_losses", None) or ()
-        if e.loss is not None
-    ]
+    return [(name, loss) for name, loss, _ in _entries(model)]
 
 
 def loss_weights(model: Any) -> list[tuple[str, float]]:
     """Return name and weight of each loss given to `compile` that has a weight."""
-    compiled: Any = getattr(model, "_compile_loss", None)
-    if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
-        pairs = list(zip(compiled.flat_losses or (), compiled.flat_loss_weights or ()))
-    else:
-        pairs = [(e.loss, e.loss_weights) for e in getattr(compiled, "_flat_losses", None) or ()]
-    return [
-        (str(loss.name), float(weight))
-        for loss, weight in pairs
-        if loss is not None and isinstance(weight, (int, float))
-    ]
+    entries = _entries(model)
+    weighted = ((loss, w) for _, loss, w in entries if isinstance(w, (int, float)))
+    return [(str(loss.name), float(weight)) for loss, weight in weighted]

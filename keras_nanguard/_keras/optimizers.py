@@ -16,6 +16,7 @@ Names private to Keras that are used here, because there is no public way:
   slots of a variable; `apply` rejects any other variable.
 - ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what
   it clips at is a Python number there, which a compiled step cannot read again.
+- ``Optimizer._distribution_strategy``: the strategy in which an optimizer was created.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are
   public but undocumented.
 
@@ -24,29 +25,20 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    native_variables,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
     *("accumulation_steps", "averages_of", "find_optimizers", "fresh_like", "has_schedule"),
     *("inner", "is_loss_scaled", "iterations", "learning_rate", "rate_before", "rate_variable"),
-    *(
-        "register_twins",
-        "scales_of",
-        "scheduled_iteration",
-        "scheduled_rate",
-        "set_rate",
-        "trained_by",
-    ),
+    *("register_twins", "scales_of", "scheduled_iteration", "scheduled_rate", "set_rate"),
+    *("trained_by", "without_strategy"),
 ]
 
 
@@ -60,7 +52,7 @@ def inner(optimizer: Any) -> Any:
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
     return [
-        native_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())
+        keras_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())
     ]
 
 
@@ -76,7 +68,7 @@ def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
 def fresh_like(optimizer: Any) -> Any:
     """Return a new optimizer of the same configuration, built for the same variables."""
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([native_variables.unwrapped(v) for v in trained_by(optimizer)])
+    fresh.build([keras_variables.unwrapped(v) for v in trained_by(optimizer)])
     return fresh
 
 
@@ -147,7 +139,7 @@ def register_twins(
         known = getattr(part, "_trainable_variables_indices", None)
         if isinstance(known, dict):
             keys = [
-                (part._var_key(native_variables.unwrapped(old)), part._var_key(twin))
+                (part._var_key(keras_variables.unwrapped(old)), part._var_key(twin))
                 for old, twin in twins
             ]
             more = {twin: known[old] for old, twin in keys if old in known}
@@ -186,3 +178,13 @@ def scheduled_rate(optimizer: Any, iteration: int) -> float:
 def accumulation_steps(optimizer: Any) -> int:
     """Return the number of steps over which an optimizer accumulates gradients, 1 by default."""
     return int(getattr(inner(optimizer), "gradient_accumulation_steps", None) or 1)
+
+
+@contextmanager
+def without_strategy(optimizers: Iterable[Any], default: Any) -> Iterator[None]:
+    """Let optimizers update outside of the strategy in which they were created."""
+    with Overrides() as overrides:
+        for optimizer in map(inner, optimizers):
+            if getattr(optimizer, "_distribution_strategy", default) is not default:
+                overrides.set(optimizer, "_distribution_strategy", default)
+        yield

@@ -14,6 +14,9 @@ __all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
 
 _ABSENT = object()
 
+_NO_THREAD = -1
+"""Stands for a thread that calls nothing."""
+
 
 def set_instance(target: Any, name: str, value: Any) -> None:
     """Set an attribute on one instance, without Keras' attribute tracking."""
@@ -40,9 +43,10 @@ class Overrides:
         """Restore every instance; may be called any number of times."""
         while self._before:
             target, name, before = self._before.pop()
-            unset_instance(target, name) if before is _ABSENT else set_instance(
-                target, name, before
-            )
+            if before is _ABSENT:
+                unset_instance(target, name)
+            else:
+                set_instance(target, name, before)
 
     def __enter__(self) -> Overrides:
         return self
@@ -76,11 +80,9 @@ class ThreadOverrides:
         self._places, self._more = [(target, functions)], more
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
-        self._holds = 0
         self._before: dict[tuple[Any, str], tuple[Any, Any]] = {}
-        self._hooks: dict[
-            tuple[Any, str], tuple[Any, Any]
-        ] = {}  # the latest ones, each with the function that it replaces
+        self._hooks: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """The latest ones, each after the function that it replaces."""
 
     def inside(self) -> list[Any]:
         """Return the objects that this thread has entered with, in order."""
@@ -88,35 +90,29 @@ class ThreadOverrides:
 
     def hold(self) -> None:
         """Keep the functions installed until `release`, also while no thread is inside."""
-        with self._lock:
-            if not self._inside and not self._holds:
-                self._install()
-            self._holds += 1
+        self.enter(self, _NO_THREAD)
 
     def release(self) -> None:
         """Undo `hold`, from any thread."""
-        with self._lock:
-            self._holds -= 1
-            if not self._inside and not self._holds:
-                self._remove()
+        self.leave(self, _NO_THREAD)
 
-    def enter(self, what: Any) -> None:
+    def enter(self, what: Any, thread: int | None = None) -> None:
         """Override the functions in this thread until `leave`."""
         with self._lock:
-            if not self._inside and not self._holds:
+            if not self._inside:
                 self._install()
-            self._inside.setdefault(threading.get_ident(), []).append(what)
+            thread = threading.get_ident() if thread is None else thread
+            self._inside[thread] = [*self._inside.get(thread, ()), what]
 
-    def leave(self, what: Any) -> None:
+    def leave(self, what: Any, thread: int | None = None) -> None:
         """Undo `enter`, called in the same thread with the same object."""
         with self._lock:
-            thread = threading.get_ident()
-            inside = self._inside[thread]
+            thread = threading.get_ident() if thread is None else thread
+            inside = self._inside.pop(thread)
+            place = next(n for n, entry in enumerate(inside) if entry is what)
             if len(inside) > 1:
-                self._inside[thread] = [entry for entry in inside if entry is not what]
-                return
-            del self._inside[thread]
-            if not self._inside and not self._holds:
+                self._inside[thread] = [*inside[:place], *inside[place + 1 :]]
+            if not self._inside:
                 self._remove()
 
     def _install(self) -> None:

@@ -30,12 +30,8 @@ def fits(value: Any) -> bool:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(
-        int(n)
-        for n in spread_arrays.as_array(
-            value.dense_shape if hasattr(value, "dense_shape") else np.asarray(value.shape)
-        )
-    )
+    shape = value.dense_shape if hasattr(value, "dense_shape") else np.asarray(value.shape)
+    return tuple(int(n) for n in spread_arrays.as_array(shape))
 
 
 def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
@@ -84,10 +80,8 @@ def has_coordinates(value: Any) -> bool:
     """Whether each stored value is one number with all of its indices, as in every batch that Keras
     creates.
     """
-    listed = (
-        getattr(value, "n_batch", None) == 0 and value.n_dense == 0 and not hasattr(value, "indptr")
-    )
-    return hasattr(value, "dense_shape") or listed
+    whole = getattr(value, "n_batch", None) == 0 and value.n_dense == 0
+    return hasattr(value, "dense_shape") or (whole and not hasattr(value, "indptr"))
 
 
 def gathered(value: Any, rows: Array) -> tuple[Array, Array, tuple[int, ...]]:

@@ -19,14 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "arguments_of",
-    "children",
-    "given_metrics",
-    "given_rate",
-    "graph_operations",
-    "loss_options",
-    "source_of",
-    "symbolic_arguments",
+    *("arguments_of", "children", "given_metrics", "given_rate", "graph_operations"),
+    *("loss_options", "source_of", "symbolic_arguments"),
 ]
 
 
@@ -51,9 +45,9 @@ def source_of(tensor: Any) -> tuple[Any, int, int] | None:
     output, or `None`.
     """
     history: Any = getattr(tensor, "_keras_history", None)
-    return (
-        None if history is None else (history.operation, history.node_index, history.tensor_index)
-    )
+    if history is None:
+        return None
+    return history.operation, history.node_index, history.tensor_index
 
 
 def arguments_of(operation: Any) -> list[Any]:

@@ -6,6 +6,7 @@ user passed. `tests/keras_internals/test_internals.py` fails when a release of K
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -72,37 +73,20 @@ class TrainState:
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         other = keras_variables.unique([*model.non_trainable_variables, *states])
-        metrics = (
-            keras_variables.unique(model.metrics_variables)
-            if hasattr(model, "metrics_variables")
-            else []
-        )
-        scales = [
-            (o.dynamic_scale, o.step_counter)
-            for o in optimizers
-            if keras_optimizers.is_loss_scaled(o) and o.built
-        ]
-        rates = [
-            r
-            for o in optimizers
-            if keras_variables.is_variable(
-                r := getattr(keras_optimizers.inner(o), "_learning_rate", None)
-            )
-        ]
-        apart = {id(v) for v in [*rates, *(v for pair in scales for v in pair), *trainable]}
-        apart |= {
-            id(o._learning_rate)
-            for o in optimizers
-            if keras_variables.is_variable(getattr(o, "_learning_rate", None))
-        }
+        metrics = keras_variables.unique(getattr(model, "metrics_variables", ()))
+        scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
+        inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
+        given = [getattr(o, "_learning_rate", None) for o in (*inner, *optimizers)]
+        rates = tuple(filter(keras_variables.is_variable, given[: len(inner)]))
+        apart = {id(v) for v in [*given, *itertools.chain(*scales), *trainable]}
         slots = [v for o in optimizers for v in o.variables if id(v) not in apart]
         return cls(
             tuple(trainable),
             tuple(v for v in other if id(v) not in {id(t) for t in trainable}),
             tuple(metrics),
             tuple(keras_variables.unique(slots)),
-            tuple(scales),
-            tuple(rates),
+            scales,
+            rates,
             optimizers,
             *_unlisted(model, layers),
         )
@@ -130,45 +114,31 @@ class TrainState:
     @property
     def kept(self) -> tuple[Any, ...]:
         """The variables in a snapshot: the restorable ones, and the loss scales."""
-        return (*self.restorable, *(v for pair in self.scales for v in pair))
+        return (*self.restorable, *itertools.chain(*self.scales))
 
     @property
     def everything(self) -> tuple[Any, ...]:
         """Every variable of the train state except the metrics."""
-        scales = [v for pair in self.scales for v in pair]
-        return tuple(
-            keras_variables.unique(
-                [*self.trainable, *self.other, *self.slots, *scales, *self.rates]
-            )
-        )
+        return tuple(keras_variables.unique([*self.kept, *self.rates]))
 
 
 def _unlisted(
     model: Any, layers: list[Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Return the last three fields of a `TrainState`."""
-    values = [
-        v for layer in layers for name, v in vars(layer).items() if name != "_losses"
-    ]  # of the last call
+    attributes = [item for layer in layers for item in vars(layer).items()]
+    values = [value for name, value in attributes if name != "_losses"]  # those of the last call
     held = [item for value in values for item in keras_variables.flat(value)]
     held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
-    held += [
-        v for item in held if hasattr(item, "with_name_scope") for v in item.variables
-    ]  # of a `tf.Module`
-    native = [
-        v
-        for v in held
-        if not isinstance(v, keras_variables.VARIABLE)
-        and hasattr(v, "assign")
-        and keras_variables.has_handle(v)
-    ]
+    modules = [item for item in held if hasattr(item, "with_name_scope")]  # a `tf.Module`
+    held += [v for module in modules for v in module.variables]
+    assignable = [v for v in held if not keras_variables.is_variable(v) and hasattr(v, "assign")]
+    native = filter(keras_variables.has_handle, assignable)
     buffers = list(model.buffers()) if hasattr(model, "buffers") else []
     listed = {id(buffer) for buffer in buffers}
     tensors = [v for v in held if hasattr(v, "untyped_storage") and id(v) not in listed]
-    tensors = [
-        v for v in tensors if v.grad_fn is None and v.device.type != "meta"
-    ]  # without histories and variables of the symbolic build
-    unlisted = keras_variables.unique(
-        [*native, *tensors, *buffers, *keras_variables.global_seed_variables()]
-    )
+    # Without history, and not those of the symbolic build.
+    tensors = [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]
+    seeds = keras_variables.global_seed_variables()
+    unlisted = keras_variables.unique([*native, *tensors, *buffers, *seeds])
     return tuple(unlisted), tuple(layers), tuple(tensors)

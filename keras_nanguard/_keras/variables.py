@@ -4,6 +4,7 @@ Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is
   another class, which no layer uses.
+- ``Variable._value``: the value of a variable, under `tf.distribute` one of several copies.
 - ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only if it is used.
 - The attribute ``global_seed_generator`` of Keras' global state
   (``keras.src.backend.common.global_state``): the generator that Keras uses if no seed is given.
@@ -16,42 +17,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_nanguard._keras import native_variables, sparse_arrays, spread_arrays
+from keras_nanguard._keras import sparse_arrays, spread_arrays
 
 __all__ = [
-    *(
-        "VARIABLE",
-        "assign",
-        "by_rows",
-        "bytes_of",
-        "dense",
-        "flat",
-        "global_seed_variables",
-        "has_handle",
-        "is_sparse",
-        "is_statistic",
-    ),
-    *(
-        "is_variable",
-        "named_arrays",
-        "native",
-        "on_host",
-        "read",
-        "read_tensor",
-        "seeds",
-        "unique",
-        "view",
-        "write",
-    ),
+    *("VARIABLE", "as_keras", "assign", "by_rows", "bytes_of", "dense", "flat"),
+    *("global_seed_variables", "has_handle", "is_sparse", "is_statistic", "is_variable"),
+    *("named_arrays", "native", "on_first_replica", "on_host", "read", "read_tensor", "seeds"),
+    *("unique", "unwrapped", "view", "write"),
 ]
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
+
+_NAME = "_nanguard_as_keras"
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -68,15 +52,66 @@ def unique(variables: Iterable[Any]) -> list[Any]:
     return list({id(v): v for v in variables}.values())
 
 
+class NativeVariable:
+    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a
+    value.
+
+    Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well.
+
+    Attributes:
+        value: the `tf.Variable`.
+        path, name: its name, without the `:0` that TensorFlow appends.
+    """
+
+    __slots__ = ("name", "path", "value")
+
+    def __init__(self, variable: Any):
+        self.value, self.path = variable, str(variable.name).partition(":")[0]
+        self.name = self.path.rpartition("/")[2]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as Keras writes it."""
+        return str(self.value.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a gradient tape watches it."""
+        return bool(self.value.trainable)
+
+    def assign(self, value: Any) -> None:
+        """Set its value."""
+        self.value.assign(value)
+
+
+def as_keras(variable: Any) -> Any:
+    """Return a `keras.Variable` unchanged, and a `tf.Variable` wrapped: the same object each
+    time.
+    """
+    if hasattr(variable, "path") or not hasattr(variable, "read_value"):
+        return variable
+    known = getattr(variable, _NAME, None)
+    if known is None:
+        known = NativeVariable(variable)
+        setattr(variable, _NAME, known)
+    return known
+
+
+def unwrapped(variable: Any) -> Any:
+    """Return the variable that was passed to `as_keras`."""
+    return variable.value if isinstance(variable, NativeVariable) else variable
+
+
 def native(variable: Any) -> Any:
     """Return the native variable of the backend behind a `keras.Variable`; any other variable
     unchanged.
     """
-    return (
-        variable.value
-        if isinstance(variable, (VARIABLE, native_variables.NativeVariable))
-        else variable
-    )
+    return variable.value if isinstance(variable, VARIABLE) else unwrapped(variable)
 
 
 def has_handle(value: Any) -> bool:
@@ -102,31 +137,24 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
     never write it.
     """
     value = variable.value
-    if has_handle(
-        value
-    ):  # a tf.Variable: the raw operation takes a quarter of the time of `.numpy()`
-        value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(
-            resource=value.handle, dtype=value.dtype
-        )
+    if has_handle(value):  # on TensorFlow this takes a quarter of the time of `.numpy()`
+        operations = keras.src.utils.module_utils.tensorflow.raw_ops
+        value = operations.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return _as_numpy(value)
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     """Return the values of a tensor, without a copy where possible."""
-    if hasattr(
-        value, "detach"
-    ):  # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16
+    if hasattr(value, "detach"):
+        # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16.
         value = value.detach().cpu()
-        return np.asarray(
-            keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy()
-        )
-    if hasattr(
-        value, "numpy"
-    ):  # TensorFlow: `.numpy()` copies a tensor; a mirrored variable does not convert to an array
+        is_known = "bfloat16" not in str(value.dtype)
+        return np.asarray(value.numpy() if is_known else keras.ops.convert_to_numpy(value))
+    if hasattr(value, "numpy"):
+        # TensorFlow: `.numpy()` copies a tensor; neither a mirrored variable nor a scalar of
+        # bfloat16 converts to an array.
         value = value.read_value() if hasattr(value, "read_value") else value
-        return np.asarray(
-            value if len(value.shape) else value.numpy()
-        )  # nor does a scalar of bfloat16
+        return np.asarray(value if len(value.shape) else value.numpy())
     return np.asarray(spread_arrays.whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
 
 
@@ -185,14 +213,10 @@ def seeds(variables: Iterable[Any]) -> list[Any]:
     return [v for v in variables if str(v.name).endswith("seed_generator_state")]
 
 
-def named_arrays(data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; strings and
     `None` are skipped.
     """
-    yield from _named("", data)
-
-
-def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(data, dict):
         children = data.items()
@@ -203,7 +227,7 @@ def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         if array.dtype.kind not in "OSU":
             yield path, array
     for key, value in children:
-        yield from _named(f"{path}/{key}" if path else str(key), value)
+        yield from named_arrays(value, f"{path}/{key}" if path else str(key))
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
@@ -247,3 +271,19 @@ def global_seed_variables() -> list[Any]:
     """
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     return [] if generator is None else [generator.state]
+
+
+@contextmanager
+def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
+    """Make variables of Keras refer only to the copy of the first replica of `tf.distribute`.
+
+    Variables with one copy, and native variables of the backend, do not change.
+    """
+    replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
+    for variable, value in replaced:
+        variable._value = value.values[0]
+    try:
+        yield
+    finally:
+        for variable, value in replaced:
+            variable._value = value

@@ -26,7 +26,6 @@ CLASSES = {
 """The classes that implement a protocol."""
 
 ONLY = {
-    "GuardedSession": "keras_nanguard._fit.session.Session",
     "StateAccess": "keras_nanguard._backends.shared.attach.Attachment",
 }
 """What is implemented once."""

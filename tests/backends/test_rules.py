@@ -1,4 +1,4 @@
-"""The rules of the transaction as plain arithmetic: no backend, every combination of finite, NaN, infinite and zero."""
+"""The rules of the transaction as plain arithmetic: every combination of finite, NaN, infinite and zero."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import itertools
 import math
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from keras_nanguard._backends.shared import proof, rules
-from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.rules import NUMBERS
 
 ARRAYS = rules.Operations(np.isfinite, np.logical_not, np.where, np.minimum, np.maximum)
 """The same rules on arrays, as a compiled step computes them."""
@@ -102,17 +103,21 @@ def test_any_streak_of_refusals_ends_at_a_usable_scale(loss, gradients, scale):
         assert scale <= rules.MIN_LOSS_SCALE
 
 
-@pytest.mark.parametrize("proven", [True, False])
-@pytest.mark.parametrize("nbytes", [0, rules.SMALL_SLOTS - 1, rules.SMALL_SLOTS])
-def test_small_slots_are_read_with_the_weights(nbytes, proven):
-    """Whatever the optimizer is."""
-    assert rules.slot_reading(nbytes, proven) is SlotReading.WITH_WEIGHTS
+SIZES = {"small": [(rules.SMALL_SLOTS // 4, 4)], "large": [(rules.SMALL_SLOTS // 4, 4), (1, 4)], "half": [(rules.SMALL_SLOTS, 2)]}
 
 
-def test_large_slots_are_read_every_step_unless_the_proof_covers_them():
-    """The proof decides, not the size, where the slots are large."""
-    assert rules.slot_reading(rules.SMALL_SLOTS + 1, proven=False) is SlotReading.EVERY_STEP
-    assert rules.slot_reading(rules.SMALL_SLOTS + 1, proven=True) is SlotReading.WHEN_DUE
+class Own(keras.optimizers.Adam):
+    """Of the user's own: it may update as it likes."""
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.Nadam, Own])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("slots", SIZES)
+def test_only_large_slots_that_the_proof_covers_wait(optimizer, counted, slots):
+    """The slots are of at least 32 bits, the optimizer is one of the proof and its updates are counted."""
+    expected = optimizer is keras.optimizers.Adam and counted and slots == "large"
+    assert rules.slots_may_wait(optimizer(), SIZES[slots], counted) == expected
+    assert rules.slots_may_wait(keras.optimizers.LossScaleOptimizer(optimizer()), SIZES[slots], counted) == expected
 
 
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
@@ -141,7 +146,7 @@ def test_the_floor_is_the_smallest_normal_float16_number():
 def test_the_numbers_are_those_of_the_proof():
     """The bound, the interval and the size that the proof and the limits name."""
     text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
-    proof_text, limits = (" ".join(one.split()) for one in (proof.__doc__, text))
+    proof_text, limits = (" ".join(one.split()) for one in (rules.__doc__, text))
     size, interval = rules.SMALL_SLOTS // 2**20, rules.FULL_READ_INTERVAL
     assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof_text
     assert f"together take more than {size} MB" in proof_text and f"read large slots every {interval} steps" in proof_text

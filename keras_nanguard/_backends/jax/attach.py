@@ -12,7 +12,6 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._backends.shared import attach
@@ -42,7 +41,7 @@ class ModelAttachment(attach.Attachment):
     _gathered = True
     """Whether Keras has gathered the state again for the running step."""
 
-    def __init__(self, model: Any, session: GuardedSession):
+    def __init__(self, model: Any, session: Any):
         if _trainer.uses_nnx():
             remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
@@ -118,7 +117,7 @@ class ModelAttachment(attach.Attachment):
             session.before()
 
     def _skips(self, data: Any) -> bool:
-        return self.session.skips_batches(iter((data,)), 1)
+        return bool(self.session.skips_batches(iter((data,)), 1))
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         result = self._finished(self._start(data))
@@ -197,7 +196,7 @@ class LoopStep(attach.LoopStep):
 
     STATE_PASSES_THROUGH_STEP = True
 
-    def __init__(self, function: Callable[..., Any], session: GuardedSession):
+    def __init__(self, function: Callable[..., Any], session: Any):
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
@@ -278,7 +277,7 @@ class LoopStep(attach.LoopStep):
         return self.state
 
 
-def _owners(state: Any, session: GuardedSession) -> list[Any]:
+def _owners(state: Any, session: Any) -> list[Any]:
     """Return the variable of each array of the state, or `None`.
 
     An array that a variable has is its value. A state of other arrays must have one for each

@@ -22,8 +22,6 @@ __all__ = ["Hook"]
 class Hook(FaultHook):
     """One fault, injected into every train step of one model."""
 
-    counts_replays = False
-
     def _wrap(self) -> None:
         keras_fitting.on_making(
             self.model, self._making, self._overrides, default=over_lists
@@ -78,6 +76,6 @@ class Hook(FaultHook):
     @property
     def _now_inside(self) -> Any:
         def asked() -> Any:
-            return np.asarray(self._running > 0 and not self.paused and self._now)
+            return np.asarray(self._running > 0 and self._now)
 
         return jax.pure_callback(asked, jax.ShapeDtypeStruct((), bool))

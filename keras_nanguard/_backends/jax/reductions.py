@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.shared.rules import (
     MOST,
     PART,
     Operations,
-    SlotReading,
     bounded_sum,
     full_read_is_due,
+    slots_may_wait,
 )
 
 try:
@@ -197,7 +196,7 @@ def update_sums(
 ) -> tuple[Any, Any]:
     """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
 
-    `SlotReading` says when slots are read.
+    Slots that need not wait are in the sum of the weights.
 
     Args:
         optimizer: the outermost optimizer.
@@ -208,11 +207,8 @@ def update_sums(
         dtype: of the sums.
     """
     sizes = [(s.size, s.dtype.itemsize) for s in slots]
-    reading = reading_of(optimizer, sizes, counted=iteration is not None)
-    if reading is SlotReading.WITH_WEIGHTS:
+    if not slots_may_wait(optimizer, sizes, counted=iteration is not None):
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
-    if reading is SlotReading.EVERY_STEP:
-        return total(weights, dtype), total(slots, dtype)
     due = full_read_is_due(OPERATIONS, iteration, gradients)
     read = cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))
     return total(weights, dtype), read

@@ -38,12 +38,6 @@ class Instrument(instrument.Instrument):
     called again.
     """
 
-    def _begin(self) -> None:
-        pass
-
-    def _end(self) -> None:
-        pass
-
     def _is_float(self, value: Any) -> bool:
         known = isinstance(value, (jax.Array, jax.core.Tracer)) and hasattr(value, "dtype")
         return (
@@ -150,7 +144,7 @@ class Replay(interface.Replay):
             "gradients": verdict.gradients,
         }
         first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
-        return ReplayResult(first=first, loss=verdict.loss, norm=verdict.gradient_norm)
+        return ReplayResult(first=first, loss=verdict.loss)
 
 
 def _transaction_of(step: ReplayableStep) -> Transaction:

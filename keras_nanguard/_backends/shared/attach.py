@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import GuardedSession, StateAccess
-from keras_nanguard._backends.shared import step_cache
+from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -21,20 +21,42 @@ from keras_nanguard._keras import (
     whole_writes,
 )
 
-__all__ = [
-    "Attachment",
-    "LoopStep",
-    "attached_to",
-    "require_compiled",
-]
+__all__ = ["Attachment", "LoopStep", "attached_to", "forget_step", "require_compiled"]
 
 _NAMES = ("make_train_function", "train_step")
+
+_KEPT = "_nanguard_kept_step"
+"""The attribute of a model with the compiled step of its last guarded fit, so that the next one
+need not trace it again. It is released with the model. Keras keeps its train function as long.
+"""
 
 
 def attached_to(model: Any) -> Attachment | None:
     """Return the attachment to the train function of this model, or `None`."""
     owner = getattr(vars(model).get("make_train_function"), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
+
+
+class _CachedStep:
+    """Hides the step from code that searches the attributes of a model for variables."""
+
+    __slots__ = ("key", "step")
+
+    def __init__(self, key: tuple[Any, ...], step: Any):
+        self.key, self.step = key, step
+
+    def fits(self, key: tuple[Any, ...]) -> bool:
+        """Whether a key has the same objects, the same numbers and equal bound methods."""
+        return len(self.key) == len(key) and all(
+            one is other
+            or (type(one) is type(other) and isinstance(one, (int, MethodType)) and one == other)
+            for one, other in zip(self.key, key)
+        )
+
+
+def forget_step(model: Any) -> None:
+    """Remove the compiled step that was kept for the next fit of a model."""
+    overrides.unset_instance(model, _KEPT)
 
 
 def _plain_step(model: Any) -> Any:
@@ -74,7 +96,7 @@ class Attachment(StateAccess):
 
     Args:
         model: a compiled model.
-        session: the host side.
+        session: the host side, a `Session` of `_fit/session.py`.
     """
 
     END_OF_DATA: tuple[type[BaseException], ...] = ()
@@ -85,7 +107,7 @@ class Attachment(StateAccess):
     computed.
     """
 
-    def __init__(self, model: Any, session: GuardedSession):
+    def __init__(self, model: Any, session: Any):
         self.model, self.session = model, session
         self.attached = self.lasting = False
         self._changed = False
@@ -174,7 +196,9 @@ class Attachment(StateAccess):
         self._modes = modes
         if self._before or self._changed or self._adjusted or self.session.transaction is not None:
             return None
-        return step_cache.take(self.model, self._key())
+        kept = vars(self.model).get(_KEPT)
+        forget_step(self.model)
+        return kept.step if kept is not None and kept.fits(self._key()) else None
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
@@ -185,7 +209,7 @@ class Attachment(StateAccess):
             and not (self._before or self._changed or self._adjusted or transaction.tolerated)
         ):
             transaction.release_run()
-            step_cache.keep(self.model, self._key(), self._made())
+            overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
 
     @property
     def _adjusted(self) -> bool:
@@ -261,7 +285,7 @@ class Attachment(StateAccess):
 
     def _skips(self, data: Any) -> bool:
         """Skip the batches of this data, if batches are to be skipped."""
-        return self.session.skips_batches(iter(data), self.model.steps_per_execution)
+        return bool(self.session.skips_batches(iter(data), self.model.steps_per_execution))
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         """Run the step; return its logs and its verdict, or that of the last of several."""
@@ -295,7 +319,7 @@ class LoopStep(StateAccess):
 
     Args:
         function: the step.
-        session: the host side.
+        session: the host side, a `Session` of `_fit/session.py`.
     """
 
     STATE_PASSES_THROUGH_STEP = False
@@ -311,7 +335,7 @@ class LoopStep(StateAccess):
         """Return a context around all steps of a loop."""
         return contextlib.nullcontext()
 
-    def __init__(self, function: Any, session: GuardedSession):
+    def __init__(self, function: Any, session: Any):
         self.function, self.session = function, session
         self.rebuild()
 

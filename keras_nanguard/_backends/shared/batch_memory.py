@@ -41,16 +41,11 @@ def bytes_of(value: Any) -> int:
         return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
     count = getattr(shape, "num_elements", None)
     if count is None:
-        found = getattr(value, "nbytes", None)
-        return (
-            bytes_of((value.data, value.indices)) if found is None else int(found)
-        )  # a sparse one of JAX has parts
+        found = getattr(value, "nbytes", None)  # a sparse one of JAX has parts instead
+        return bytes_of((value.data, value.indices)) if found is None else int(found)
     number = count()  # of TensorFlow
-    if number is None or not hasattr(value, "device"):  # ragged, or sparse
-        names = (
-            ("flat_values", "nested_row_splits")
-            if hasattr(value, "flat_values")
-            else ("values", "indices")
-        )
-        return sum(bytes_of(getattr(value, name, None)) for name in names)
+    if hasattr(value, "flat_values"):  # ragged
+        return bytes_of((value.flat_values, value.nested_row_splits))
+    if number is None or not hasattr(value, "device"):  # sparse
+        return sum(bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
     return int(number) * (int(value.dtype.size or 0) or 16)

@@ -44,12 +44,8 @@ def parts(args: Any) -> list[Part]:
 
 def _has_numbers(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and str(getattr(dtype, "name", dtype)) not in (
-        "string",
-        "object",
-        "resource",
-        "variant",
-    )
+    without = ("string", "object", "resource", "variant")
+    return dtype is not None and str(getattr(dtype, "name", dtype)) not in without
 
 
 def row_count(args: Any) -> int:
@@ -157,8 +153,7 @@ def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
     largest = magnitudes.max(axis=1, initial=0.0)
     if not largest.any():
         return ()
-    typical = float(
-        np.median(largest[largest > 0.0])
-    )  # most rows of sparse data may hold nothing at all
+    # Most rows of sparse data may hold nothing at all.
+    typical = float(np.median(largest[largest > 0.0]))
     rows = np.flatnonzero(largest > OUTLIER * typical)
     return tuple(int(i) for i in rows[np.argsort(-largest[rows])])

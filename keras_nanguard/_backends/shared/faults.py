@@ -8,21 +8,25 @@ is wrapped, and whether a fault is due in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_nanguard._backends.shared import step_cache
+from keras_nanguard._backends.shared.attach import forget_step
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["FaultHook", "first_entries", "repeated", "without_faults"]
+__all__ = ["FaultHook", "first_entries", "without_faults"]
+
+_NEVER = -(1 << 40)
+"""A number of steps at which no fault is due, however many follow."""
 
 
 class FaultHook:
@@ -35,24 +39,19 @@ class FaultHook:
     Attributes:
         reached: whether a step that was traced (or run) has a place for the fault.
         installed: the faults that are installed in any model.
-        run_again: the models of which a step is being replayed.
     """
 
     installed: ClassVar[list[FaultHook]] = []
-    run_again: ClassVar[dict[object, Any]] = {}
 
     seen = 0
     """Train steps that ran since it was installed."""
-
-    counts_replays = True
-    """Whether a step that is run again for a trial is counted, too."""
 
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
         self.reached = False
         self._running = 0
         self._overrides = Overrides()
-        step_cache.forget(model)
+        forget_step(model)
 
     def install(self) -> None:
         """Install the fault, on the instance only."""
@@ -68,7 +67,7 @@ class FaultHook:
             self.installed.remove(self)
         self._overrides.give_back()
         self.model.train_function = None
-        step_cache.forget(self.model)
+        forget_step(self.model)
 
     def _wrap(self) -> None:
         """Wrap every train step of the model that is made from now on."""
@@ -86,11 +85,6 @@ class FaultHook:
     def _now_inside(self) -> Any:
         """The same, when the loss is computed."""
         return self._now
-
-    @property
-    def paused(self) -> bool:
-        """Whether a step of the model is being replayed, without the fault."""
-        return any(model is self.model for model in list(self.run_again.values()))
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -174,14 +168,22 @@ class FaultHook:
             "loss_scale": tuple(scale for scale, _ in train_state.scales),
         }
         variables = [v for v in groups[self.fault.site] if finiteness.is_float(v.dtype)]
+        chosen = self._matching(variables, self.fault.site)
+        self.reached = True
+        return chosen
+
+    def _matching(self, variables: Sequence[Any], what: str) -> list[Any]:
+        """Return the variables that match the path of the fault.
+
+        Raises:
+            GuardError: if there are none.
+        """
         chosen = [v for v in variables if self.fault.matches(v.path)]
         if not chosen:
-            what = f"{self.fault.site} that match path={self.fault.path!r}"
             paths = ", ".join(v.path for v in variables) or "none"
-            raise GuardError(
-                expected(what, paths, "Choose another path, or a model that has such variables.")
-            )
-        self.reached = True
+            remedy = "Choose another path, or a model that has such variables."
+            wanted = f"{what} that match path={self.fault.path!r}"
+            raise GuardError(expected(wanted, paths, remedy))
         return chosen
 
     # Loss and gradients
@@ -198,33 +200,23 @@ class FaultHook:
             if now is False:
                 return loss
             loss = ops.convert_to_tensor(loss)
-            factor = self._factor(loss, now)
+            dtype = keras.backend.standardize_dtype(loss.dtype)
+            bad = ops.convert_to_tensor(self.fault.factor(dtype), dtype=dtype)
+            factor = ops.where(now, bad, ops.ones_like(bad))  # 1 if the fault is not due
             if self.fault.site == "loss":
                 return loss * factor
             if self.fault.path == "*":
-                return _with_gradient(loss, factor)
-            for variable in self._trained():
-                mask = first_entries(variable, self.fault.entries)
-                zero = _zero(ops.convert_to_tensor(variable), factor, mask)
+                return _with_gradient(loss, factor, lambda v: v * 1, lambda g, f, _: g * f)
+            for variable in self._matching(self.model.trainable_variables, "trainable variables"):
+                change = functools.partial(
+                    _bad_entries, first_entries(variable, self.fault.entries)
+                )
+                value = ops.convert_to_tensor(variable)
+                zero = _with_gradient(value, factor, lambda v: ops.zeros((), v.dtype), change)
                 loss = loss + ops.cast(zero, loss.dtype)
             return loss
 
         return compute_loss
-
-    def _factor(self, loss: Any, now: Any) -> Any:
-        """Return the factor for a loss or its gradients, 1 if the fault is not due."""
-        dtype = keras.backend.standardize_dtype(loss.dtype)
-        bad = ops.convert_to_tensor(self.fault.factor(dtype), dtype=dtype)
-        return ops.where(now, bad, ops.ones_like(bad))
-
-    def _trained(self) -> list[Any]:
-        """Return the chosen trainable variables, for faults in gradients."""
-        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"trainable variables that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self.model.trainable_variables)
-            raise GuardError(expected(what, paths, "Choose another path."))
-        return chosen
 
 
 def _is_float(value: Any) -> bool:
@@ -255,59 +247,44 @@ def first_entries(variable: Any, entries: int | None) -> np.ndarray[Any, Any]:
     return np.arange(math.prod(shape)).reshape(shape) < (np.inf if entries is None else entries)
 
 
-def _with_gradient(loss: Any, factor: Any) -> Any:
-    """Return the loss, with its gradient multiplied."""
+def _bad_entries(mask: Any, upstream: Any, factor: Any, value: Any) -> Any:
+    """Return a gradient that is bad in the masked entries if the factor is not 1, and else 0."""
+    chosen = ops.logical_and(mask, ops.not_equal(factor, 1))
+    return ops.where(chosen, upstream * ops.cast(factor, upstream.dtype), ops.zeros_like(value))
+
+
+def _with_gradient(
+    value: Any, factor: Any, result: Callable[..., Any], change: Callable[..., Any]
+) -> Any:
+    """Return `result(value)`, whose gradient by `value` is `change(upstream, factor, value)`."""
 
     @ops.custom_gradient  # type: ignore[untyped-decorator]
-    def same(loss: Any, factor: Any) -> Any:
+    def own(value: Any, factor: Any) -> Any:
         def gradient(*args: Any, upstream: Any = None) -> Any:
             upstream = args[0] if upstream is None else upstream
-            return upstream * factor, ops.zeros_like(factor)
+            return change(upstream, factor, value), ops.zeros_like(factor)
 
-        return loss * 1, gradient
+        return result(value), gradient
 
-    return same(loss, factor)
+    return own(value, factor)
 
 
-def _zero(value: Any, factor: Any, mask: Any) -> Any:
-    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1,
-    else 0.
+@contextlib.contextmanager
+def without_faults(model: Any) -> Iterator[Callable[[], None]]:
+    """Run steps of a model again without its injected faults, and without counting them.
+
+    Returns what to call before a step that is to have the faults of the last step again.
     """
-
-    @ops.custom_gradient  # type: ignore[untyped-decorator]
-    def zero(value: Any, factor: Any) -> Any:
-        def gradient(*args: Any, upstream: Any = None) -> Any:
-            upstream = args[0] if upstream is None else upstream
-            bad = upstream * ops.cast(factor, upstream.dtype)
-            chosen = ops.logical_and(mask, ops.not_equal(factor, 1))
-            return ops.where(chosen, bad, ops.zeros_like(value)), ops.zeros_like(factor)
-
-        return ops.zeros((), value.dtype), gradient
-
-    return zero(value, factor)
-
-
-def repeated(model: Any) -> Callable[[], None]:
-    """Return a function to call before each replay of a step, so that faults of later steps are not
-
-    injected early.
-    """
-    hooks = [hook for hook in FaultHook.installed if hook.model is model and hook.counts_replays]
-    counted = [(hook, hook.seen) for hook in hooks]
+    counted = [(hook, hook.seen) for hook in FaultHook.installed if hook.model is model]
 
     def again() -> None:
         for hook, seen in counted:
             hook.seen = seen - 1
 
-    return again
-
-
-@contextlib.contextmanager
-def without_faults(model: Any) -> Iterator[None]:
-    """Replay steps of a model without their injected faults."""
-    entered = object()
-    FaultHook.run_again[entered] = model
+    for hook, _ in counted:
+        hook.seen = _NEVER
     try:
-        yield
+        yield again
     finally:
-        del FaultHook.run_again[entered]
+        for hook, seen in counted:
+            hook.seen = seen

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -34,32 +35,22 @@ step).
 """
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came
     back.
     """
 
-    __slots__ = (
-        "finished",
-        "gradients_in",
-        "gradients_out",
-        "inputs",
-        "layer_class",
-        "outer_phase",
-        "outputs",
-        "parent",
-        "path",
-        "role",
-    )
-
-    def __init__(self, path: str, layer_class: str, parent: Call | None, role: str):
-        self.path, self.layer_class, self.parent, self.role = path, layer_class, parent, role
-        self.outer_phase = ""
-        self.inputs: list[Any] = []
-        self.outputs: list[Any] = []
-        self.gradients_out: list[Any] = []
-        self.gradients_in: list[Any] = []
-        self.finished = -1
+    path: str
+    layer_class: str
+    parent: Call | None
+    role: str
+    outer_phase: str = ""
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    gradients_out: list[Any] = field(default_factory=list)
+    gradients_in: list[Any] = field(default_factory=list)
+    finished: int = -1
 
     @property
     def loss(self) -> bool:
@@ -123,12 +114,12 @@ class Instrument:
         return [*watched.values(), *penalties]
 
     def _begin(self) -> None:
-        """Override the start of a backward pass in this thread with `differentiate`."""
-        raise NotImplementedError
+        """Override the start of a backward pass in this thread with `differentiate`, if a backend
+        has a call for it.
+        """
 
     def _end(self) -> None:
         """Undo `_begin`."""
-        raise NotImplementedError
 
     def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass. Its operations belong to no layer until a probe names one."""

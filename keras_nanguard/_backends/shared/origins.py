@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class OriginTracker:
         self.origins: list[Origin] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Origin] = {}
-        self._casts = Casts()
+        self._casts: dict[int, tuple[str, ...]] = {}
         self._steep: list[tuple[tuple[str, ...], str]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], Origin]] = []
         for place, (name, tensor) in enumerate(batch):
@@ -112,8 +113,16 @@ class OriginTracker:
         raise NotImplementedError
 
     def entered(self, tensors: Iterable[Any]) -> None:
-        """Record that the innermost layer receives these tensors as inputs."""
-        self._casts.entered(self.frames, [self._lineage.get(self._key(t)) for t in tensors])
+        """Record that the innermost layer receives these tensors as inputs.
+
+        A layer casts its inputs before its `call`, so an overflow in such a cast is its own.
+        """
+        path = tuple(frame for frame, _ in self.frames)
+        for origin in (self._lineage.get(self._key(tensor)) for tensor in tensors):
+            if origin is not None and origin.op == "Cast" and origin.source == "operation":
+                before = self._casts.get(origin.order)
+                if before is None or (len(path) > len(before) and path[: len(before)] == before):
+                    self._casts[origin.order] = path
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
         """Add an array of the batch, with its origin if it is bad."""
@@ -137,7 +146,11 @@ class OriginTracker:
         raise NotImplementedError
 
     def _completed(self, found: Origin | None) -> Origin | None:
-        return None if found is None else self._casts.complete(found)
+        """Return an origin with the layer to which its cast belongs."""
+        path = self._casts.get(found.order, ()) if found is not None else ()
+        if found is None or found.source != "operation" or len(path) <= len(found.frames):
+            return found
+        return replace(found, frames=path, culprit=path[-1])
 
     def _note_steep(self, op: str, values: Sequence[Any]) -> None:
         """Record an operation of the forward pass if its derivative is infinite at one of its
@@ -220,39 +233,6 @@ def _is_steep(op: str, values: Sequence[Any]) -> bool:
         return len(arrays) > 1 and bool(((arrays[0] == 0.0) & (arrays[1] < 1.0)).any())
     test = STEEP[op]
     return test is None or bool(np.any(test(arrays[0])))
-
-
-class Casts:
-    """Assigns an overflow in a cast to a layer: a layer casts its inputs before its `call`, so the
-    cast is its own.
-    """
-
-    def __init__(self) -> None:
-        self._paths: dict[int, tuple[str, ...]] = {}
-
-    def entered(self, frames: Sequence[tuple[str, str]], origins: Iterable[Origin | None]) -> None:
-        """Record that the innermost of these frames receives values with these origins as
-        inputs.
-        """
-        path = tuple(frame for frame, _ in frames)
-        for origin in origins:
-            if origin is not None and origin.op == "Cast" and origin.source == "operation":
-                before = self._paths.get(origin.order)
-                if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._paths[origin.order] = path
-
-    def complete(self, origin: Origin) -> Origin:
-        """Return the origin with the layer to which its cast belongs."""
-        path = self._paths.get(origin.order)
-        if path is None or origin.source != "operation" or len(path) <= len(origin.frames):
-            return origin
-        return Origin(
-            **{
-                **{n: getattr(origin, n) for n in Origin.__slots__},
-                "frames": path,
-                "culprit": path[-1],
-            }
-        )
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:

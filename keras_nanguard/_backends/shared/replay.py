@@ -10,8 +10,8 @@ import contextlib
 import math
 import random
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["ReplayResult", "ReplayableStep", "origins_of", "preserved"]
+__all__ = ["ReplayResult", "ReplayableStep", "first_bad", "origins_of", "preserved", "total"]
 
 OVERFLOW = 3.4028235e38
 """Sum of squares of the gradients at which the float32 sum of the transaction is infinite."""
@@ -41,8 +41,6 @@ class ReplayResult:
         first_path: the variable there.
         origin: the origin of the first bad value.
         loss: the loss.
-        norm: the global gradient norm.
-        bad: number of bad gradients.
         rows: the table of layers.
         outputs: the model's outputs, by name.
         sample_losses: the result of each loss before its reduction, by name.
@@ -53,8 +51,6 @@ class ReplayResult:
     first_path: str = ""
     origin: Origin | None = None
     loss: float = math.nan
-    norm: float = math.nan
-    bad: int = 0
     rows: tuple[LayerRow, ...] = ()
     outputs: tuple[tuple[str, Any], ...] = ()
     sample_losses: tuple[tuple[str, Any], ...] = ()
@@ -86,9 +82,8 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
-        attributes = (
-            [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
-        )
+        layers = [] if model is None else keras_layers.layers_of(model)
+        attributes = keras_layers.attributes_of(layers)
         try:
             with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
                 yield
@@ -132,23 +127,13 @@ class ReplayableStep:
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:
         """Return the train step of a model."""
-        return cls(
-            current.replay().body_of(model),
-            model,
-            optimizers,
-            keeps_undo,
-            losses_in_logs,
-        )
+        body = current.replay().body_of(model)
+        return cls(body, model, optimizers, keeps_undo, losses_in_logs)
 
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
-        train_state = TrainState.of(self.model, self.optimizers)
-        return [
-            *train_state.everything,
-            *train_state.metrics,
-            *train_state.unlisted,
-            *self.untracked,
-        ]
+        state = TrainState.of(self.model, self.optimizers)
+        return [*state.everything, *state.metrics, *state.unlisted, *self.untracked]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """Restore at the end everything that the step may change."""
@@ -171,7 +156,7 @@ class ReplayableStep:
         """Run the step with its updates and keep them (inside of `preserved`); return its loss."""
         with current.replay().intercepted(self.model, self.optimizers, True) as seen:
             outputs = self.body(*args)
-        return _total(seen.losses or self.losses(outputs))
+        return total(seen.losses or self.losses(outputs))
 
 
 class _Pass:
@@ -195,25 +180,20 @@ class _Pass:
                     )
                 )
                 outputs = self.step.body(*args)
-                self.losses = self.seen.losses or self.step.losses(outputs)
-                found = self._judge(origins)
-                if not found and self.update and not self.step.keeps_undo:
-                    found = self._updated(origins)
+                losses = self.seen.losses or self.step.losses(outputs)
+                first, path, origin = self._first(losses, origins)
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
             return ReplayResult(
                 error=f"{type(error).__name__}: {error}",
                 rows=tuple(instrument.rows if instrument else ()),
             )
-        first, path, origin = found or ("", "", None)
         if origin is not None and origin.culprit == COMPILE_LOSS and instrument is not None:
             origin = _with_part(origin, instrument)
         return ReplayResult(
             first=first,
             first_path=path,
             origin=origin,
-            loss=_total(self.losses),
-            norm=self.norm,
-            bad=self.bad,
+            loss=total(losses),
             rows=tuple(instrument.rows if instrument else ()),
             outputs=tuple((name, keras_variables.dense(t)) for name, t in self.seen.outputs),
             sample_losses=tuple(instrument.sample_losses if instrument else ()),
@@ -225,61 +205,67 @@ class _Pass:
         infinite = {id(v) for v in tolerated if not finiteness.counts(keras_variables.view(v))[0]}
         return origins_of(args, self.train_state.everything, infinite)
 
-    def _judge(self, origins: Any) -> tuple[str, str, Origin | None] | None:
+    def _first(self, losses: Sequence[Any], origins: Any) -> tuple[str, str, Origin | None]:
         """Return the first bad site in causal order, its path and its origin."""
-        self.norm, self.bad = math.nan, 0
-        pairs = [(g, v) for record in self.seen.records for g, v in record.pairs if g is not None]
-        bad = [(g, v) for g, v in pairs if not finiteness.is_finite(keras_variables.dense(g))]
-        self.bad = len(bad)
-        squares = largest = 0.0
-        steepest = ""
-        for gradient, variable in pairs:
-            flat = finiteness.widen(keras_variables.dense(gradient)).ravel()
-            with np.errstate(all="ignore"):  # a sum may overflow
-                own = float(np.dot(flat, flat))
-                if not math.isfinite(own):
-                    own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))
-            squares += own
-            if own > largest:
-                largest, steepest = own, variable.path
-        self.norm = math.sqrt(squares) if squares >= 0 else math.nan
-        for loss in self.losses:
-            if not finiteness.is_finite(keras_variables.dense(loss)):
-                return "loss", "", origins.of(loss) if origins else None
-        for variable in self.train_state.statistics:
-            if id(variable) not in self.step.tolerated and not finiteness.is_finite(
-                keras_variables.view(variable)
-            ):
-                return "statistics", variable.path, origins.written(variable) if origins else None
-        if bad and origins is None:
-            return "gradients", bad[0][1].path, None
-        if bad and origins is not None:
-            known = [(origins.of_gradient(g), v) for g, v in bad]
-            earliest = min(
-                known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60
-            )
-            return "gradients", earliest[1].path, earliest[0]
-        if squares >= OVERFLOW:
-            return "gradients", steepest, None
-        return self._written(origins) if self.step.keeps_undo else None
-
-    def _updated(self, origins: Any) -> tuple[str, str, Origin | None] | None:
-        if origins is not None:
-            origins.phase, origins.frames = "update", []
-        for record in self.seen.records:
-            record.run()
-        return self._written(origins)
-
-    def _written(self, origins: Any) -> tuple[str, str, Origin | None] | None:
-        """Return the first bad slot or weight after the updates."""
-        for site, variables in (
-            ("slots", self.train_state.slots),
-            ("weights", self.train_state.trainable),
-        ):
+        pairs = [(g, v.path) for r in self.seen.records for g, v in r.pairs if g is not None]
+        checked = [v for v in self.train_state.statistics if id(v) not in self.step.tolerated]
+        statistics = ((v, keras_variables.view(v)) for v in checked)
+        found = first_bad(losses, pairs, statistics, origins)
+        if found[0] or not (self.update or self.step.keeps_undo):
+            return found
+        if not self.step.keeps_undo:
+            if origins is not None:
+                origins.phase, origins.frames = "update", []
+            for record in self.seen.records:
+                record.run()
+        sites = {"slots": self.train_state.slots, "weights": self.train_state.trainable}
+        for site, variables in sites.items():
             for variable in variables:
                 if not finiteness.is_finite(keras_variables.view(variable)):
                     return site, variable.path, origins.written(variable) if origins else None
-        return None
+        return "", "", None
+
+
+def first_bad(
+    losses: Sequence[Any],
+    gradients: Sequence[tuple[Any, str]],
+    statistics: Iterable[tuple[Any, Any]],
+    origins: Any,
+) -> tuple[str, str, Origin | None]:
+    """Return the first bad site of a step without its updates, its path and its origin.
+
+    Args:
+        losses: the losses.
+        gradients: each gradient with the path of its variable.
+        statistics: each variable with its value.
+        origins: what knows the origins of values, an `OriginTracker`; `None` if nothing does.
+    """
+    for loss in losses:
+        if not finiteness.is_finite(keras_variables.dense(loss)):
+            return "loss", "", origins.of(loss) if origins else None
+    for variable, value in statistics:
+        if not finiteness.is_finite(keras_variables.dense(value)):
+            return "statistics", variable.path, origins.written(variable) if origins else None
+    arrays = [(keras_variables.dense(gradient), path) for gradient, path in gradients]
+    bad = [n for n, (array, _) in enumerate(arrays) if not finiteness.is_finite(array)]
+    if bad:
+        known = {n: origins.of_gradient(gradients[n][0]) if origins else None for n in bad}
+        earliest = min(bad, key=lambda n: getattr(known[n], "order", 1 << 60))
+        return "gradients", arrays[earliest][1], known[earliest]
+    squares = [(_squares(array), path) for array, path in arrays]
+    if sum(square for square, _ in squares) >= OVERFLOW:
+        return "gradients", max(squares)[1], None
+    return "", "", None
+
+
+def _squares(array: np.ndarray[Any, Any]) -> float:
+    """Return the sum of the squares of all entries, in the dtype of the entries if that is
+    finite.
+    """
+    flat = finiteness.widen(array).ravel()
+    with np.errstate(all="ignore"):  # a sum that overflows is what is asked for
+        own = float(np.dot(flat, flat))
+        return own if math.isfinite(own) else float(np.dot(*[flat.astype(np.float64)] * 2))
 
 
 def origins_of(
@@ -302,13 +288,10 @@ def _with_part(origin: Origin, instrument: Any) -> Origin:
     if not names:
         return origin
     bad = [name for name, values in instrument.sample_losses if not finiteness.is_finite(values)]
-    return Origin(
-        **{**{n: getattr(origin, n) for n in Origin.__slots__}, "culprit": (bad or names[-1:])[0]}
-    )
+    return replace(origin, culprit=(bad or names[-1:])[0])
 
 
-def _total(losses: Sequence[Any]) -> float:
-    values = [keras_variables.dense(loss).astype(np.float64) for loss in losses]
-    return (
-        float(sum(np.sum(value) for value in values)) if values else math.nan
-    )  # of a batch without rows none is a scalar
+def total(losses: Sequence[Any]) -> float:
+    """Return the sum of all losses of a step, NaN if there are none."""
+    sums = [keras_variables.dense(loss).astype(np.float64).sum() for loss in losses]
+    return float(sum(sums)) if sums else math.nan

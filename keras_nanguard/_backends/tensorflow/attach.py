@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batch_memory import held
-from keras_nanguard._backends.tensorflow import from_iterator, step
+from keras_nanguard._backends.tensorflow import step
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
@@ -71,7 +71,7 @@ class ModelAttachment(attach.Attachment):
         self._build_optimizer()
         self.inner = self._made_by_keras(jit_compile=False)
         if self._takes and not self._eager:
-            self.inner = from_iterator.Direct(transaction)
+            self.inner = step.Direct(transaction)
         model.train_function = self.run_execution
 
     def _body(self) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,9 +12,8 @@ from keras_nanguard._backends.tensorflow import graph, reductions, updates
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
 from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Retrace", "StepResult", "StepSetup", "StepTrace"]
+__all__ = ["Retrace", "StepResult", "StepTrace"]
 
 
 class Retrace(Exception):
@@ -30,37 +28,6 @@ class Retrace(Exception):
     def __init__(self, untracked: graph.Untracked | None = None):
         super().__init__()
         self.untracked = untracked
-
-
-@dataclass(frozen=True)
-class StepSetup:
-    """How a step is traced.
-
-    Attributes:
-        body: the step, `body(*args) -> outputs`.
-        model: the model whose `compute_loss` returns the loss, or `None`.
-        train_state: returns the `TrainState` at the time of tracing.
-        note_created: called with each variable that is created inside the step, and its value.
-        losses: returns the losses among the outputs of a step without `compute_loss`.
-        logs: whether the outputs are Keras logs.
-        refuse: whether bad steps are refused; otherwise only their verdict is computed.
-        immediate: whether updates run where the body calls them.
-        jit: whether the step is compiled with XLA.
-        untracked: variables that the step writes and that Keras does not track, by key.
-        tolerated: keys of the variables that may be infinite or NaN.
-    """
-
-    body: Callable[..., Any]
-    model: Any
-    train_state: Callable[[], TrainState]
-    note_created: Callable[[Any, Any], None]
-    losses: Callable[[Any], list[Any]]
-    logs: bool
-    refuse: bool
-    immediate: bool
-    jit: bool
-    untracked: Mapping[int, graph.Untracked]
-    tolerated: set[int]
 
 
 class StepResult(NamedTuple):
@@ -84,7 +51,7 @@ class StepTrace:
     """One trace (or one eager run) of the transaction; on one replica, if there are several.
 
     Args:
-        setup: how it is traced.
+        transaction: the `Transaction`, which has how it is traced.
         halted: scalar bool, whether the step is refused regardless of its numbers.
         step: its number, a scalar int64.
 
@@ -95,12 +62,12 @@ class StepTrace:
     adapts_updates = True
     """Whether updates are ordered and fused, and keep the bits of Keras' own (see `updates`)."""
 
-    def __init__(self, setup: StepSetup, halted: Any, step: Any):
-        self.setup, self.halted, self.step = setup, halted, step
+    def __init__(self, transaction: Any, halted: Any, step: Any):
+        self.transaction, self.halted, self.step = transaction, halted, step
         self.seen = Seen()
-        self.keeps_undo = setup.immediate and setup.refuse
+        self.keeps_undo = transaction.immediate and transaction.refuse
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.train_state = setup.train_state()
+        self.train_state = transaction.train_state()
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
@@ -114,7 +81,7 @@ class StepTrace:
         self.keep()
         start = graph.mark(self.graph)
         outputs = self.observed(args)
-        if self.graph is not None and self.setup.refuse:
+        if self.graph is not None and self.transaction.refuse:
             self.inspect(start)
         self.measure(outputs)
         self.judge()
@@ -127,14 +94,18 @@ class StepTrace:
         factors of an update (of the scale of a BatchNormalization) in another order than in a
         plain step, which may differ in the last bit.
         """
-        leaves = tf.nest.flatten(outputs, expand_composites=True) if self.setup.logs else []
+        leaves = tf.nest.flatten(outputs, expand_composites=True) if self.transaction.logs else []
         leaves = [leaf for leaf in leaves if leaf is not None]
+
+        def commit() -> list[Any]:
+            sums = self.commit()
+            self.check_deferred()
+            return [*sums, *map(tf.identity, leaves)]
+
         weights, slots, *passed = tf.cond(
-            self.may_commit,
-            lambda: [*self.commit(), *map(tf.identity, leaves)],
-            lambda: [*self.refuse(), *map(tf.identity, leaves)],
+            self.may_commit, commit, lambda: [*self.refuse(), *map(tf.identity, leaves)]
         )
-        if self.setup.logs:
+        if self.transaction.logs:
             rest = iter(passed)
             outputs = tf.nest.map_structure(
                 lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True
@@ -150,13 +121,15 @@ class StepTrace:
 
     def observed(self, args: Sequence[Any]) -> Any:
         """Run the body and record the calls of its optimizers; return its outputs."""
-        setup, optimizers = self.setup, self.train_state.optimizers
+        transaction, optimizers = self.transaction, self.train_state.optimizers
         intercept = Intercept(
-            setup.model, optimizers, setup.immediate, self.note_created, asked=self.asked
+            *(transaction.model, optimizers, transaction.immediate, self.note_created),
+            seen=lambda: self.seen,
+            asked=self.asked,
         )
-        with intercept as self.seen:
-            outputs = setup.body(*args)
-        self.train_state = setup.train_state()
+        with intercept, intercept.creating():
+            outputs = transaction.body(*args)
+        self.train_state = transaction.train_state()
         return outputs
 
     def keep(self) -> None:
@@ -164,7 +137,7 @@ class StepTrace:
         self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
         if self.graph is None:  # a graph shows them
             self.hold(self.train_state.unlisted)
-        self.kept += [(v, v.read_value()) for v in self.setup.untracked.values()]
+        self.kept += [(v, v.read_value()) for v in self.transaction.untracked.values()]
         if self.keeps_undo:
             self.hold([*self.train_state.trainable, *self.train_state.slots])
         for pair in self.train_state.scales:
@@ -181,7 +154,7 @@ class StepTrace:
         with tf.init_scope():
             for variable in found:
                 native = keras_variables.native(variable)
-                self.setup.note_created(native, keras_variables.read(variable))
+                self.transaction.note_created(native, keras_variables.read(variable))
         if self.keeps_undo:
             kept = {id(v.handle) for v, _ in self.kept}
             self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
@@ -216,7 +189,7 @@ class StepTrace:
         self.hold([variable])
         self.created |= self.keys([variable])
         with tf.init_scope():
-            self.setup.note_created(variable, variable.numpy())
+            self.transaction.note_created(variable, variable.numpy())
 
     # What the graph shows
 
@@ -250,7 +223,7 @@ class StepTrace:
     def check_deferred(self) -> None:
         """Raise `Retrace` if the rest of the body depends on updates that were deferred.
 
-        The graph so far has nothing else after the mark.
+        The graph of the conditional has them, and reads what they have written.
         """
         if self.graph is None or not self.after_update:
             return
@@ -265,17 +238,17 @@ class StepTrace:
         """Sum up loss, gradients and written statistics, and weights and slots if they were
         written, too.
         """
-        state, seen, setup = self.train_state, self.seen, self.setup
+        state, seen, transaction = self.train_state, self.seen, self.transaction
         self.kind = kind = reductions.kind([*state.trainable, *state.slots])
-        others = self.keys([*state.metrics, *state.trainable, *state.slots]) | setup.tolerated
+        others = self.keys([*state.metrics, *state.trainable, *state.slots]) | transaction.tolerated
         kept = [v for v, _ in self.kept if id(v.handle) not in others]
         self.written = list(filter(reductions.can_be_bad, kept))
-        self.losses = seen.losses or setup.losses(outputs)
+        self.losses = seen.losses or transaction.losses(outputs)
         self.loss = reductions.add([tf.cast(loss, kind) for loss in self.losses], kind)
         self.pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
         self.products: dict[int, Any] = {}
-        if self.graph is not None and not setup.jit and self.adapts_updates:
-            if setup.immediate:
+        if self.graph is not None and not transaction.jit and self.adapts_updates:
+            if transaction.immediate:
                 self.pairs = [(updates.read_apart(g), v) for g, v in self.pairs]
             else:
                 self.products = updates.unread_products(g for g, _ in self.pairs)
@@ -284,7 +257,7 @@ class StepTrace:
         scales = [s for s, _, _, _ in self.scales]
         self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
         self.update_sums = [tf.zeros((), kind)] * 2
-        if setup.immediate:
+        if transaction.immediate:
             parts = (state.trainable, state.slots)
             self.update_sums = [reductions.total((v.value for v in p), kind) for p in parts]
         self.counted = self._places()
@@ -298,7 +271,7 @@ class StepTrace:
         found = [("outputs", name, tensor) for name, tensor in self.seen.outputs]
         found += [("gradients", v.path, gradient) for gradient, v in self.pairs]
         found += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]
-        if self.setup.immediate:
+        if self.transaction.immediate:
             found += [("weights", v.path, self.local(v)) for v in state.trainable]
             found += [("slots", v.path, self.local(v)) for v in state.slots]
         return [(*place, t) for *place, t in found if reductions.can_be_bad(t)]
@@ -332,7 +305,7 @@ class StepTrace:
 
     def row(self, update_sums: Sequence[Any]) -> Any:
         """Return the row of numbers, given the sums over weights and slots."""
-        refused = ~self.may_commit if self.setup.refuse else tf.constant(False)
+        refused = ~self.may_commit if self.transaction.refuse else tf.constant(False)
         first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
         last = [tf.cast(part, self.kind) for part in (self.step % PERIOD, self.halted)]
         return tf.stack([*first, *update_sums, self.scale, *last])
@@ -341,17 +314,16 @@ class StepTrace:
 
     def commit(self) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots."""
-        if self.setup.immediate:
+        if self.transaction.immediate:
             return list(self.update_sums)
-        adapted = self.adapts_updates and not self.setup.jit
+        adapted = self.adapts_updates and not self.transaction.jit
         optimizers = self.train_state.optimizers if adapted else ()
         updates.run(self.seen.records, optimizers, self.products)
-        self.check_deferred()
         return reductions.update_sums(self.train_state, self.seen.records, self.kind)
 
     def refuse(self) -> list[Any]:
         """Restore the kept values; return the same as `commit`."""
-        if self.setup.refuse:
+        if self.transaction.refuse:
             for variable, old in self.kept:
                 variable.assign(old)
             self._learn_scale()

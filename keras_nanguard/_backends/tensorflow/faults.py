@@ -70,7 +70,6 @@ class Hook(FaultHook):
         if not getattr(step, "is_transaction", False):
             return self._around(step)
         if step.host_has_batches and self.fault.site in ("inputs", "targets"):
-            self.counts_replays = False
             self._overrides.set(step, "take", self._taking(step.take))
         else:
             self._overrides.set(step, "run", self._around(step.run))

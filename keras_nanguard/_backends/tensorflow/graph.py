@@ -8,7 +8,7 @@ not track them, and an update can be deferred to the end of the step if nothing 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,20 +19,23 @@ _READS = frozenset(
 )
 
 
-class Access:
+class Access(NamedTuple):
     """One access of an operation to a resource outside of all graphs.
 
     Attributes:
         handle: the resource as an eager tensor.
-        key: identifies the resource.
         writes: False if the operation only reads it.
         after_mark: whether the operation was created after the mark given to `accesses`.
     """
 
-    __slots__ = ("after_mark", "handle", "key", "writes")
+    handle: Any
+    writes: bool
+    after_mark: bool
 
-    def __init__(self, handle: Any, writes: bool, after_mark: bool):
-        self.handle, self.key, self.writes, self.after_mark = handle, id(handle), writes, after_mark
+    @property
+    def key(self) -> int:
+        """Identifies the resource."""
+        return id(self.handle)
 
 
 def mark(graph: Any) -> int:
@@ -47,20 +50,17 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
     which TensorFlow's automatic control dependencies set
     (tensorflow/python/framework/auto_control_deps.py). All other inputs count as written.
     """
-    outside = _Outside()
+    captures: dict[int, dict[int, Any]] = {}
     for position, op in enumerate(graph.get_operations()[start:], start):
         resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
-        if not resources or op.type.startswith(
-            "Collective"
-        ):  # what orders collectives is no state of the model
-            continue
+        if not resources or op.type.startswith("Collective"):
+            continue  # what orders collectives is no state of the model
         reads = set(resources) if op.type in _READS else _read_only(op)
+        marked = after_mark is not None and position >= after_mark
         for i in resources:
-            handle = outside.of(op.inputs[i])
+            handle = _outer(op.inputs[i], captures)
             if handle is not None:
-                yield Access(
-                    handle, i not in reads, after_mark is not None and position >= after_mark
-                )
+                yield Access(handle, i not in reads, marked)
 
 
 def _read_only(op: Any) -> set[int]:
@@ -70,27 +70,17 @@ def _read_only(op: Any) -> set[int]:
         return set()
 
 
-class _Outside:
-    """Finds the outer tensors behind tensors of nested graphs."""
-
-    def __init__(self) -> None:
-        self._captures: dict[int, dict[int, Any]] = {}
-
-    def of(self, tensor: Any) -> Any:
-        """Return the eager tensor behind one of a graph, or `None`."""
-        while tensor is not None and not hasattr(tensor, "numpy"):
-            graph = tensor.graph
-            known = self._captures.get(id(graph))
-            if known is None or (id(tensor) not in known and len(known) != len(_captures(graph))):
-                known = self._captures[id(graph)] = {
-                    id(internal): external for external, internal in _captures(graph)
-                }
-            tensor = known.get(id(tensor))
-        return tensor
-
-
-def _captures(graph: Any) -> Any:
-    return getattr(graph, "captures", ())
+def _outer(tensor: Any, captures: dict[int, dict[int, Any]]) -> Any:
+    """Return the eager tensor behind one of a nested graph, or `None`; `captures` has what is known
+    of each graph.
+    """
+    while tensor is not None and not hasattr(tensor, "numpy"):
+        pairs = getattr(tensor.graph, "captures", ())
+        known = captures.get(id(tensor.graph), {})
+        if id(tensor) not in known and len(known) != len(pairs):
+            known = captures[id(tensor.graph)] = {id(inner): outer for outer, inner in pairs}
+        tensor = known.get(id(tensor))
+    return tensor
 
 
 class Untracked:

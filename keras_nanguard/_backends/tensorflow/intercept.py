@@ -18,8 +18,8 @@ import tensorflow as tf
 from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras.native_variables import as_keras
 from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.variables import as_keras
 
 __all__ = ["Intercept", "Seen", "Update", "build"]
 
@@ -51,14 +51,12 @@ class Seen:
 
     Attributes:
         records: the calls of `apply`, in order.
-        gradients: every gradient that is not `None`.
         losses: the results of `compute_loss`.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
         boundary: mark of the graph at the first update, or `None`.
     """
 
     records: list[Update] = field(default_factory=list)
-    gradients: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     boundary: int | None = None
@@ -76,8 +74,7 @@ class Intercept:
         note_created: called with each variable that is created while the body runs, before its
             first write.
         asked: called with each record, before its update runs.
-        seen: returns the records of the calling replica if there are several; otherwise the records
-            that entering the context returns are used.
+        seen: returns the records of the calling replica, to which is added.
     """
 
     def __init__(
@@ -86,31 +83,21 @@ class Intercept:
         optimizers: Iterable[Any],
         immediate: bool,
         note_created: Callable[[Any], None],
-        seen: Callable[[], Seen] | None = None,
+        seen: Callable[[], Seen],
         asked: Callable[[Update], None] = lambda record: None,
     ):
-        self.model, self.optimizers, self.immediate, self.note_created, self.asked = (
-            model,
-            list(optimizers),
-            immediate,
-            note_created,
-            asked,
-        )
-        self.notes, self.alone = Seen(), seen is None
-        self.seen = seen or (lambda: self.notes)
+        self.model, self.optimizers, self.immediate = model, list(optimizers), immediate
+        self.note_created, self.seen, self.asked = note_created, seen, asked
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._creating = False
         self._overrides = Overrides()
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> Intercept:
         for optimizer in self.optimizers:
             self._overrides.set(optimizer, "apply", self._applier(optimizer, optimizer.apply))
         if hasattr(self.model, "compute_loss"):
             self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
-        if self.alone:
-            self._creation = self.creating()
-            self._creation.__enter__()
-        return self.notes
+        return self
 
     def creating(self) -> Any:
         """Return a context in which variables are created outside of the graph; each replica's
@@ -119,8 +106,6 @@ class Intercept:
         return tf.variable_creator_scope(self._create)
 
     def __exit__(self, *details: Any) -> None:
-        if self.alone:
-            self._creation.__exit__(*details)
         self._overrides.give_back()
         # `seen` refers to it, and would keep the gradients until the garbage collector runs.
         vars(self).clear()
@@ -131,24 +116,23 @@ class Intercept:
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
                 build(optimizer, variables, tf.executing_eagerly())
-            if (
-                self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph
-            ):  # a function or conditional of its own
+            if not self._here():
                 return real(grads, variables) if variables is not None else real(grads)
             seen = self.seen()
             record = Update(optimizer, real, grads, variables)
             seen.records.append(record)
-            seen.gradients += [g for g in grads if g is not None]
             self.asked(record)
-            if (
-                seen.boundary is None
-            ):  # what was read of the state when it was asked for is not read after it
+            if seen.boundary is None:  # what is read until here is not read after it
                 seen.boundary = graph.mark(self.graph)
             if self.immediate:
                 record.run()
             return None
 
         return apply
+
+    def _here(self) -> bool:
+        """Whether this is the graph of the step, not of a function or conditional within it."""
+        return self.graph is None or tf.compat.v1.get_default_graph() is self.graph
 
     def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
         """Create a variable of the step (metrics, lazily built layers) outside of its graph.
@@ -171,13 +155,10 @@ class Intercept:
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
-            here = self.graph is None or tf.compat.v1.get_default_graph() is self.graph
-            if loss is not None and here:
-                seen = self.seen()
+            if loss is not None and self._here():
+                seen, outputs = self.seen(), tf.nest.flatten(predicted(args, kwargs))
                 seen.losses.append(tf.convert_to_tensor(loss))
-                seen.outputs += filter(
-                    _is_float, named_outputs(self.model, tf.nest.flatten(predicted(args, kwargs)))
-                )
+                seen.outputs += filter(_is_float, named_outputs(self.model, outputs))
             return loss
 
         return compute_loss

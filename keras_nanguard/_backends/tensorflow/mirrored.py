@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow import graph, reductions
-from keras_nanguard._backends.tensorflow.execution import StepSetup, StepTrace
+from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.step import Transaction
 
@@ -49,7 +49,7 @@ class MirroredTransaction(Transaction):
 
     def run(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
-        step = merge(lambda strategy: _Step(self.setup(), strategy, *self.count()))
+        step = merge(lambda strategy: _Step(self, strategy, *self.count()))
         share = step.share()
         step.run(share, args)
         merge(step.inspect)
@@ -76,7 +76,7 @@ class _Share(StepTrace):
     """The part of one replica in a step.
 
     Args:
-        setup, halted, step: see `StepTrace`.
+        transaction, halted, step: see `StepTrace`.
         strategy: the strategy.
         number: the replica, from 0.
     """
@@ -85,8 +85,8 @@ class _Share(StepTrace):
     """False: all replicas trace their updates at the same time, so an override for one applies to
     all."""
 
-    def __init__(self, setup: StepSetup, halted: Any, step: Any, strategy: Any, number: int):
-        super().__init__(setup, halted, step)
+    def __init__(self, transaction: Any, halted: Any, step: Any, strategy: Any, number: int):
+        super().__init__(transaction, halted, step)
         self.strategy, self.number = strategy, number
         self.args: Sequence[Any] = ()
         self.outputs: Any = None
@@ -95,13 +95,6 @@ class _Share(StepTrace):
         """Return this replica's copy of a variable, or its only copy."""
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
-
-    def check_deferred(self) -> None:
-        """Do nothing until the updates of all replicas are in the graph."""
-
-    def check_all_deferred(self) -> None:
-        """Check the deferred updates of all replicas."""
-        super().check_deferred()
 
     def owned_keys(self) -> set[int]:
         """Return the keys of the variables of this replica."""
@@ -135,15 +128,18 @@ class _Step:
     result: Any
     replicas: Any
 
-    def __init__(self, setup: StepSetup, strategy: Any, halted: Any, step: Any):
-        self.setup, self.strategy = setup, strategy
+    def __init__(self, transaction: Any, strategy: Any, halted: Any, step: Any):
+        self.transaction, self.strategy = transaction, strategy
         numbers = range(strategy.num_replicas_in_sync)
-        self.shares = [_Share(setup, halted, step, strategy, number) for number in numbers]
+        self.shares = [_Share(transaction, halted, step, strategy, number) for number in numbers]
         self.first = first = self.shares[0]
         self.places: tuple[tuple[str, str], ...] = ()
         self.start = graph.mark(first.graph)
         intercept = Intercept(
-            *(setup.model, first.train_state.optimizers, setup.immediate, self._note_created),
+            transaction.model,
+            first.train_state.optimizers,
+            transaction.immediate,
+            self._note_created,
             seen=lambda: self.share().seen,
             asked=lambda record: self.share().asked(record),
         )
@@ -164,7 +160,7 @@ class _Step:
                 share.kept = [(v, old) for v, old in share.kept if id(v.handle) not in common]
             share.args = args
             with self.intercept.creating():
-                share.outputs = self.setup.body(*args)
+                share.outputs = self.transaction.body(*args)
         except BaseException:
             self.watched.close()
             raise
@@ -178,8 +174,8 @@ class _Step:
         """Inspect the trace once all replicas are in it."""
         self.watched.close()
         for share in self.shares:
-            share.train_state = self.setup.train_state()
-        if self.first.graph is None or not self.setup.refuse:
+            share.train_state = self.transaction.train_state()
+        if self.first.graph is None or not self.transaction.refuse:
             return
         owned = [share.owned_keys() for share in self.shares]
         for share in self.shares:
@@ -191,7 +187,8 @@ class _Step:
         shares, first = self.shares, self.first
         self.places = tuple(dict.fromkeys(place for share in shares for place in share.places))
         trusted = tf.math.is_finite(tf.add_n([s for share in shares for s in share.sums]))
-        finite, given_bad, counts = tf.cond(trusted, self._nothing_bad, self._look)
+        none = tf.zeros(len(shares), tf.bool), tf.zeros((len(self.places), 3), tf.int64)
+        finite, given_bad, counts = tf.cond(trusted, lambda: (~none[0], *none), self._look)
         self.replicas = None
         if len(shares) > 1:
             blamed = tf.where(tf.reduce_any(given_bad), given_bad, ~finite)
@@ -202,7 +199,7 @@ class _Step:
         def commit() -> list[Any]:
             sums = self._each(_Share.commit)
             for share in shares:
-                share.check_all_deferred()
+                share.check_deferred()
             return list(map(_total, zip(*sums)))
 
         def refuse() -> list[Any]:
@@ -211,11 +208,6 @@ class _Step:
         update_sums = tf.cond(first.may_commit, commit, refuse)
         first.counts = counts
         self.result = first.result(None, update_sums)
-
-    def _nothing_bad(self) -> tuple[Any, Any, Any]:
-        number, lines = len(self.shares), len(self.places)
-        none = tf.zeros(number, tf.bool)
-        return ~none, none, tf.zeros((lines, 3), tf.int64)
 
     def _look(self) -> tuple[Any, Any, Any]:
         """Return for each replica whether everything is finite, whether its data are bad, and

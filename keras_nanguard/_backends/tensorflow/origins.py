@@ -140,10 +140,8 @@ class Origins(OriginTracker):
     def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
         """Return the earliest origin behind an operation's inputs, or its own."""
         parents = [self._parent(t) for t in inputs]
-        constant = (CONSTANT in parents and not any(_has_nan(t) for t in bad)) or name in (
-            "Fill",
-            "Const",
-        )
+        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
+        constant = constant or name in ("Fill", "Const")
         return self._known(parents, constant) or self._from(name, inputs, bad[0])
 
     def _parent(self, tensor: Any) -> Origin | None:
@@ -163,20 +161,13 @@ class Origins(OriginTracker):
         stored = next((self._variables[h] for h in handles if h in self._variables), "")
         operands = [operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)]
         variables = [self._reads[t._id] for t in inputs if t._id in self._reads]
-        return self._add(
-            stored or name,
-            _array(result),
-            result.dtype.name,
-            operands,
-            variables,
-            stored=bool(stored),
-        )
+        facts = _array(result), result.dtype.name, operands, variables
+        return self._add(stored or name, *facts, stored=bool(stored))
 
 
 def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(
-        tensor if len(tensor.shape) else tensor.numpy()
-    )  # a bfloat16 scalar is not an array
+    """Return the values; a bfloat16 scalar is not an array."""
+    return np.asarray(tensor if len(tensor.shape) else tensor.numpy())
 
 
 def _is_float(tensor: Any) -> bool:

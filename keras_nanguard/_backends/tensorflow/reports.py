@@ -115,15 +115,8 @@ class RowQueue:
         return [Verdict.of(row) for row in rows.numpy().tolist()]
 
 
-class _Leaf:
-    """One component tensor in a remembered structure."""
-
-
 def _spec(value: Any) -> Any:
-    if value is None:
-        return None
-    composite = isinstance(value, tf.__internal__.CompositeTensor)
-    return tf.type_spec_from_value(value) if composite else _Leaf()
+    return None if value is None else tf.type_spec_from_value(value)
 
 
 def _leaves(args: Any) -> list[Any]:
@@ -132,17 +125,9 @@ def _leaves(args: Any) -> list[Any]:
 
 def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
     """Put component tensors back into their structure."""
-    rest = iter(leaves)
-
-    def fill(spec: Any) -> Any:
-        if spec is None:
-            return None
-        if isinstance(spec, _Leaf):
-            return next(rest)
-        parts = [next(rest) for _ in tf.nest.flatten(spec, expand_composites=True)]
-        return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
-
-    return tf.nest.map_structure(fill, specs)
+    rest, flat = iter(leaves), tf.nest.flatten(specs, expand_composites=True)
+    parts = [None if spec is None else next(rest) for spec in flat]
+    return tf.nest.pack_sequence_as(specs, parts, expand_composites=True)
 
 
 def _nbytes(leaves: Sequence[Any]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.intercept import uncompiled
@@ -27,7 +26,7 @@ __all__ = ["LoopStep", "ModelAttachment"]
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
-    def __init__(self, model: Any, session: GuardedSession):
+    def __init__(self, model: Any, session: Any):
         super().__init__(model, session)
         self._overrides = Overrides()
 

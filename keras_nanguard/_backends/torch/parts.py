@@ -9,7 +9,6 @@ import keras
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
@@ -26,7 +25,8 @@ class Parts:
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
         judged_elsewhere: the `id` of tensors that are not statistics.
-        slots: the slots of each optimizer that can be bad, and when they are read, by its `id`.
+        slots: the slots of each optimizer that can be bad, and whether their read may wait, by its
+            `id`.
     """
 
     def __init__(self, train_state: TrainState):
@@ -57,17 +57,18 @@ class Parts:
             if isinstance(value, torch.Tensor)
         ]
 
-    def _slots_of(self, optimizer: Any) -> tuple[list[Any], rules.SlotReading]:
+    def _slots_of(self, optimizer: Any) -> tuple[list[Any], bool]:
         listed = {id(v) for v in self.train_state.slots}
         slots = [v.value for v in optimizer.variables if id(v) in listed]
         slots = [tensor for tensor in slots if reductions.can_be_bad(tensor)]
-        return slots, reading_of(optimizer, [(t.numel(), t.dtype.itemsize) for t in slots])
+        sizes = [(tensor.numel(), tensor.dtype.itemsize) for tensor in slots]
+        return slots, rules.slots_may_wait(optimizer, sizes)
 
     def updated(
         self, records: Sequence[Update], gradients: float, steps: int
     ) -> tuple[list[Any], list[Any]]:
-        """Return the tensors to read after an update: weights with the slots that are read with
-        them, and other slots. `SlotReading` defines which slots are read when.
+        """Return the tensors to read after an update: weights with the slots that may not wait,
+        and other slots if their read is due.
 
         Args:
             records: the updates.
@@ -78,10 +79,10 @@ class Parts:
         separate: list[Any] = []
         due = rules.full_read_is_due(rules.NUMBERS, steps, gradients)
         for key in {id(record.optimizer) for record in records}:
-            slots, reading = self.slots[key]
-            if reading is rules.SlotReading.WITH_WEIGHTS:
+            slots, wait = self.slots[key]
+            if not wait:
                 together += slots
-            elif due or reading is rules.SlotReading.EVERY_STEP:
+            elif due:
                 separate += slots
         return together, separate
 

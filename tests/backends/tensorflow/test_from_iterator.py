@@ -12,7 +12,7 @@ import tensorflow as tf
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.tensorflow import from_iterator
+from keras_nanguard._backends.tensorflow import step as steps
 from keras_nanguard.testing import inject
 
 
@@ -107,17 +107,17 @@ def test_epochs_and_fits_need_no_trace_more():
 
 def test_the_data_of_an_epoch_is_released():
     """The step holds no iterator, and so no buffer of batches, when its epoch is over."""
-    step, x = from_iterator.Direct(lambda data: data[0]), numbers(8)[0]
+    step, x = steps.Direct(lambda data: data[0]), numbers(8)[0]
     iterator = iter(tf.data.Dataset.from_tensors((x,)))
-    np.testing.assert_array_equal(step(from_iterator.next_batch(iterator), iterator), x)
+    np.testing.assert_array_equal(step(steps.next_batch(iterator), iterator), x)
     with pytest.raises(StopIteration):
-        from_iterator.next_batch(iterator)
+        steps.next_batch(iterator)
     gone = weakref.ref(iterator)
     del iterator
     gc.collect()
     assert gone() is None
     iterator = iter(tf.data.Dataset.from_tensors((x,)))
-    np.testing.assert_array_equal(step(from_iterator.next_batch(iterator), iterator), x)
+    np.testing.assert_array_equal(step(steps.next_batch(iterator), iterator), x)
 
 
 @pytest.mark.parametrize("bad", [10, 1, 4])
