@@ -20,19 +20,19 @@ y = x.sum(axis=1, keepdims=True)
 
 
 class Normalize(keras.callbacks.Callback):
-    """Scales each column of a kernel to length 1 after an epoch, and divides by 0 where a unit has died."""
+    """Scales each column of a kernel to length 1 after an epoch. It divides by 0 if a unit has died."""
 
     def on_epoch_end(self, epoch, logs=None):
         kernel = self.model.get_layer("hidden").kernel
         columns = keras.ops.convert_to_numpy(kernel).copy()
         if epoch == 2:
-            columns[:, 3] = 0.0  # the unit that has died
+            columns[:, 3] = 0.0  # a dead unit
         with np.errstate(invalid="ignore"):
             kernel.assign(columns / np.linalg.norm(columns, axis=0))
 
 
 def train(path, callbacks=()):
-    """Train, save the model after each epoch, and return what a new process would load."""
+    """Train, save the model after each epoch, and return the saved model."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="tanh", name="hidden"), layers.Dense(1, name="last")])
     model.compile(keras.optimizers.Adam(1e-2), "mse")

@@ -1,4 +1,4 @@
-"""Corrupt data: four broken images among 1,440 ruin a network with stock Keras; one line keeps it whole and names the four.
+"""Corrupt data: four broken images among 1,440 ruin a network with stock Keras. With the guard it trains, and the four are listed.
 
     python examples/corrupt_data.py
 """
@@ -21,7 +21,7 @@ x[BROKEN[3]] = np.inf  # an overflow
 
 
 def train(callbacks=()):
-    """Train a small network; return it and its accuracy on the test images, where a prediction of NaN is wrong."""
+    """Train a small network; return it and its accuracy on the test images. A prediction of NaN counts as wrong."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])
     model.compile(keras.optimizers.Adam(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))

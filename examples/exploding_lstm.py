@@ -1,4 +1,4 @@
-"""An LSTM that explodes on long sequences: the guard goes back, lowers the learning rate, and the run learns.
+"""An LSTM that explodes on long sequences: the guard rolls back and lowers the learning rate, and the run learns.
 
     python examples/exploding_lstm.py
 """

@@ -1,4 +1,4 @@
-"""float16 with BatchNormalization: training looks well, and the model predicts NaN.
+"""float16 with BatchNormalization: training looks fine, but the model predicts NaN.
 
 One image that was never rescaled overflows float16. Keras' loss scaling skips that update of the weights, but the moving statistics of
 BatchNormalization have taken the Inf in by then, and training never reads them.
@@ -24,7 +24,7 @@ keras.config.set_dtype_policy("mixed_float16")
 
 
 def train(callbacks=()):
-    """Train on it; return the model and its accuracy on the test images, where a prediction of NaN is wrong."""
+    """Train on it; return the model and its accuracy on the test images. A prediction of NaN counts as wrong."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [

@@ -1,4 +1,4 @@
-"""A GAN with two optimizers and a train step of its own: one bad batch, and both networks stay as if it had never been there.
+"""A GAN with two optimizers and its own train step: one bad batch changes neither network.
 
 Either network trains on what the other one has just become, so half of a step must not commit: the guard refuses both updates.
 

@@ -1,4 +1,4 @@
-"""A loop of one's own on JAX: a stateless step under jax.jit, no Keras trainer, one Inf in the data.
+"""Your own loop on JAX: a stateless step under jax.jit, no Keras trainer, one Inf in the data.
 
     python examples/own_loop_jax.py
 """
@@ -23,7 +23,7 @@ batches = [(x[i : i + 32], y[i : i + 32]) for i in range(0, len(x), 32)] * 5
 
 
 def build():
-    """Return a model, its optimizer, one train step of them, and the state that it goes on from."""
+    """Return a model, its optimizer, their train step, and its initial state."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     optimizer, loss_of = keras.optimizers.Adam(1e-2), keras.losses.MeanSquaredError()
@@ -45,7 +45,7 @@ def build():
 
 
 def error(model, state):
-    """Return the mean squared error of a state on what is not broken."""
+    """Return the mean squared error of a state on the clean rows."""
     kept = np.isfinite(x).all(axis=1)
     outputs, _ = model.stateless_call(state[0], state[1], x[kept])
     return float(np.mean((np.asarray(outputs) - y[kept]) ** 2))
@@ -64,7 +64,7 @@ with guard.watch(guarded, optimizer):
         if guard.stopped:
             break
 
-print(f"steps refused: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
+print(f"steps skipped: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock, ruined):.2f} without a guard, {error(guarded, state):.2f} with it")
 if np.isfinite(error(stock, ruined)) or not error(guarded, state) < 1.0:
     raise SystemExit("The guard was worth nothing here.")

@@ -1,4 +1,4 @@
-"""A loop of one's own on TensorFlow: GradientTape in a tf.function, no Keras trainer, one Inf in the data.
+"""Your own loop on TensorFlow: GradientTape in a tf.function, no Keras trainer, one Inf in the data.
 
     python examples/own_loop_tensorflow.py
 """
@@ -19,7 +19,7 @@ batches = [(tf.constant(x[i : i + 32]), tf.constant(y[i : i + 32])) for i in ran
 
 
 def build():
-    """Return a model, its optimizer, and one train step of them."""
+    """Return a model, its optimizer, and their train step."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     optimizer, loss_of = keras.optimizers.Adam(1e-2), keras.losses.MeanSquaredError()
@@ -35,7 +35,7 @@ def build():
 
 
 def error(model):
-    """Return the mean squared error on what is not broken."""
+    """Return the mean squared error on the clean rows."""
     kept = np.isfinite(x).all(axis=1)
     return float(np.mean((model.predict(x[kept], verbose=0) - y[kept]) ** 2))
 
@@ -53,7 +53,7 @@ with guard.watch(guarded, optimizer):
         if guard.stopped:
             break
 
-print(f"steps refused: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
+print(f"steps skipped: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock):.2f} without a guard, {error(guarded):.2f} with it")
 if np.isfinite(error(stock)) or not error(guarded) < 1.0:
     raise SystemExit("The guard was worth nothing here.")

@@ -1,4 +1,4 @@
-"""A loop of one's own on PyTorch: a torch.nn.Module, an optimizer and a scheduler of torch's, one Inf in the data.
+"""Your own loop on PyTorch: a torch.nn.Module, an optimizer and a scheduler of torch.optim, one Inf in the data.
 
     python examples/own_loop_torch.py
 """
@@ -22,7 +22,7 @@ batches = list(zip(x.split(32), y.split(32))) * 5
 
 
 def build():
-    """Return a model, its optimizer, and one train step of them."""
+    """Return a model, its optimizer, and their train step."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -39,7 +39,7 @@ def build():
 
 
 def error(model):
-    """Return the mean squared error on what is not broken."""
+    """Return the mean squared error on the clean rows."""
     kept = x.isfinite().all(dim=1)
     with torch.no_grad():
         return nn.functional.mse_loss(model.eval()(x[kept]), y[kept]).item()
@@ -59,9 +59,9 @@ with guard.watch(guarded, optimizer):
         if guard.stopped:
             break
         if not guard.refused:
-            scheduler.step()  # outside of the step: how often it was called is no part of what is given back
+            scheduler.step()  # outside of the step, so a refusal does not undo it
 
-print(f"steps refused: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
+print(f"steps skipped: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock):.2f} without a guard, {error(guarded):.2f} with it")
 if error(stock) < float("inf") or not error(guarded) < 1.2:
     raise SystemExit("The guard was worth nothing here.")

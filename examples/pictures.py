@@ -47,7 +47,7 @@ def train(directory: str) -> NanGuard:
 
 
 def photograph(page: Path, picture: Path, width: int, height: int, dark: bool = False, script: str = "") -> None:
-    """Write what Chromium shows of a page of this machine."""
+    """Write a screenshot of a local page in Chromium."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):

@@ -1,4 +1,5 @@
-"""A policy file: rules of one's own decide what is kept, who is notified, and when a run ends. They are in policy.toml beside this script.
+"""A policy file: your own rules decide which batches are saved, who is notified, and when a run ends. They are in policy.toml next to this
+script.
 
     python examples/policy_file.py
 """
@@ -18,7 +19,7 @@ FILE = Path(__file__).with_name("policy.toml")
 rng = np.random.default_rng(0)
 x = rng.standard_normal((1280, 6)).astype("float32")
 y = x[:, :1] - x[:, 1:2]
-x[700:, 2] = np.where(rng.random(580) < 0.02, np.nan, x[700:, 2])  # from here on the third sensor fails now and then
+x[700:, 2] = np.where(rng.random(580) < 0.02, np.nan, x[700:, 2])  # from here on the third sensor sometimes fails
 
 policy = Policy.load(FILE)
 print(f"{len(policy.rules)} rules; ends after at most {policy.max_consecutive_refused} bad steps in a row")

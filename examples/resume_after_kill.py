@@ -1,4 +1,4 @@
-"""Resume after `kill -9`: the same script is started again, goes on in the middle of the epoch, and ends with the same bits.
+"""Resume after `kill -9`: the same script is started again, continues in the middle of the epoch, and ends with the same bits.
 
     python examples/resume_after_kill.py
 
@@ -34,7 +34,7 @@ class Kill(keras.callbacks.Callback):
 
 
 def train(*callbacks):
-    """Train with Dropout and Adam, whose seeds and slots have to come back, too."""
+    """Train with Dropout and Adam. Their seeds and slots must also be restored."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), layers.Dense(32, activation="relu"), layers.Dropout(0.2), layers.Dense(1)])
     model.compile("adam", "mse")
@@ -43,7 +43,7 @@ def train(*callbacks):
 
 
 def guard(directory):
-    """Return the guard that serves the first start and every later one."""
+    """Return the guard for the first start and every restart."""
     return NanGuard(directory=directory, resume=True, snapshot={"every": 20})
 
 

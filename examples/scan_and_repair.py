@@ -1,4 +1,4 @@
-"""Scan and repair of a file: a saved model predicts NaN; find out why, mend the file, estimate the statistics anew from data.
+"""Scan and repair: a saved model predicts NaN. Find the cause, repair the file, and re-estimate the statistics from data.
 
     python examples/scan_and_repair.py
 """
@@ -21,7 +21,7 @@ x, y, x_test, y_test = x[:1440], y[:1440], x[1440:], y[1440:]
 
 
 def accuracy(model):
-    """Return the accuracy on the test images, where a prediction of NaN is wrong."""
+    """Return the accuracy on the test images. A prediction of NaN counts as wrong."""
     logits = model.predict(x_test, verbose=0)
     return (np.isfinite(logits).all(axis=1) & (logits.argmax(axis=1) == y_test)).mean()
 
@@ -40,13 +40,13 @@ model.compile(keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossen
 model.fit(x, y, epochs=4, verbose=0)
 healthy = accuracy(model)
 variance = model.get_layer("norm").moving_variance
-variance.assign(np.where(np.arange(64) < 40, np.nan, keras.ops.convert_to_numpy(variance)))  # as an overflow of float16 leaves it
+variance.assign(np.where(np.arange(64) < 40, np.nan, keras.ops.convert_to_numpy(variance)))  # as after a float16 overflow
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "model.keras"
     model.save(path)
     before = scan(path)
-    fixed = repair(path)  # writes model.repaired.keras; the old file stays
+    fixed = repair(path)  # writes model.repaired.keras and keeps the old file
     after = scan(fixed.output)
     ruined, repaired = keras.models.load_model(path), keras.models.load_model(fixed.output)
 

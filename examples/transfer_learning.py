@@ -40,7 +40,7 @@ x_new[100, 3, 3] = np.inf
 
 
 def transfer(callbacks=()):
-    """Train a new head for the other digits; return its accuracy on the last 200, where a prediction of NaN is wrong."""
+    """Train a new head for the other digits; return its accuracy on the last 200. A prediction of NaN counts as wrong."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([base, layers.Dense(5, name="head")])
     model.compile(keras.optimizers.Adam(1e-2), cross_entropy)
@@ -49,7 +49,7 @@ def transfer(callbacks=()):
     return (np.isfinite(logits).all(axis=1) & (logits.argmax(axis=1) == y_new[-200:])).mean()
 
 
-guard = NanGuard(statistics={"stuck_after": 0})  # frozen statistics are in order
+guard = NanGuard(statistics={"stuck_after": 0})  # frozen statistics are intended
 stock, guarded = transfer(), transfer([guard])
 untouched = all(np.array_equal(a, b) for a, b in zip(before, base.get_weights()))
 print(f"accuracy on the new classes: stock Keras {stock:.2f}, NanGuard {guarded:.2f}")

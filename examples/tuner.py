@@ -1,4 +1,4 @@
-"""KerasTuner: a search over learning rates on data with a broken row, where every trial of stock Keras ends in NaN.
+"""KerasTuner: a search over learning rates on data with a broken row. Every trial of stock Keras ends in NaN.
 
     pip install keras-tuner
     python examples/tuner.py
@@ -21,7 +21,7 @@ x[123, 20] = np.nan
 
 
 class Digits(keras_tuner.HyperModel):
-    """A network with the learning rate of a trial; with `guards` a guard for each, kept by its rate.
+    """A network with the learning rate of a trial. With `guards` each trial has a guard, stored by its rate.
 
     `tuner.search(..., callbacks=[NanGuard()])` guards, too. But KerasTuner copies callbacks for each trial, so the guard that you
     hold has no incidents then.
@@ -58,7 +58,7 @@ with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as othe
     stock, guarded = search(one), search(other, guards)
 
 for rate, guard in sorted(guards.items()):
-    left_out = f"{sum(i.refused for i in guard.incidents)} of 135 steps refused"
+    left_out = f"{sum(i.refused for i in guard.incidents)} of 135 steps skipped"
     print(f"rate {rate}: accuracy {stock[rate]:.2f} with stock Keras, {guarded[rate]:.2f} with NanGuard(), {left_out}")
 if max(stock.values()) > 0.5 or min(guarded.values()) < 0.5:
     raise SystemExit("The guard was worth nothing here.")

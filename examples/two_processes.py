@@ -1,11 +1,11 @@
-"""keras.distribution over two JAX processes: a bad row in the data of one of them, and both leave the step out.
+"""keras.distribution over two JAX processes: a bad row in the data of one of them, and both skip the step.
 
     python examples/two_processes.py
 
 starts two processes of itself on this machine, each with one CPU device. On a cluster each machine runs one of them.
 """
 
-# ruff: noqa: E402  what JAX reads when it starts is set before it is imported
+# ruff: noqa: E402  JAX reads these settings when it is imported
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if len(sys.argv) == 1:  # start both processes and wait for them
         raise SystemExit(max(abs(process.wait(timeout=120)) for process in both))
     finally:
         for process in both:
-            process.kill()  # where one of them has waited in vain for the other
+            process.kill()  # if one of them still waits for the other
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
 os.environ["KERAS_BACKEND"] = "jax"
@@ -64,6 +64,6 @@ incident = guard.incidents[0]
 if RANK == 0:
     print("bad row of the batch:", *incident.diagnosis.samples)
     print("weights after stock Keras:", "finite" if np.isfinite(stock[0]).all() else "NaN")
-print(f"process {RANK}: steps refused {[i.step for i in guard.incidents]}, sum of its weights {sum(w.sum() for w in guarded):.4f}")
+print(f"process {RANK}: steps skipped {[i.step for i in guard.incidents]}, sum of its weights {sum(w.sum() for w in guarded):.4f}")
 if not all(np.isfinite(w).all() for w in guarded) or incident.diagnosis.samples != (ROW,):
     raise SystemExit("The guard was worth nothing here.")

@@ -1,4 +1,4 @@
-"""MirroredStrategy over two replicas (two virtual CPUs): a bad row on one of them, and both leave the step out.
+"""MirroredStrategy over two replicas (two virtual CPUs): a bad row on one of them, and both skip the step.
 
     python examples/two_replicas.py
 """
@@ -26,7 +26,7 @@ kept = np.arange(len(x)) // BATCH != BAD
 
 
 def train(inputs, targets, callbacks=()):
-    """Train on these data, in their order, over both replicas."""
+    """Train on this data, in its order, on both replicas."""
     keras.utils.set_random_seed(0)
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)])
