@@ -24,7 +24,7 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network on broken data with and without the guard, and on clean data
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY)  ## what CI runs: the tests on all backends; a test above the backends runs on one of them
+test: $(READY)  ## what CI runs: what is above the backends once, the rest on each backend
 	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
 	{ $(MAKE) lint types && $(FAST_XLA) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE) tests; }; status=$$?; \
 	wait $$made && exit $$status
@@ -69,12 +69,12 @@ healthy: $(READY) .venv-jax/.ready .venv-torch/.ready  ## healthy programs on th
 	KERAS_BACKEND=jax .venv-jax/bin/python benchmarks/healthy.py --check
 	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/healthy.py --check
 
-nightly:  ## everything: also the site, all pages, notebooks, browser, other libraries, campaigns, slow tests and healthy programs
-	$(MAKE) test SHARE="--share --nightly"
+nightly:  ## every test on every backend, the site, all pages, slow tests and healthy programs
+	$(MAKE) test-all
 	$(MAKE) slow
 	$(MAKE) healthy
 
-test-all:  ## every test on every backend: before a release, and after a change above the backends
+test-all:  ## every test on every backend, without the slow ones
 	$(MAKE) test SHARE=--nightly
 
 SHARE = --share

@@ -11,7 +11,7 @@ import numpy as np
 
 from campaigns import fuzz_files as made
 from campaigns.fuzz_recipes import Recipe
-from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.policy import PRESETS
 
 __all__ = ["load", "run_of", "save", "trained"]
 

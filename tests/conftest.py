@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import tempfile
-import zlib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -21,7 +22,8 @@ if os.environ["KERAS_BACKEND"] == "jax" and "JAX_COMPILATION_CACHE_DIR" not in o
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -38,63 +40,94 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 WITHOUT_BACKEND = (
-    *("core/", "policy/", "lint/", "cli/test_demo.py", "diagnosis/test_causes.py", "diagnosis/test_decided.py"),
-    *("test_api.py", "test_architecture.py", "test_docs.py", "test_layout.py", "test_packaging.py"),
-    *("campaigns/test_installed.py", "campaigns/test_matrix.py", "campaigns/test_mutate.py"),
-    *("docs/test_howto.py", "docs/test_reference.py", "docs/test_site.py", "docs/test_types.py"),
+    *("core/", "policy/", "lint/", "cli/test_demo.py", "diagnosis/test_causes.py"),
+    *("diagnosis/test_decided.py", "diagnosis/test_advice.py", "diagnosis/test_documented.py"),
+    *("test_api.py", "test_architecture.py", "test_docs.py", "test_layout.py"),
+    *("test_packaging.py", "campaigns/test_installed.py", "campaigns/test_matrix.py"),
+    *("campaigns/test_mutate.py", "docs/"),
 )
-"""What imports no backend, reads files only, or comes to the same on each, and so is run once: on TensorFlow."""
+"""Tests that use no backend, or give the same result on each: they run on TensorFlow only."""
 
 
 SHARED = (
-    *("clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
+    *("cli/", "clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
+    *("test_errors.py", "test_formats.py", "test_no_warnings.py"),
     *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py"),
 )
-"""Tests of what is above the backends. With `--share` each of them runs on one backend, else on all of them."""
+"""Tests of the packages above the backends. With `--share` each runs on one backend."""
 
 NIGHTLY = (
-    *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py", "docs/test_several_devices.py"),
-    *("report/test_browser.py", "report/test_notebook.py", "test_examples.py"),
+    *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py"),
+    *("docs/test_several_devices.py", "report/test_browser.py", "report/test_notebook.py"),
+    *("test_examples.py", "keras_internals/test_upstream_defects.py"),
     *("backends/jax/test_process_matrix.py", "backends/torch/test_process_matrix.py"),
 )
-"""Tests with other libraries, notebooks, browsers, several processes and the whole site: run with `--nightly`, as `make nightly` does."""
+"""Tests of campaigns, other libraries, notebooks, the browser, process matrices and the site.
+
+They run with `--nightly`, as do the cases that `@pytest.mark.daily` does not name.
+"""
 
 DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 """Pages whose code runs without `--nightly`."""
 
-ON_ONE = ("steps", "xla", "execution", "tf", "unscaled", "every kind", "memorised", "DataLoader", "compiled")
-"""What in a name says that a test may be skipped on a backend: it stays with TensorFlow, which skips none of these."""
+COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
+COMPILED += ("unscaled", "every kind", "memorised", "DataLoader")
+"""Words in the name of a shared test that runs on TensorFlow: most of these need a compiled step."""
 
-BACKENDS = ("tensorflow", "jax", "torch")
+BACKENDS = ("torch", "tensorflow", "jax")
+"""Where a shared test runs: the first of these that can run it. PyTorch compiles nothing."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--share` and `--nightly`."""
-    parser.addoption("--nightly", action="store_true", help="run what `make test` leaves to `make nightly` as well")
-    parser.addoption("--share", action="store_true", help="leave each test of what is above the backends to one backend")
+    parser.addoption("--nightly", action="store_true", help="also run what `make test` leaves out")
+    parser.addoption("--share", action="store_true", help="run each shared test on one backend")
 
 
 def backend_of(item: pytest.Item) -> str:
-    """Return the backend on which a test runs that is shared."""
+    """Return the backend on which a shared test runs."""
     named = [marker.args for marker in item.iter_markers("requires_backend")]
     able = [backend for backend in BACKENDS if all(backend in args for args in named)]
-    alone = any(word in item.name for word in ON_ONE) and "tensorflow" in able
-    return "tensorflow" if alone or not able else able[zlib.crc32(item.nodeid.encode()) % len(able)]
+    if not able or ("tensorflow" in able and any(word in item.name for word in COMPILED)):
+        return "tensorflow"
+    return able[0]
 
 
 def _is_nightly_page(name: str) -> bool:
     return name.startswith("test_page[") and name[len("test_page[") : -1] not in DAILY_PAGES
 
 
+def _is_nightly_case(item: pytest.Item) -> bool:
+    """Whether a case of a parametrized test is not among those that `@pytest.mark.daily` names."""
+    marks, case = list(item.iter_markers("daily")), getattr(item, "callspec", None)
+    daily = [pattern for mark in marks for pattern in mark.args]
+    return bool(marks and case) and not any(fnmatchcase(case.id, pattern) for pattern in daily)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file if none of its tests runs here."""
+    if collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(HERE).as_posix()
+    backend = os.environ["KERAS_BACKEND"]
+    if not config.getoption("nightly") and path.startswith(NIGHTLY):
+        return True
+    if backend != "tensorflow" and path.startswith(WITHOUT_BACKEND):
+        return True
+    if backend == "jax" and config.getoption("share") and path.startswith(SHARED):
+        return 'requires_backend("jax"' not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out on JAX and PyTorch what does not depend on the backend, and what runs on another one with `--share`."""
-    here, backend = Path(__file__).parent, os.environ["KERAS_BACKEND"]
+    """Leave out nightly cases, and with `--share` what runs on another backend."""
+    backend = os.environ["KERAS_BACKEND"]
 
     def left_out(item: pytest.Item) -> bool:
-        path = item.path.relative_to(here).as_posix()
-        if not config.getoption("nightly") and (path.startswith(NIGHTLY) or _is_nightly_page(item.name)):
-            return True
-        if backend != "tensorflow" and path.startswith(WITHOUT_BACKEND):
+        path = item.path.relative_to(HERE).as_posix()
+        if not config.getoption("nightly") and (
+            _is_nightly_page(item.name) or _is_nightly_case(item)
+        ):
             return True
         return config.getoption("share") and path.startswith(SHARED) and backend_of(item) != backend
 
@@ -120,11 +153,22 @@ def _fresh(request: pytest.FixtureRequest):
     gc.freeze()  # the graphs that TensorFlow keeps for good would make each later collection take seconds
 
 
+@pytest.fixture
+def set_limit(monkeypatch: pytest.MonkeyPatch):
+    """`set_limit(name, value)` sets a limit of `support.limits` for one test."""
+    from support.limits import LIMITS
+
+    def set_to(name: str, value: float) -> None:
+        monkeypatch.setattr(f"keras_nanguard.{LIMITS[name]}", value)
+
+    return set_to
+
+
 @pytest.fixture(autouse=True)
-def _unhurried(monkeypatch: pytest.MonkeyPatch):
+def _unhurried(set_limit: Callable[[str, float], None]):
     """A diagnosis that takes long because the machine is busy prints no line that says so."""
     if "keras" in sys.modules:
-        monkeypatch.setattr("keras_nanguard._diagnose.notice.SLOW", 600.0)
+        set_limit("seconds until a diagnosis is slow", 600.0)
 
 
 @pytest.fixture

@@ -262,8 +262,8 @@ def test_problems_of_a_policy():
 
 WITHOUT_BACKEND = {
     "import": "from keras_nanguard import NanGuard",
-    "lint": "from keras_nanguard._cli.parser import main; sys.exit(main(['lint', 'model.keras']))",
-    "demo": "from keras_nanguard._cli.parser import main; sys.exit(main(['demo']))",
+    "lint": "from keras_nanguard.__main__ import main; sys.exit(main(['lint', 'model.keras']))",
+    "demo": "from keras_nanguard.__main__ import main; sys.exit(main(['demo']))",
 }
 
 

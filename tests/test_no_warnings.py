@@ -58,6 +58,9 @@ def lines(guard):
     return [line for incident in guard.incidents for line in incident.diagnosis.evidence]
 
 
+@pytest.mark.daily(
+    "Inf and NaN in a wide model", "huge x", "a rate that diverges", "finite losses whose sum overflows"
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_fit_with_incidents(name, tmp_path):
     """Refusing, diagnosing, rolling back, validating and replaying."""
@@ -74,6 +77,7 @@ def test_a_fit_with_incidents(name, tmp_path):
     assert guard.incidents and not any("itself failed" in line for line in lines(guard))
 
 
+@pytest.mark.daily("overflow-weights", "overflow-slots")
 @pytest.mark.parametrize("site", ["gradients", "weights", "statistics", "slots"])
 @pytest.mark.parametrize("kind", [pytest.param("nan", marks=pytest.mark.slow), "overflow"])
 def test_injected(site, kind):

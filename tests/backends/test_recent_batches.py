@@ -33,7 +33,7 @@ IN_ONE = {name: mode for name, mode in MODES.items() if "steps_per_execution" in
 if BACKEND == "tensorflow":  # takes the batches of several steps inside of the graph, and remembers none
     MODES = {name: mode for name, mode in MODES.items() if name not in IN_ONE}
 if BACKEND == "torch":
-    MODES = {"eager": {"jit_compile": False}}
+    MODES = {"torch": {"jit_compile": False}}
 if BACKEND == "jax":  # where a step is compiled by XLA or not at all
     MODES = {name: mode for name, mode in MODES.items() if "run_eagerly" in mode or mode["jit_compile"]}
 
@@ -81,6 +81,7 @@ def check(approach, start, end):
         np.testing.assert_allclose(keras_variables.read(variable), known, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_training_on_them_comes_to_the_same_state(mode):
     approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
@@ -90,6 +91,7 @@ def test_training_on_them_comes_to_the_same_state(mode):
     check(approach, start, end)
 
 
+@pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_refused_steps_are_not_among_them(mode):
     """A refused step leaves the state alone, so what came before it is followed by what came after.
@@ -119,9 +121,10 @@ def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     check(approach, start, end)
 
 
+@pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
-def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
-    monkeypatch.setattr("keras_nanguard._backends.shared.batch_memory.MAX_BYTES", 6 * BATCH * (4 + 1) * 4)
+def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
+    set_limit("bytes of remembered batches", 6 * BATCH * (4 + 1) * 4)
     approach, _, _ = approach_to(network(**MODES[mode]), *data(), steps=27, batch_size=BATCH)
     assert not approach.exact, "the steps since the snapshot are not all known"
     assert approach.snapshot.step == 0
@@ -129,11 +132,12 @@ def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
     assert approach.steps == tuple(range(27 - len(approach.steps), 27))
 
 
+@pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
-def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, monkeypatch):
+def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, set_limit):
     """Batches of any size in any order: those that are remembered never take more than they may."""
     large = BATCH * (4 + 1) * 4
-    monkeypatch.setattr(batch_memory, "MAX_BYTES", 6 * large)
+    set_limit("bytes of remembered batches", 6 * large)
     x, y = data()
     sizes, most = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1], []
 
@@ -236,6 +240,7 @@ def test_a_tensor_that_was_written_over_is_given_up():
     assert given.args is None
 
 
+@pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_they_are_let_go_at_the_end_of_the_fit(mode):
     model, guard = network(**MODES[mode]), NanGuard(verbose=0)

@@ -31,14 +31,14 @@ def sparse(array, padding=0):
 
 
 @pytest.fixture
-def unspread(monkeypatch):
+def unspread(monkeypatch, set_limit):
     """`unspread(limit)` sets how many entries may be read with their zeros, and makes reading more an error."""
 
     def refuse(*given, **named):
         raise AssertionError("a sparse batch was read with its zeros")
 
-    def limited(limit):
-        monkeypatch.setattr(sparse_arrays, "MAX_SPREAD", limit)
+    def limited(size):
+        set_limit("entries of a sparse batch made dense", size)
         if zoo.BACKEND == "jax":
             from jax.experimental.sparse import BCOO
 
@@ -56,10 +56,10 @@ def test_with_zeros():
     np.testing.assert_array_equal(keras_variables.by_rows(sparse(DENSE, padding=3)), DENSE)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(12, [[3, 1, 0], [0, 0, 0], [5, 0, 0], [2, 7, 4]]), (3, [[3, 1, 5, 2, 7, 4]])])
-def test_without_zeros(unspread, limit, expected):
+@pytest.mark.parametrize(("most", "expected"), [(12, [[3, 1, 0], [0, 0, 0], [5, 0, 0], [2, 7, 4]]), (3, [[3, 1, 5, 2, 7, 4]])])
+def test_without_zeros(unspread, most, expected):
     """Of a large one the stored values of each row stand side by side, and all in one row where even these are too many."""
-    unspread(limit)
+    unspread(most)
     value = sparse(DENSE, padding=3)
     assert keras_variables.by_rows(value).tolist() == expected
     assert keras_variables.dense(value).ravel()[:6].tolist() == [3, 1, 5, 2, 7, 4]
@@ -80,8 +80,8 @@ def test_rows_left_out(unspread, kept):
     np.testing.assert_array_equal(array, DENSE[taken])
 
 
-@pytest.mark.parametrize("limit", [1, pytest.param(320, marks=pytest.mark.slow)])
-def test_a_bad_value(unspread, limit):
+@pytest.mark.parametrize("most", [1, pytest.param(320, marks=pytest.mark.slow)])
+def test_a_bad_value(unspread, most):
     """NaN in a batch that is not read with its zeros is refused and found, with its row."""
     scipy = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
     wide = np.zeros((zoo.BATCH * zoo.BATCHES, 60), "float32")
@@ -89,7 +89,7 @@ def test_a_bad_value(unspread, limit):
     wide[5 * zoo.BATCH + 2, 20] = np.nan
     model = keras.Sequential([keras.Input((60,), sparse=True), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    unspread(limit)
+    unspread(most)
     guard = NanGuard(verbose=0)
     settings = {"batch_size": zoo.BATCH, "shuffle": False, "verbose": 0}
     model.fit(scipy.csr_matrix(wide), np.ones((len(wide), 1), "float32"), callbacks=[guard], **settings)

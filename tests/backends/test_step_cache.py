@@ -43,12 +43,14 @@ def fitted(times, mode="graph"):
     return model, loss, guards
 
 
+@pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_traced_once(mode):
     """The fifth fit traces nothing that the first one has not."""
     assert fitted(5, mode)[1].count == fitted(1, mode)[1].count
 
 
+@pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(mode):
     """Fits over data with bad batches end where fits without these batches end; each guard tells of its own."""

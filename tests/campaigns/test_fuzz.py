@@ -18,7 +18,7 @@ from campaigns.fuzz_folders import outside
 from campaigns.fuzz_oracles import Watch, Wrong, check_page, check_printed
 from campaigns.fuzz_recipes import json_text, mutated, packed, plain, toml_text, unpacked
 from campaigns.fuzz_targets import TARGETS
-from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard import FileFormatError
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="readers are the same on each backend")
 

@@ -15,14 +15,13 @@ from hypothesis import given, strategies as st
 from campaigns import mutant_runs, mutate, pages
 from campaigns.equivalent_mutants import EXPLAINED
 from campaigns.mutants import PACKAGE, Mutant, function_at, header, replaced
+from keras_nanguard import Finding, Incident, Policy
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Evidence, Origin
-from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._diagnose import causes
 from keras_nanguard._policy.decide import decide
-from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import PolicyState
 
 PAGE = PACKAGE.parent / "campaigns" / "results" / "mutate.md"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from support.recordings import synthetic, written
 
-from keras_nanguard._cli.parser import main
-from keras_nanguard._core.errors import GuardError
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard import Diagnosis, Finding, GuardError, Incident
+from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from keras_nanguard._core.incident import Finding
+from keras_nanguard import Finding
 from keras_nanguard._core.verdict import (
     FIELDS,
     PERIOD,

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_nanguard import NanGuard, replay
-from keras_nanguard._core.errors import BundleError, GuardError
-from keras_nanguard._diagnose import bundle as _bundle
+from keras_nanguard import BundleError, GuardError, NanGuard, replay
 
 BACKEND = keras.backend.backend()
 MODES = {"tensorflow": ("eager", "graph", "xla"), "jax": ("eager", "graph", "xla"), "torch": ("eager",)}[BACKEND]
@@ -35,19 +33,21 @@ def bundle(tmp_path_factory):
     return incident.bundle
 
 
+def step_of(bundle):
+    return json.loads((Path(bundle) / "incident.json").read_text())["step"]
+
+
 def test_the_bundle_holds_the_way_to_the_bad_step(bundle):
-    found = _bundle.read(bundle)
-    step = found.incident.step
-    assert found.about["before"]["exact"]
-    assert found.about["before"]["steps"] == list(range(step))
-    assert [len(x) for ((x, y),) in found.before] == [8] * step
-    assert {path for path, _ in found.start} == {path for path, _ in found.state}
-    assert any(not np.array_equal(dict(found.start)[path], value) for path, value in found.state)
+    step, about = step_of(bundle), json.loads((Path(bundle) / "bundle.json").read_text())
+    assert about["before"]["exact"] and about["before"]["steps"] == list(range(step))
+    start, state = (np.load(Path(bundle) / f"{name}.npz") for name in ("start", "state"))
+    assert set(start.files) == set(state.files)
+    assert any(not np.array_equal(start[name], state[name]) for name in state.files)
 
 
 def test_as_it_was_the_same_step_goes_bad_and_what_cures_it_is_named(bundle):
     reported = dict(replay(bundle, counterfactuals=True).counterfactuals)
-    step = _bundle.read(bundle).incident.step
+    step = step_of(bundle)
     assert reported["unchanged"].startswith(f"the {step + 1} steps from the state before the first step: ")
     assert reported["unchanged"].endswith(f"the loss is not finite at step {step + 1} of {step + 1}")
     assert "gradients clipped" in reported["cured by"]
@@ -65,9 +65,10 @@ def test_nothing_of_it_stays_in_the_model(bundle):
     model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.5), "mse")
     replay(bundle, model, counterfactuals=True)
-    state = dict(_bundle.read(bundle).state)
+    state = list(np.load(Path(bundle) / "state.npz").values())
     for variable in model.trainable_variables:
-        np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable.value), state[variable.path])
+        value = keras.ops.convert_to_numpy(variable.value)
+        assert any(np.array_equal(value, one) for one in state), variable.path
     assert float(model.optimizer.learning_rate) == pytest.approx(0.5)
     assert model.optimizer.global_clipnorm is None
 
@@ -91,7 +92,7 @@ def test_a_damaged_way_is_refused(bundle, tmp_path, name):
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     (copy / name).write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(BundleError):
-        _bundle.read(copy)
+        replay(copy)
 
 
 def test_a_bundle_without_it_still_reads(bundle, tmp_path):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_nanguard import NanGuard, diagnose
-from keras_nanguard._core.errors import GuardError
+from keras_nanguard import GuardError, NanGuard, diagnose
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from pathlib import Path
 
 import pytest
 from support.docs_tools import load
+from support.public_api import listed
 
 import keras_nanguard
 from keras_nanguard import actions
-from keras_nanguard._cli.parser import parser
 
 ROOT = Path(__file__).parents[2]
 reference_pages = load("reference_pages")
@@ -24,11 +23,6 @@ def test_generated_pages(name):
     assert written == reference_pages.PAGES[name]()
 
 
-def _commands():
-    groups = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return list(groups[0].choices)
-
-
 def test_every_command_and_field_is_there():
     """The pages that are made from the code leave out no action, no parameter and no command."""
     fields = reference_pages.policy_fields()
@@ -36,7 +30,7 @@ def test_every_command_and_field_is_there():
         section = fields.split(f"### `{name}`\n")[1].split("\n### ")[0]
         assert all(f"| `{field}` |" in section for field in action.model_fields)
     page = reference_pages.command_line()
-    commands = _commands()
+    commands = [line for line in listed("command") if ":" not in line]
     assert len(commands) >= 10
     assert all(f"## {name}\n" in page for name in commands)
 

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
+from support.public_api import listed
 
 import keras_nanguard
+from keras_nanguard import Diagnosis, Finding
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "support" / "users_file.py"
@@ -49,15 +51,10 @@ MISTAKES_AFTER = (
 
 
 def test_types_have_the_words_of_the_lists():
-    """Sites, kinds, causes, presets, faults and keywords are the same to a type checker as to the library."""
-    from keras_nanguard import testing
-    from keras_nanguard._core import incident, literals
-    from keras_nanguard._policy import policy, presets
-
-    assert get_args(literals.Site) == incident.SITES and get_args(literals.Kind) == incident.KINDS
-    assert get_args(literals.Cause) == incident.CAUSES and get_args(literals.Preset) == presets.PRESETS
-    assert get_args(literals.FaultSite) == testing.SITES and get_args(literals.FaultKind) == testing.KINDS
-    assert set(policy.Sections.__annotations__) == {*policy.Policy.model_fields} - {"version"}
+    """Sites, kinds and causes are the same to a type checker as to the library."""
+    finding, diagnosis = (get_type_hints(record) for record in (Finding, Diagnosis))
+    for words, family in ((finding["site"], "site"), (finding["kind"], "kind"), (diagnosis["cause"], "cause")):
+        assert sorted(get_args(words)) == list(listed(family))
 
 
 def test_the_file_uses_every_public_name():

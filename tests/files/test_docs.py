@@ -4,9 +4,9 @@ import pathlib
 import re
 
 import numpy as np
+from support.public_api import listed
 
-from keras_nanguard._cli.parser import parser
-from keras_nanguard._files.problems import CHOICES, PROBLEMS
+from keras_nanguard.__main__ import main
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -28,20 +28,24 @@ def test_the_programs_on_the_page_run(keras, nested, task, tmp_path, monkeypatch
 
 
 def test_every_problem_and_every_choice_stands_on_the_page():
-    """The tables name each problem with its severity, and each choice of a repair."""
+    """The tables name each problem and each choice of a repair."""
     text = (DOCS / "files.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
-    for code, (severity, _) in PROBLEMS.items():
-        assert any(f"`{code}`" in row and f"| {severity} |" in row for row in rows), code
-    for field, choices in CHOICES.items():
-        (row,) = [row for row in rows if row.startswith(f"| `{field}`")]
-        assert all(f"`{choice}`" in row for choice in choices)
+    for code in listed("problem of a file"):
+        assert any(f"`{code}`" in row for row in rows), code
+    for line in listed("command repair: "):
+        option, found, choices = line.removeprefix("--").partition(" of ")
+        if found:
+            (row,) = [row for row in rows if row.startswith(f"| `{option}`")]
+            assert all(f"`{choice}`" in row for choice in choices.split(", "))
 
 
-def test_the_runs_on_the_page_are_accepted_by_the_parser():
-    """Each typical run is a command line that the parser takes."""
+def test_the_runs_on_the_page_are_accepted_by_the_parser(capsys):
+    """Each typical run is a command with options that its help names."""
     runs = re.findall(r"^    keras-nanguard (.*)$", (DOCS / "cli.md").read_text(), re.MULTILINE)
     assert len(runs) >= 9
     for run in runs:
         words = [word.strip("'") for word in run.split("|")[0].split()]
-        assert parser().parse_args(words).run
+        assert main([words[0], "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(word in text for word in words if word.startswith("-"))

@@ -8,9 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.repair import repair
-from keras_nanguard._files.scan import scan
+from keras_nanguard import FileFormatError, repair, scan
 
 
 def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_path, monkeypatch):

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_nanguard._core.errors import GuardError
-from keras_nanguard._files.recalibrate import recalibrate
-from keras_nanguard._files.scan import scan
+from keras_nanguard import GuardError, recalibrate, scan
 
 
 def chain(keras, *layers, shape=(4,)):

@@ -14,14 +14,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard import FileFormatError, GuardError, repair, scan
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.problems import RepairOptions
-from keras_nanguard._files.repair import repair
 from keras_nanguard._files.repair_stored import bad_values, repaired
-from keras_nanguard._files.scan import scan
 
 
 def values(path):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_nanguard._core.errors import GuardError
+from keras_nanguard import GuardError, repair, scan
 from keras_nanguard._files.names import Identity
 from keras_nanguard._files.problems import (
     PROBLEMS,
@@ -14,8 +14,6 @@ from keras_nanguard._files.problems import (
     Limits,
     find_problems,
 )
-from keras_nanguard._files.repair import repair
-from keras_nanguard._files.scan import scan
 from keras_nanguard._files.scanner import statistics
 
 CASES = {

@@ -6,10 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from keras_nanguard._cli.parser import main
-from keras_nanguard._files.recalibrate import recalibrate
-from keras_nanguard._files.repair import repair
-from keras_nanguard._files.scan import scan
+from keras_nanguard import recalibrate, repair, scan
+from keras_nanguard.__main__ import main
 
 
 def ruin(backbone, nan, huge):

@@ -36,22 +36,24 @@ def memory():
 PROGRAM = (
     MEASURED
     + """
-import json
-from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.names import model_names
-from keras_nanguard._files.repair import repair
-from keras_nanguard._files.scan import scan
+import io, json
+from keras_nanguard import FileFormatError, repair, scan
+from keras_nanguard.__main__ import main
 
 path, found = sys.argv[1], {}
 for name, do in {
     "scan": lambda: json.dumps(scan(path).to_dict(), allow_nan=False),
-    "names": lambda: repr(model_names(path)),
     "repair": lambda: str(repair(path, path + ".out", weights="initial", overwrite=True)),
 }.items():
     try:
         found[name] = ["result", do()[:2000]]
     except FileFormatError as error:
         found[name] = ["refused", str(error)]
+output = sys.stdout
+sys.stdout = sys.stderr = io.StringIO()
+code = main(["check-policy", "recover", "--model", path])
+assert "Traceback" not in sys.stdout.getvalue() and code in (0, 1, 2)
+sys.stdout, sys.stderr = output, sys.__stderr__
 print(json.dumps({"found": found, "memory": memory()}))
 """
 )
@@ -106,12 +108,8 @@ CAMPAIGN = (
     MEASURED
     + """
 import json, random
-from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files import reading
-from keras_nanguard._files.repair import repair
-from keras_nanguard._files.scan import scan
+from keras_nanguard import FileFormatError, repair, scan
 
-reading.STALL_SECONDS = 5.0
 target, seed, count, *samples = sys.argv[1:]
 draw = random.Random(int(seed))
 samples = [open(sample, "rb").read() for sample in samples]

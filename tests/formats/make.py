@@ -22,7 +22,7 @@ import numpy as np
 
 import keras_nanguard
 from keras_nanguard import NanGuard, Policy, diagnose, lint, recalibrate, repair, replay, scan
-from keras_nanguard._cli.parser import main
+from keras_nanguard.__main__ import main
 
 POLICY = {
     "preset": "recover",

@@ -15,11 +15,19 @@ from support import zoo
 from keras_nanguard._keras import (
     fitting,
     layers as keras_layers,
+    losses as keras_losses,
     optimizers as keras_optimizers,
+    slot_gradients,
     structure,
     variables as keras_variables,
 )
 from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots, second_moments
+
+pytestmark = pytest.mark.filterwarnings(
+    "error::DeprecationWarning",
+    "ignore:__array__ implementation:DeprecationWarning",  # of Keras on PyTorch
+)
+"""What Keras deprecates is found here first."""
 
 LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
 
@@ -379,3 +387,76 @@ def test_second_moments():
         assert [v.shape for v in found] == [v.shape for v in model.trainable_variables], kind
         values = [keras.ops.convert_to_numpy(v) for v in found]
         assert all((v > 0.0).all() and (v <= 13.2).all() for v in values), kind  # 0.1 + 9 + 4
+
+
+def test_operations_losses_and_inputs_are_found():
+    inputs = keras.Input((4,), dtype="float16")
+    h = layers.Dense(3, dtype="float16", name="low")(inputs)
+    outputs = {"a": layers.Dense(1, name="a")(keras.ops.log(h)), "b": layers.Dense(1, name="b")(h)}
+    built = keras.Model(inputs, outputs)
+    built.compile("sgd", {"a": "mse", "b": "mae"}, auto_scale_loss=False)
+    y = np.zeros((2, 1), "float32")
+    built.train_on_batch(np.ones((2, 4), "float16"), {"a": y, "b": y})
+    found = [op.name.split("_")[0] for op in keras_layers.operations_of(built)]
+    assert "log" in found and set(found) <= {"log", "cast"}  # the lowest Keras casts inputs by operations
+    assert [name for name, _ in keras_losses.losses_by_output(built)] == ["a", "b"]
+    assert [str(t.dtype) for t in keras_layers.symbolic_inputs(built)] == ["float16"]
+    assert keras_layers.output_shapes(built) == [(None, 1), (None, 1)]
+
+
+def test_a_policy_is_exchanged_and_put_back():
+    layer, undo = layers.Dense(2, dtype="mixed_float16"), []
+    keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
+    assert layer.compute_dtype == "float32"
+    for target, name, value in reversed(undo):
+        object.__setattr__(target, name, value)
+    assert layer.compute_dtype == "float16"
+
+
+def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
+    optimizer = keras.optimizers.SGD(schedule)
+    optimizer.apply([keras.ops.ones(1)], [keras.Variable([1.0])])
+    rates = keras_optimizers.rate_before(optimizer), keras_optimizers.learning_rate(optimizer)
+    assert rates == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_norm_of_one_slot(dtype):
+    """The norm is that of the gradient, or unknown where the dtype of the slot hides it."""
+    rng = np.random.default_rng(0)
+    before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
+    slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
+    for size in (1.0, 1e-3, 1e-6):
+        after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
+        reported = slot.norm(before, after)
+        assert np.isnan(reported) or reported == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
+        assert size < 1.0 or dtype != "float32" or not np.isnan(reported)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("size", [1, slot_gradients.BLOCK, 2 * slot_gradients.BLOCK + 3])
+@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e100), ("float64", 1e-100)])
+def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
+    """However many blocks it takes, and however large its entries are."""
+    rng = np.random.default_rng(0)
+    before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
+    after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
+    slot = slot_gradients.GradientSlot(None, 0.5, 2.0, squared)
+    reported = slot.norm((unit * before).astype(dtype), (unit * after).astype(dtype))
+    assert reported == pytest.approx(np.linalg.norm(gradient) * (unit**0.5 if squared else unit), rel=1e-4)
+    assert np.isnan(slot.norm(before, np.where(np.arange(size)[:, None] == size - 1, np.nan, after)))
+    assert slot_gradients.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
+
+
+def test_the_limits_of_files_are_those_of_the_loader_of_keras():
+    """What Keras itself refuses to load as a bomb is refused by a scan, and nothing that it loads."""
+    from keras.src.saving import saving_lib
+
+    from keras_nanguard._files import opening, stored
+
+    if zoo.OLD:
+        pytest.skip("this version of Keras loads bombs")
+    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == stored.BOMB_FLOOR
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == stored.MAX_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == opening._MAX_MEMBER_EXPANSION

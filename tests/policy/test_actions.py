@@ -1,11 +1,10 @@
-"""Each action as data: its name, its phase, its parameters, and the two forms that files have of it."""
+"""Each action as data: its name, its parameters, and the two forms that files have of it."""
 
 from __future__ import annotations
 
 import pytest
 
 from keras_nanguard import Policy, PolicyError
-from keras_nanguard._policy.actions import CHANGE, END, REPORT, RESTORE, SKIP
 from keras_nanguard.actions import ACTIONS, Call, FixLossScale
 
 REQUIRED = {"call": {"function": "page"}}
@@ -46,18 +45,6 @@ def test_an_action_comes_back_from_a_file_as_it_was(name):
     assert all(
         OTHER[name][field] != getattr(fresh, field) for field in OTHER[name] if name != "call"
     )
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_the_phase_of_an_action_follows_from_what_it_does(name):
-    """Changes come after the rollback and endings last, so that no action undoes another."""
-    kind = ACTIONS[name]
-    assert kind.__doc__ and kind.name == name
-    phases = {True: CHANGE, False: REPORT}
-    expected = {"rollback": RESTORE, "skip": SKIP}.get(
-        name, END if kind.terminal else phases[kind.changes]
-    )
-    assert kind.phase == expected
 
 
 def test_an_action_needs_its_required_parameter():

@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from keras_nanguard import FileFormatError
-from keras_nanguard._core.incident import (
-    CAUSES,
-    KINDS,
-    SITES,
-    Diagnosis,
-    Finding,
-    Incident,
-    Outcome,
-)
+from keras_nanguard import Diagnosis, FileFormatError, Finding, Incident, Outcome, Policy
+from keras_nanguard._core.incident import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import decide
-from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.settings import matches_path
 from keras_nanguard._policy.state import PolicyState, is_bad_step
 from keras_nanguard.actions import ACTIONS

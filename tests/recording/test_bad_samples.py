@@ -10,11 +10,8 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard
-from keras_nanguard._core.errors import GuardError
-from keras_nanguard._fit import bad_rows
+from keras_nanguard import GuardError, NanGuard, Recording
 from keras_nanguard._fit.bad_rows import indices
-from keras_nanguard._recording.recording import Recording
 
 ROWS, BATCH = 96, 8
 BAD = {17: np.nan, 40: np.inf, 77: 3e38}
@@ -249,7 +246,7 @@ def test_healthy_data():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (4, 4, 1)])
-def test_search(dtype, shape, monkeypatch):
+def test_search(dtype, shape, set_limit):
     """The search finds the row that a comparison with each row finds, in any dtype and shape, whatever the size of its chunks."""
     random = np.random.default_rng(0)
     whole = random.integers(0, 2, (500, *shape)).astype(dtype)
@@ -261,7 +258,7 @@ def test_search(dtype, shape, monkeypatch):
         same.setdefault(row.tobytes(), []).append(number)
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
-        monkeypatch.setattr(bad_rows, "_CHUNK", chunk)
+        set_limit("values of a chunk of the row search", chunk)
         assert indices(batch, [0, 250, 499], whole, None) == [
             tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
         ]

@@ -7,39 +7,16 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
-from keras_nanguard._core import memory
-from keras_nanguard._fit import monitors
-from keras_nanguard._keras import slot_gradients, variables as keras_variables
-from keras_nanguard._recording.recording import Recording
+from keras_nanguard import NanGuard, Recording
 
 QUIET = {"verbose": 0, "diagnose": False}
 
 
 @pytest.fixture
-def often(monkeypatch):
+def often(set_limit):
     """Look at the layers whenever there is a chance to."""
-    monkeypatch.setattr(monitors, "SHARE", 1e9)
-    monkeypatch.setattr(monitors, "MIN_STEPS", 1)
-
-
-def test_the_first_look_copies_nothing_where_memory_is_short(monkeypatch):
-    """What a step takes at its peak is not known by then; later there is room for a copy if there is room for comparing it."""
-    monkeypatch.setattr(monitors, "SHARE", 1e9)
-    monkeypatch.setattr(monitors, "MIN_STEPS", 4)
-    monkeypatch.setattr(memory, "SMALL", -1)
-    monkeypatch.setattr(memory, "RESERVE", 0)
-    copied, copy = [], monitors.LayerLooks._copy
-
-    def copying(looks, run):
-        state = sum(keras_variables.bytes_of(v) for v in run.train_state().restorable)
-        monkeypatch.setattr(memory, "room", lambda root=None: 3.5 * state)
-        copy(looks, run)
-        copied.append((run.step, bool(looks._copies)))
-
-    monkeypatch.setattr(monitors.LayerLooks, "_copy", copying)
-    zoo.run(lambda: zoo.plain(keras.optimizers.Adam(0.01)), zoo.regression(), guard=NanGuard(**QUIET), epochs=1)
-    assert copied[0] == (1, False) and copied[1][0] >= 4 and copied[1][1]
+    set_limit("share of the time for looks", 1e9)
+    set_limit("steps between two looks", 1)
 
 
 def test_a_fit_that_dies_leaves_no_copies():
@@ -104,51 +81,6 @@ def test_gradients_that_cannot_be_told(optimizer, often):
     assert trained and all(np.isnan(found["gradient_norm"]).all() and np.isfinite(found["weight_norm"]).all() for found in trained)
 
 
-class TwiceAStep(keras.optimizers.SGD):
-    """Updates twice in each step, as a critic does."""
-
-    def apply(self, grads, trainable_variables=None):
-        super().apply(grads, trainable_variables)
-        super().apply(grads, trainable_variables)
-
-
-def test_none_where_a_step_updates_twice(often, monkeypatch):
-    """The slots of an optimizer that has made two updates do not tell the gradient of either."""
-    monkeypatch.setitem(slot_gradients.SLOTS, TwiceAStep, slot_gradients.SLOTS[keras.optimizers.SGD])
-    guard = NanGuard(**QUIET)
-    zoo.run(lambda: zoo.plain(TwiceAStep(0.05)), zoo.regression(), guard=guard, epochs=1)
-    trained = [found for found in guard.recording.layers.values() if "gradient_norm" in found]
-    assert trained and all(np.isnan(found["gradient_norm"]).all() for found in trained)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_norm_of_one_slot(dtype):
-    """The norm is that of the gradient, or unknown where the dtype of the slot hides it."""
-    rng = np.random.default_rng(0)
-    before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
-    slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
-    for size in (1.0, 1e-3, 1e-6):
-        after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
-        reported = slot.norm(before, after)
-        assert np.isnan(reported) or reported == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
-        assert size < 1.0 or dtype != "float32" or not np.isnan(reported)
-
-
-@pytest.mark.parametrize("squared", [False, True])
-@pytest.mark.parametrize("size", [1, slot_gradients.BLOCK, 2 * slot_gradients.BLOCK + 3])
-@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e100), ("float64", 1e-100)])
-def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
-    """However many blocks it takes, and however large its entries are."""
-    rng = np.random.default_rng(0)
-    before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
-    after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
-    slot = slot_gradients.GradientSlot(None, 0.5, 2.0, squared)
-    reported = slot.norm((unit * before).astype(dtype), (unit * after).astype(dtype))
-    assert reported == pytest.approx(np.linalg.norm(gradient) * (unit**0.5 if squared else unit), rel=1e-4)
-    assert np.isnan(slot.norm(before, np.where(np.arange(size)[:, None] == size - 1, np.nan, after)))
-    assert slot_gradients.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
-
-
 class Weights(keras.callbacks.Callback):
     """Keeps all variables after each execution."""
 
@@ -210,41 +142,9 @@ def test_in_the_file(tmp_path, often):
     assert max(found[path]["step"].max() for path in found) >= 12
 
 
-class Clock(keras.callbacks.Callback):
-    """A clock on which a step takes 16 ms, and nothing else anything unless it says so."""
-
-    STEP, now = 1 / 64, 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.now += self.STEP
-
-
-def test_share_of_the_time(monkeypatch):
-    """After a look, the next one waits until both together take their share of the time, and no longer than the step that runs then."""
-    clock, looks = Clock(), []
-
-    def taking(half, milliseconds):
-        real = getattr(monitors.LayerLooks, half)
-
-        def timed(self, run):
-            real(self, run)
-            cost = milliseconds * (len(looks) + 1) / 1024  # each look takes longer than the one before
-            clock.now += cost
-            looks.append((half, clock.now - cost, clock.now))
-
-        monkeypatch.setattr(monitors.LayerLooks, half, timed)
-
-    taking("_copy", 1)
-    taking("_compare", 2)
-    monkeypatch.setattr(monitors, "time", clock)
-    monkeypatch.setattr(monitors, "MIN_STEPS", 1)
-    monkeypatch.setattr(monitors, "SHARE", share := 1 / 32)
-    zoo.run(zoo.plain, zoo.regression(), guard=NanGuard(**QUIET), epochs=40, callbacks=[clock])
-    halves, began, ended = zip(*looks)
-    assert len(looks) >= 8 and halves[: len(looks) // 2 * 2] == ("_copy", "_compare") * (len(looks) // 2)
-    for copy in range(0, len(looks) - 2, 2):
-        cost = sum(ended[half] - began[half] for half in (copy, copy + 1))
-        assert 0 <= began[copy + 2] - (ended[copy + 1] + cost / share) <= clock.STEP
+def test_looks_are_few():
+    """They take a small share of the time, so that most steps have none."""
+    guard = NanGuard(**QUIET)
+    zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=40)
+    looks = {step for found in guard.recording.layers.values() for step in found["step"].tolist()}
+    assert 1 <= len(looks) <= 40 * 12 / 4

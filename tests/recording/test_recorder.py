@@ -9,20 +9,18 @@ import pickle
 import numpy as np
 import pytest
 from support import recordings, zoo
-
-from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database
-from keras_nanguard._recording.database import EXACT
-from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import (
+from support.recordings import (
     BIN_COLUMNS,
     COMMITTED,
+    EXACT,
     MEASURED,
     OVERFLOW,
     REFUSED,
     STEP_COLUMNS,
+    Recorder,
 )
+
+from keras_nanguard import GuardError, Recording
 
 zoo.once()
 
@@ -58,9 +56,9 @@ def pushed(made, count, seed=0):
 
 class TestSteps:
     @pytest.mark.parametrize("total", [0, 1, EXACT, EXACT + 2048, EXACT + 2049, 50_000])
-    def test_last_steps_are_exact_and_bins_summarize_the_others(self, total, monkeypatch):
+    def test_last_steps_are_exact_and_bins_summarize_the_others(self, total, set_limit):
         """Each bin says of its steps what all of them say; with the exact ones they are all steps."""
-        monkeypatch.setattr(database, "BINS", 64)
+        set_limit("bins of a recording", 64)
         made = recorder()
         whole = pushed(made, total)
         steps, bins = made.recording.steps, made.recording.bins
@@ -172,28 +170,6 @@ class TestRecorder:
         found = made.recording
         assert len(found) == 100_000 and found.events[-1].kind == "snapshot"
         assert sum(event.kind == "incident" for event in found.events) > 1000
-
-    def test_minor_events_go_first(self, monkeypatch):
-        """Beyond the limit epochs and snapshots are dropped before incidents, and older ones before newer ones."""
-        monkeypatch.setattr(database, "MAX_EVENT_TEXT", 20_000)
-        made = recorder()
-        made.event("incident", 0, 0, "first")
-        for epoch in range(100):
-            made.event("epoch", epoch, epoch, "x" * 500)
-        kinds = [event.kind for event in made.recording.events]
-        assert kinds[:2] == ["begin", "incident"] and 10 < kinds.count("epoch") < 40
-        assert made.recording.events[-1].epoch == 99
-
-    def test_layers_are_thinned(self, monkeypatch):
-        """Beyond the limit moments go, evenly from all but the last quarter."""
-        monkeypatch.setattr(database, "MAX_LAYER_ROWS", 800)
-        made = recorder()
-        for step in range(1000):
-            made.layers(step, [(f"v{n}", "trainable") for n in range(8)], np.full((8, 3), float(step)))
-        found = made.recording.layers["v3"]
-        steps = found["step"]
-        assert 40 <= len(steps) <= 100 and steps[0] == 0 and np.diff(steps).max() <= 80
-        assert steps[-20:].tolist() == list(range(980, 1000)) == found["weight_norm"][-20:].tolist()
 
     def test_a_long_run_has_all_its_steps(self):
         """The number of steps and of refused ones is exact, however many there were."""

@@ -10,13 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.recordings import begun, push, same
+from support.recordings import NAME, BadSample, File, Recorder, begun, push, same
 
-from keras_nanguard._recording import writer
-from keras_nanguard._recording.database import NAME
-from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard import Recording
 
 zoo.once()
 
@@ -73,7 +69,7 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
     def fails(*args):
         raise RuntimeError("of another kind")
 
-    monkeypatch.setattr(writer.File, when, fails)
+    monkeypatch.setattr(File, when, fails)
     made = begun(tmp_path)
     push(made, 5)
     assert not made.flush() and len(made.recording) == 5
@@ -82,10 +78,10 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
     made.end("finished", 5, 0)
 
 
-def test_locked_for_long(tmp_path, monkeypatch):
+def test_locked_for_long(tmp_path, set_limit):
     """Who has the file locked is waited for; at the end of a fit only so long, and the next fit writes what is missing."""
-    monkeypatch.setattr(writer, "LOCKED", 0.05)
-    monkeypatch.setattr(writer, "WAIT", 0.2)
+    set_limit("seconds that a recording waits for a lock", 0.05)
+    set_limit("seconds that a fit waits for its recording", 0.2)
     made = begun(tmp_path)
     push(made, 20)
     assert made.flush()
@@ -94,7 +90,7 @@ def test_locked_for_long(tmp_path, monkeypatch):
     push(made, 20, 20)
     assert not made.flush() and made.problem() == ""
     other.execute("ROLLBACK")
-    monkeypatch.setattr(writer, "WAIT", 30.0)
+    set_limit("seconds that a fit waits for its recording", 30.0)
     assert made.flush()
     same(made.recording, Recording.read(tmp_path))
     other.execute("BEGIN IMMEDIATE")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import keras
 import numpy as np
 import pytest
@@ -12,8 +10,6 @@ from sklearn.datasets import load_digits
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._diagnose.explain_step import Explainer
-from keras_nanguard._fit.trial import trial
 
 EPOCHS, BATCH = 4, 32
 DIGITS = load_digits()
@@ -99,22 +95,6 @@ class TestOverflow:
         assert loss(0.1, guard) < 1.15 * np.nanmin([loss(0.1 * 0.1**n) for n in (1, 2, 3)])
         assert {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
         assert guard.session.counts.run_again == sum(i.refused for i in guard.incidents)
-
-    def test_a_refusal_on_the_way_that_is_explained_otherwise(self, monkeypatch):
-        """With finite data no batch is left out of the steps that are run again, whatever cause one of the refused steps is given."""
-        explain, refused = Explainer.__call__, []
-
-        def otherwise(self, run, incident, report):
-            diagnosis = explain(self, run, incident, report)
-            if incident.refused:
-                refused.append(incident.step)
-            return diagnosis if len(refused) != 2 or diagnosis is None else replace(diagnosis, cause="input_scale")
-
-        monkeypatch.setattr(Explainer, "__call__", otherwise)
-        guard, y = NanGuard(verbose=0), Y * 100.0 + 1000.0
-        fit(unscaled(lambda: optimizers.SGD(10.0)), guard, y=y)
-        assert [i.diagnosis.cause for i in guard.incidents if i.refused][:3] == ["divergence", "input_scale", "divergence"]
-        assert guard.session.refused == 0, "each refused step was replayed"
 
     def test_nothing_helps(self):
         """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""
@@ -362,46 +342,6 @@ class TestReplay:
         assert changes(guard)
         for reported, mean in seen:
             assert reported == pytest.approx(mean, rel=1e-3)
-
-    def test_healthy_steps_are_not_touched(self):
-        """A trial of another rate leaves the run as if there had been none."""
-        plain, _ = fit(mlp(adam(0.01)))
-
-        class Trial(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                session = guard.session
-                if session.step == 60:
-                    with trial(session) as trying:
-                        batches = session.recent.last(8, session.transaction.batch)
-                        found.append(trying.trained(trying.state_of(session.ring.start), batches, 0.1))
-
-        found, guard = [], NanGuard(verbose=0)
-        model, _ = fit(mlp(adam(0.01)), guard, callbacks=[Trial()])
-        assert found[0] is not None
-        same(model, plain)
-
-    def test_a_trial_shows_what_the_rate_would_have_done(self):
-        """The losses of a state that a trial has come to are those of a run that had the rate from the beginning."""
-        found = []
-
-        class Trial(keras.callbacks.Callback):
-            def __init__(self, guard, factor):
-                super().__init__()
-                self.guard, self.factor = guard, factor
-
-            def on_epoch_end(self, epoch, logs=None):
-                session = self.guard.session
-                with trial(session) as trying:
-                    batches = session.recent.last(40, session.transaction.batch)
-                    end = trying.present
-                    if self.factor != 1.0:
-                        end = trying.trained(trying.state_of(session.ring.start), batches, self.factor)
-                    found.append(trying.losses(end, batches))
-
-        for rate, factor in ((0.001, 1.0), (0.01, 0.1)):
-            guard = NanGuard(verbose=0)
-            fit(mlp(adam(rate)), guard, callbacks=[Trial(guard, factor)], epochs=1, shuffle=False)
-        assert len(found[0]) == 40 and found[1] == pytest.approx(found[0], rel=1e-3)
 
     def test_bad_data_is_not_run_again(self):
         """A batch that was refused for its own sake stays refused when the steps around it are run again."""

@@ -113,6 +113,7 @@ def batches():
             yield x[start : start + BATCH], y[start : start + BATCH]
 
 
+@pytest.mark.daily("nothing to be learned", "frozen statistics", "other data to validate on")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_silent(name):
     """Where they are not to blame nothing is said, however far validation is from training."""

@@ -11,8 +11,6 @@ from keras import layers
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core import memory
-from keras_nanguard._fit.snapshots import Ring, size_of
-from keras_nanguard._keras import variables as keras_variables
 
 MB = 1 << 20
 
@@ -76,78 +74,15 @@ class TestRoom:
 
 
 @pytest.fixture
-def room(monkeypatch):
+def room(monkeypatch, set_limit):
     """Sets how much room there is, in bytes; every copy is looked at."""
-    monkeypatch.setattr(memory, "SMALL", -1)
-    monkeypatch.setattr(memory, "RESERVE", 0)
+    set_limit("bytes that are allocated unchecked", -1)
+    set_limit("bytes that are left free", 0)
 
     def leave(size):
         monkeypatch.setattr(memory, "room", lambda root=None: size() if callable(size) else size)
 
     return leave
-
-
-def variable():
-    return keras.Variable(np.arange(1000, dtype="float32"), trainable=False)
-
-
-class TestRing:
-    def test_one_in_place_of_two(self, room):
-        """Where another copy does not fit, the older one gives its buffers, and no memory is taken."""
-        room(np.inf)
-        ring, v = Ring(2, 0), variable()
-        ring.take([v], 0, 0, verified=True)
-        ring.take([v], 10, 10)
-        buffer = ring.snapshots[-1].arrays[id(v)]
-        room(0)
-        v.assign(v + 1)
-        assert ring.take([v], 20, 20)[:2] == ("", 0)
-        assert ring.keep == 1 and [s.step for s in ring.snapshots] == [0, 20]
-        assert ring.snapshots[-1].arrays[id(v)] is buffer and ring.newest().value(v)[0] == 1.0
-
-    def test_none(self, room):
-        """Where none fits, nothing is kept, a bad state is found all the same, and the next one is kept if it fits."""
-        room(0)
-        ring, v = Ring(2, 0), variable()
-        assert ring.take([v], 0, 0, verified=True)[:2] == ("", 4000)
-        assert ring.take([v], 10, 10)[:2] == ("", 4000) and not ring.snapshots
-        v.assign(v * np.nan)
-        assert ring.take([v], 20, 20).bad == v.path
-        v.assign(np.ones(1000))
-        room(5000)
-        assert ring.take([v], 30, 30)[:2] == ("", 0) and [s.step for s in ring.snapshots] == [30]
-
-    def test_the_first_step_is_left_room(self, room):
-        """Before the first step nobody knows what a step takes; slots that are all zeros take nothing."""
-        v, slot = variable(), keras.Variable(np.zeros(2000, "float32"), trainable=False)
-        for size, kept in ((4000 + 3 * 12000, True), (4000 + 3 * 12000 - 1, False)):
-            room(size)
-            ring = Ring(2, 0)
-            ring.take([v, slot], 0, 0, verified=True)
-            assert bool(ring.snapshots) == kept
-
-    def test_memory_that_is_not_there_after_all(self, room, monkeypatch):
-        """A copy that fails half-way is given up, and nothing of it is restored."""
-        room(np.inf)
-        ring, v, w = Ring(2, 0), variable(), variable()
-        ring.take([v, w], 10, 10)
-        calls = []
-
-        def copied(value, buffer):
-            calls.append(value)
-            if len(calls) == 2:
-                raise MemoryError
-            return np.array(value)
-
-        monkeypatch.setattr("keras_nanguard._fit.snapshots._copy", copied)
-        assert ring.take([v, w], 20, 20)[:2] == ("", 8000)
-        monkeypatch.undo()
-        assert [s.step for s in ring.snapshots] == [10] and len(ring.newest().arrays) == 2
-
-    def test_size(self):
-        for dtype, size in (("float32", 4), ("float16", 2), ("bfloat16", 2), ("int32", 4), ("bool", 1), ("uint8", 1)):
-            made = keras.Variable(np.ones((3, 5)), dtype=dtype, trainable=False)
-            assert size_of([made]) == 15 * size == keras_variables.view(made).nbytes or dtype == "bfloat16"
 
 
 def network():

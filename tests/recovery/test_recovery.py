@@ -240,6 +240,7 @@ class TestDivergingRate:
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(right, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.requires_backend("tensorflow", reason="the script is the same on each backend")
 def test_benchmark_in_short():
     """Two scenarios of the recovery benchmark run from the command line and recover."""

@@ -11,7 +11,6 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._fit.snapshots import Ring
 
 OFTEN = {"every": 4, "verify_after": 1}
 
@@ -87,11 +86,3 @@ def test_after_a_fit_that_fails():
     with pytest.raises(RuntimeError, match="fails"):
         zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[Fails()])
     assert held(guard, looks) == ([], [])
-
-
-def test_ring_gives_up_everything():
-    """What `close` leaves behind is an empty ring."""
-    ring, v = Ring(2, 0), keras.Variable(np.ones(3, "float32"))
-    ring.take([v], 0, 0, verified=True)
-    ring.close()
-    assert ring.newest() is None and ring.start is None and ring.snapshots == []

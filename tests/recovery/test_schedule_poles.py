@@ -45,11 +45,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pole_is_passed_over(name, monkeypatch):
+def test_pole_is_passed_over(name, set_limit):
     """One step is skipped, the rate is kept, and the incident names the iteration."""
     case = dict(CASES[name])
     if case.pop("forget", False):
-        monkeypatch.setattr("keras_nanguard._backends.shared.batch_memory.MAX_BATCHES", 0)
+        set_limit("remembered batches", 0)
     guard = NanGuard(verbose=0, **case.pop("guard", {}))
     model, guard = run(Pole(case.pop("rate", np.inf)), guard=guard, **case)
     (incident,) = guard.incidents

@@ -16,16 +16,14 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import FileFormatError, GuardError, NanGuard, Policy
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._fit.snapshots_on_disk import read, written
-from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import PolicyState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
@@ -303,6 +301,7 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
+    @pytest.mark.daily("graph-2", "unbuilt-4", "steps4-4")
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):

@@ -11,14 +11,13 @@ from keras import optimizers
 from support import zoo
 from support.programs import PROGRAMS
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rollback import run_again
 from keras_nanguard._fit.run import Counts
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
-from keras_nanguard._policy.policy import Policy
 
 RNG = np.random.default_rng(0)
 BACK = {"name": "back", "do": {"rollback": {"replay_steps": True}}}

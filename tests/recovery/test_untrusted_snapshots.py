@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import FileFormatError, GuardError, NanGuard
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.resume import find

@@ -48,6 +48,11 @@ def case(name: str) -> Any:
     return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if name in VARIANTS else [])])
 
 
+@pytest.mark.daily(
+    "gan*", "reinforce*", "vae*", "float16*", "normalised*", "random-labels*",
+    "deep-linear-saddle", "rate-reduced*", "weight-untracked-variable", "batch-of-one",
+    "enormous-losses", "parity", "triplet*",
+)
 @pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):
     """It is as wild as it says, and a default guard has nothing to say of it and changes nothing."""

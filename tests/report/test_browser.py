@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 from support.recordings import HOSTILE, synthetic
 
-from keras_nanguard._core.incident import Incident
+from keras_nanguard import Incident
 from keras_nanguard._report import compare, html
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")

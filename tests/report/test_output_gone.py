@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import sys
 import threading
 
@@ -11,10 +10,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
-from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording import writer
-from keras_nanguard._recording.recording import Recording
+from keras_nanguard import Incident, NanGuard, Recording
 
 
 class Full:
@@ -62,6 +58,7 @@ def trained(guard, epochs=2):
     return run
 
 
+@pytest.mark.daily("1-*", "2-Broken")
 @pytest.mark.parametrize("stream", [Full(), Broken(), Tee(), Closed(), None], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_standard_output(monkeypatch, stream, verbose):
@@ -83,21 +80,19 @@ def test_text_that_cannot_be_made(monkeypatch, what, capsys):
     assert capsys.readouterr().out.count("NanGuard: cannot print") == 1
 
 
-def test_export_of_incidents(monkeypatch, tmp_path, capsys):
+def test_export_of_incidents(tmp_path, capsys):
     """If the incidents cannot be exported at the end of a fit, a line says so, and the recording is whole."""
-    monkeypatch.setattr(writer.File, "export", lambda file: 1 / 0)
+    (tmp_path / "incidents.jsonl" / "in the way").mkdir(parents=True)
     trained(NanGuard(directory=tmp_path))
-    assert capsys.readouterr().out.count("NanGuard: incidents.jsonl is not written: division by zero") == 1
+    assert capsys.readouterr().out.count("NanGuard: incidents.jsonl is not written: ") == 1
     assert len(Recording.read(tmp_path)) == 28
 
 
-@pytest.mark.parametrize("where", ["opened", "rows", "thread"])
+@pytest.mark.parametrize("where", ["opened", "thread"])
 def test_recording(monkeypatch, tmp_path, where, capsys):
-    """The recording cannot be written: no connection, a row without a form, or no thread."""
+    """The recording cannot be written: something else is in its place, or there is no thread."""
     if where == "opened":
-        monkeypatch.setattr(writer, "File", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk I/O error")))
-    elif where == "rows":
-        monkeypatch.setattr(writer.File, "write", lambda *args: 1 / 0)
+        (tmp_path / "recording.sqlite").mkdir()
     else:
         real = threading.Thread.start
 
@@ -109,7 +104,7 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
         monkeypatch.setattr(threading.Thread, "start", start)
     guard = NanGuard(directory=tmp_path)
     trained(guard)
-    assert "recording.sqlite is not written" in capsys.readouterr().out or where == "rows"
+    assert "recording.sqlite is not written" in capsys.readouterr().out
     assert len(guard.recording.steps["loss"]) == 28
 
 

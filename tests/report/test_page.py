@@ -18,11 +18,10 @@ import pytest
 from support.recordings import HOSTILE, synthetic
 
 import keras_nanguard
-from keras_nanguard._cli.parser import main
-from keras_nanguard._core.errors import NanGuardError
-from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
+from keras_nanguard import Diagnosis, Incident, NanGuardError, Recording
+from keras_nanguard.__main__ import main
+from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import STEP_COLUMNS, Event
 from keras_nanguard._report import cards, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS

@@ -21,12 +21,10 @@ from support import recordings
 from campaigns.fuzz_files import sqlite
 from campaigns.fuzz_oracles import check_page
 from campaigns.fuzz_recipes import json_text
-from keras_nanguard._cli.parser import main
-from keras_nanguard._core.errors import FileFormatError, GuardError
-from keras_nanguard._core.incident import Incident
+from keras_nanguard import FileFormatError, GuardError, Incident, Recording
+from keras_nanguard.__main__ import main
 from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
 from keras_nanguard._core.plain_text import markdown_text
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import cards, console, files, html, watch
 
 ESCAPE = "\x1b]0;owned\x07"

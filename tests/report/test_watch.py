@@ -14,10 +14,9 @@ import pytest
 from rich.console import Console
 from support.recordings import HOSTILE, synthetic, written
 
-from keras_nanguard._cli.parser import main
-from keras_nanguard._core.incident import Incident
+from keras_nanguard import Incident, Recording
+from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import files, watch
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")

@@ -17,10 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+SURFACE = Path(__file__).parents[1] / "public_api.txt"
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 
 OF_A_GUARD = ("incidents", "policy", "directory")
 """Attributes of a guard that its docstring or its arguments name."""
+
+def listed(family: str) -> tuple[str, ...]:
+    """Return the words of a closed list as `tests/public_api.txt` has them: `listed("cause")`."""
+    written = SURFACE.read_text(encoding="utf-8").splitlines()
+    return tuple(line.removeprefix(f"{family} ") for line in written if line.startswith(f"{family} "))
+
 
 def lines() -> list[str]:
     """Return every fact about the public surface."""

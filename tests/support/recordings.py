@@ -9,20 +9,46 @@ import math
 
 import numpy as np
 
-from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Recording
 from keras_nanguard._recording.database import NAME, as_json, insert
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import (
     BIN_COLUMNS,
     COMMITTED,
     MEASURED,
     OVERFLOW,
     REFUSED,
+    SKIPPED,
+    STEP_COLUMNS,
     BadSample,
     Event,
 )
 from keras_nanguard._recording.writer import File
+
+__all__ = [
+    "BIN_COLUMNS",
+    "COMMITTED",
+    "EXACT",
+    "HOSTILE",
+    "MEASURED",
+    "NAME",
+    "OVERFLOW",
+    "REFUSED",
+    "SKIPPED",
+    "STEP_COLUMNS",
+    "BadSample",
+    "Event",
+    "File",
+    "Recorder",
+    "begun",
+    "event_of",
+    "incident",
+    "insert",
+    "push",
+    "same",
+    "synthetic",
+    "written",
+]
 
 EXACT = 8192
 BIN = 256

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from keras import layers, ops
 
+from keras_nanguard._backends.torch.modules import adapted as adapted
 from keras_nanguard._backends.torch.step import Transaction
 from keras_nanguard._keras.train_state import TrainState
 

@@ -23,6 +23,7 @@ from keras_nanguard import (
     Policy,
     PolicyError,
     Recording,
+    StateLostError,
     diagnose,
     lint,
     recalibrate,
@@ -112,7 +113,7 @@ def errors() -> Incident | None:
         NanGuard("no such policy")
     except PolicyError as error:
         print(error)
-    except (BundleError, FileFormatError, GuardInUseError, GuardError) as error:
+    except (BundleError, FileFormatError, GuardInUseError, StateLostError, GuardError) as error:
         print(error)
     except (NonFiniteError, TheSame) as error:
         return error.incident

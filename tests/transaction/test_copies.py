@@ -13,8 +13,7 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._policy.policy import Policy
+from keras_nanguard import NanGuard, NanGuardModel, Policy
 
 BAD = zoo.poison(zoo.regression(), 5)
 SET = {"train_step", "make_train_function", "save", "save_weights", "compute_loss"}
@@ -84,6 +83,7 @@ def compare(other, guard, work, fresh):
 
 
 class Test:
+    @pytest.mark.daily("True-copy", "True-cloudpickle", "False-deepcopy", "False-pickle")
     @pytest.mark.parametrize("how", COPIES)
     @pytest.mark.parametrize("used", [False, True])
     def test_guard(self, how, used):
@@ -94,6 +94,7 @@ class Test:
             assert len(guard.incidents) == 1
         compare(COPIES[how](guard), guard, lambda other: zoo.run(zoo.plain, BAD, guard=other, epochs=1), how in FRESH)
 
+    @pytest.mark.daily("deepcopy", "pickle")
     @pytest.mark.parametrize("how", COPIES)
     def test_guard_with_a_directory(self, how, tmp_path):
         """So has one that writes to disk and goes on from there; its pickle would go on from there, too, a fresh guard begins anew."""
@@ -109,6 +110,7 @@ class Test:
             assert again.guard.session.counts.committed == 12
             assert zoo.plain_logs(again.history) == zoo.run(zoo.plain, data, epochs=1).history
 
+    @pytest.mark.daily("deepcopy", "pickle")
     @pytest.mark.parametrize("how", COPIES)
     def test_during_a_fit(self, how):
         """So has one that is at work, seen from a callback; the fit goes on as if nobody had looked."""
@@ -170,6 +172,7 @@ class Named(NanGuard):
         self.name = name
 
 
+@pytest.mark.daily("plain-copy", "plain-save", "own-pickle", "own-clone_model")
 @pytest.mark.parametrize("how", [*COPIES, "clone_model", "save"])
 @pytest.mark.parametrize("build", [zoo.plain, own])
 def test_model(build, how, tmp_path):

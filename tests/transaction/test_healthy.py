@@ -113,6 +113,9 @@ NORMAL = [
 ]
 
 
+@pytest.mark.daily(
+    "dense-*", "convolution-adamw*", "lstm-rmsprop*", "transformer-adam-*", "embedding-adam*"
+)
 @pytest.mark.parametrize(("name", "optimizer", "precision", "executions"), NORMAL)
 def test_no_incident(name, optimizer, precision, executions):
     """A healthy run has no incident and loses no step."""

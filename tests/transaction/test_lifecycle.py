@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
-from keras_nanguard._core.errors import GuardInUseError
+from keras_nanguard import GuardInUseError, NanGuard
 
 HOOKS = {"train_step", "make_train_function", "compute_loss", "apply", "_get_current_learning_rate"}
 

@@ -12,7 +12,6 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._keras.overrides import ThreadOverrides
 
 LIMIT = 120.0
 """Seconds that a test waits for a thread."""
@@ -105,74 +104,6 @@ def test_one_guard_for_two_threads():
 
     first, refused = together(lambda: fit(models[0], data, guard, Waits(), epochs=1), second)
     assert isinstance(first, list) and "a guard of a running fit" in str(refused)
-
-
-class Shared:
-    """Something that all threads share."""
-
-    def plain(self, value):
-        return value
-
-
-class Derived(Shared):
-    """A class that inherits what is overridden."""
-
-
-class TestThreadOverrides:
-    @pytest.mark.parametrize("order", ["first in first out", "first in last out"])
-    @pytest.mark.parametrize("target", [Shared, Derived])
-    def test_in_any_order(self, target, order):
-        """Each thread sees its own stand-in while it is inside, and the class is as it was when the last one has left."""
-        override = ThreadOverrides(target, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
-        before = dict(vars(target))
-        inside, leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-        left = [threading.Event(), threading.Event()]
-        seen = {}
-
-        def work(place):
-            override.enter(place)
-            inside[place].set()
-            assert leave[place].wait(LIMIT)
-            seen[place] = target().plain("x")
-            override.leave(place)
-            seen[place, "after"] = target().plain("x")
-            left[place].set()
-
-        threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in (0, 1)]
-        for thread, event in zip(threads, inside):
-            thread.start()
-            assert event.wait(LIMIT)
-        assert target().plain("x") == "x", "no other thread"
-        for place in (0, 1) if order == "first in first out" else (1, 0):
-            leave[place].set()
-            assert left[place].wait(LIMIT)
-        assert seen == {0: (0, "x"), 1: (1, "x"), (0, "after"): "x", (1, "after"): "x"}
-        assert dict(vars(target)) == before
-
-    def test_one_within_another(self):
-        """A thread that enters twice leaves once for each."""
-        override = ThreadOverrides(Shared, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
-        before = dict(vars(Shared))
-        one, other = ["one"], ["one"]
-        override.enter(one)
-        override.enter(other)
-        assert Shared().plain("x") == (one, other, "x")
-        override.leave(one)
-        assert Shared().plain("x")[0] is other
-        override.leave(other)
-        assert dict(vars(Shared)) == before
-
-    def test_overridden_by_someone_else_meanwhile(self, monkeypatch):
-        """What someone else has put around it stays, and works."""
-        override = ThreadOverrides(Shared, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
-        override.enter(1)
-        ours = Shared.plain
-        monkeypatch.setattr(Shared, "plain", lambda self, value: ["theirs", ours(self, value)])
-        assert Shared().plain("x") == ["theirs", (1, "x")]
-        override.leave(1)
-        assert Shared().plain("x") == ["theirs", "x"]
-        monkeypatch.undo()
-        Shared.plain = lambda self, value: value
 
 
 def test_a_diagnosis_leaves_the_other_threads_alone():

@@ -48,6 +48,12 @@ LONG = {"xla", "eager"} if zoo.BACKEND == "jax" else {"xla"}
 CASES = [case for case in CASES if case[1] not in LONG or case[0] in ("adam", "rmsprop-accumulation")]
 
 
+@pytest.mark.daily(
+    "adam-*", "adamw-ema-graph", "sgd-graph", "rmsprop-accumulation-graph", "rmsprop-accumulation-steps4"
+)
+@pytest.mark.daily(
+    "adam-*", "adamw-ema-graph", "sgd-graph", "rmsprop-accumulation-graph", "rmsprop-accumulation-steps4"
+)
 @pytest.mark.parametrize(("optimizer", "mode"), CASES)
 def test_bad_batches_never_happened(optimizer, mode):
     """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison.
@@ -81,6 +87,8 @@ def test_even_executions():
     assert zoo.differences(guarded, zoo.run(lambda: zoo.plain(steps_per_execution=4), data.without(bad))) == []
 
 
+@pytest.mark.daily("adam", "rmsprop-accumulation")
+@pytest.mark.daily("adam", "rmsprop-accumulation")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rewritten_graph(optimizer):
     """Where TensorFlow rewrites the arithmetic of a graph, guarded and unguarded runs agree to its rounding."""
@@ -94,6 +102,8 @@ def test_rewritten_graph(optimizer):
     assert zoo.differences(guarded, oracle, tolerance("graph") if optimizer.startswith("adam") else 1e-5) == []
 
 
+@pytest.mark.daily("graph")
+@pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_every_batch_bad(mode):
     """Where every batch is bad nothing at all is changed, and the bounded policy stops within a dozen steps."""
@@ -142,6 +152,8 @@ def test_last_batch_smaller():
     assert guarded.steps == [11, 23]
 
 
+@pytest.mark.daily("5")
+@pytest.mark.daily("5")
 @pytest.mark.parametrize("steps", [3, 5, 16])
 def test_uneven_executions(steps):
     """An execution that the data cuts short, or that is longer than an epoch, still tells each step by its number."""

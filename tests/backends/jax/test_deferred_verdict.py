@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard import Finding, NanGuard, NanGuardModel
 from keras_nanguard._backends.jax.step import Transaction
-from keras_nanguard._core.incident import Finding
 from keras_nanguard._diagnose.explain_step import Explainer
 from keras_nanguard._fit.session import Session
 from keras_nanguard.testing import inject

@@ -13,10 +13,9 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard import GuardError, NanGuard, NanGuardModel
 from keras_nanguard._backends import current
 from keras_nanguard._backends.jax.step import StepResult, Transaction
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard._keras import jax_trainer
 from keras_nanguard.testing import inject

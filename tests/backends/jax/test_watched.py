@@ -11,8 +11,6 @@ from backends.jax.test_step import Loop, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.shared import rules
 from keras_nanguard._fit.session import Session
 
 BATCH, BATCHES, AT = 8, 8, 3
@@ -101,9 +99,9 @@ class SpoilsItsSlots(keras.optimizers.SGD):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["with the weights", "by themselves"])
-def test_a_slot_that_turns_bad_is_seen_in_its_step(apart, monkeypatch):
+def test_a_slot_that_turns_bad_is_seen_in_its_step(apart, set_limit):
     if apart:
-        monkeypatch.setattr(rules, "SMALL_SLOTS", 0)
+        set_limit("bytes of a small optimizer state", 0)
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), optimizer=SpoilsItsSlots(0.01, momentum=0.9))
     first = guard.incidents[0]
     assert first.step == AT and "slots" in first.sites
@@ -200,19 +198,6 @@ def test_weights_that_no_optimizer_moves():
     guard = guarded(model, HOT)
     assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)] and "weights" in guard.incidents[0].sites
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
-
-
-def test_which_update_it_is(monkeypatch):
-    """Slots of large optimizers are read in every sixteenth update: the sums are told its number."""
-    told, real = [], reductions.update_sums
-
-    def update_sums(optimizer, weights, slots, iteration, *rest):
-        told.append(int(iteration))
-        return real(optimizer, weights, slots, iteration, *rest)
-
-    monkeypatch.setattr(reductions, "update_sums", update_sums)
-    fitted(Tracks(lambda x, last: jnp.mean(x)), run_eagerly=True)
-    assert told == [*range(1, BATCHES + 1)]
 
 
 def test_a_scale_that_is_no_part_of_the_state():

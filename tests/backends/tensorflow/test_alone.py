@@ -15,6 +15,7 @@ from support.tensorflow_steps import (
     WITH_BAD,
     Away,
     Bursting,
+    TrainState,
     X,
     Y,
     alone,
@@ -29,9 +30,6 @@ from support.tensorflow_steps import (
 )
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.shared import batch_memory
-from keras_nanguard._backends.tensorflow import reports as step_reports
-from keras_nanguard._keras.train_state import TrainState
 
 WAYS = ("deferred", "kept", "compiled", "eager")
 """Updates that wait for the verdict; updates at once, and old values kept; compiled by XLA; no graph."""
@@ -82,6 +80,7 @@ def test_what_xla_compiles(way, programs):
     assert sum("_XlaMustCompile" in f.attr and f.attr["_XlaMustCompile"].b for f in library.function) == programs
 
 
+@pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "compiled", "eager"])
 def test_bad_steps_that_are_watched(way):
     """Without refusals each step does what it does without the guard, whose verdict and report tell of it all the same."""
@@ -98,6 +97,7 @@ def test_bad_steps_that_are_watched(way):
     assert reports[0].counts[:, 0].sum() and np.isnan(verdicts[-1].weights + verdicts[-1].slots)
 
 
+@pytest.mark.daily("deferred-weights", "compiled-slots")
 @pytest.mark.parametrize("where", ["weights", "slots"])
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_stands_still(way, where):
@@ -139,6 +139,7 @@ ALONE = [(what, way) for what in ("loss", "gradients", "statistics") for way in 
 ALONE += [(what, way) for what in ("weights", "slots") for way in ("kept", "eager")]
 
 
+@pytest.mark.daily("*-deferred", "weights-kept", "slots-eager")
 @pytest.mark.parametrize(("what", "way"), ALONE)
 def test_each_sum_alone(what, way):
     """One sum that is bad is enough to refuse the step, and is all that is told of."""
@@ -160,6 +161,7 @@ def test_each_sum_alone(what, way):
     assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
 
 
+@pytest.mark.daily("True-deferred", "False-kept", "True-eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 @pytest.mark.parametrize("built", [True, False])
 def test_a_loss_scale(way, built):
@@ -194,6 +196,7 @@ def test_a_loss_scale(way, built):
         same(state(model), before)
 
 
+@pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 def test_what_is_infinite_on_purpose(way):
     """What a step does not write is none of its sums, nor is what may be infinite."""
@@ -223,9 +226,9 @@ def test_a_tape_around_a_step_watches_the_weights_alone():
 
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_more_reports_than_are_kept(way, monkeypatch):
+def test_more_reports_than_are_kept(way, set_limit):
     """The first are there; nobody waits for the others, and every verdict is read."""
-    monkeypatch.setattr(step_reports, "CAPACITY", 3)
+    set_limit("reports of a TensorFlow program", 3)
     transaction = alone(network(), way, several=8)
     _, verdicts, found = run(transaction, batches(WITH_BAD, [BAD[0]] * 8), 8, way)
     assert [v.step for v in verdicts] == [*range(8)] and all(v.refused for v in verdicts)
@@ -260,11 +263,11 @@ def test_nothing_of_a_run_is_left():
 
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_batches_that_take_much_memory(way, monkeypatch):
+def test_batches_that_take_much_memory(way, set_limit):
     """Of the refused batches that wait for the host the first stays, and others while they fit; all counts are there."""
     one = 4 * SIZE * (3 + 1)  # bytes of x and y
-    for limit, kept in ((1, 1), (3 * one, 3)):
-        monkeypatch.setattr(batch_memory, "MAX_BYTES", limit)
+    for most, kept in ((1, 1), (3 * one, 3)):
+        set_limit("bytes of remembered batches", most)
         transaction = alone(network(), way, several=STEPS)
         found = run(transaction, batches(WITH_BAD, [BAD[0]] * STEPS), STEPS, way)[2]
         assert [report.batch is not None for report in found] == [step < kept for step in range(STEPS)]
@@ -303,6 +306,7 @@ class Sentinels(layers.Layer):
         return x
 
 
+@pytest.mark.daily("deferred-*", "compiled-weights", "eager-loss")
 @pytest.mark.parametrize("what", ["loss", "gradients", "statistics", "weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_finite_numbers_are_never_refused(way, what):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import keras
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ import tensorflow as tf
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.tensorflow import step as steps
 from keras_nanguard.testing import inject
 
 
@@ -105,21 +101,7 @@ def test_epochs_and_fits_need_no_trace_more():
     assert guarded.traces <= plain.traces
 
 
-def test_the_data_of_an_epoch_is_released():
-    """The step holds no iterator, and so no buffer of batches, when its epoch is over."""
-    step, x = steps.Direct(lambda data: data[0]), numbers(8)[0]
-    iterator = iter(tf.data.Dataset.from_tensors((x,)))
-    np.testing.assert_array_equal(step(steps.next_batch(iterator), iterator), x)
-    with pytest.raises(StopIteration):
-        steps.next_batch(iterator)
-    gone = weakref.ref(iterator)
-    del iterator
-    gc.collect()
-    assert gone() is None
-    iterator = iter(tf.data.Dataset.from_tensors((x,)))
-    np.testing.assert_array_equal(step(steps.next_batch(iterator), iterator), x)
-
-
+@pytest.mark.daily("4")
 @pytest.mark.parametrize("bad", [10, 1, 4])
 def test_a_train_function_of_any_number_of_steps(bad):
     """Each step of a train function of the user's own is counted, and a bad one reported with its number and its row."""

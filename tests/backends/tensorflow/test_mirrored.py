@@ -13,19 +13,19 @@ from support import zoo
 
 SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
 TOGETHER = {
-    "graph": ("adam", "bad_target", "observed", "healthy", "no_rows"),
+    "graph": ("adam", "observed", "healthy"),
     "float16": ("mixed_float16", "overflow"),
     "one replica": ("several_steps",),
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
-    "diagnosed": ("forward_domain",),
+    "diagnosed": ("forward_domain", "bad_target", "no_rows"),
     "compiled": ("compiled",),
     "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
 """Cases that share a process."""
 
-DAILY = (*TOGETHER["graph"], "forward_domain")
+DAILY = TOGETHER["graph"]
 SLOW = tuple(name for names in TOGETHER.values() for name in names if name not in DAILY)
 """Cases that are left to the slow tests."""
 
@@ -139,6 +139,7 @@ def test_asked_to_compile(result):
     assert result("compiled")["differences"] == []
 
 
+@pytest.mark.slow
 def test_a_layer_that_leaves_its_domain(result):
     """A diagnosis replays the step on one replica's own graph, and names the layer and the row of the whole batch."""
     reported = result("forward_domain")
@@ -147,6 +148,7 @@ def test_a_layer_that_leaves_its_domain(result):
     assert "logarithm" in reported["culprits"][0]
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_given_no_row(result):
     """What a layer makes of nothing is found by giving it nothing."""
     reported = result("no_rows")

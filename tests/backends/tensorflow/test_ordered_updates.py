@@ -12,10 +12,11 @@ from keras_nanguard._backends.tensorflow import updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
 
+@pytest.mark.daily("Adam", "EMA", "accumulates", "loss scale")
 @pytest.mark.parametrize("name", [*BY_KERNELS, *(pytest.param(name, marks=pytest.mark.slow) for name in AS_IT_IS)])
-def test_the_same_bits(name, monkeypatch):
+def test_the_same_bits(name, set_limit):
     """In this order or in any, guarded with bad batches put in, the run ends as the plain one without them."""
-    monkeypatch.setattr(updates, "LARGE", 1)
+    set_limit("bytes of a large TensorFlow update", 1)
     make = (BY_KERNELS[name] if name in BY_KERNELS else (AS_IT_IS[name],))[0]
     data = zoo.regression()
     guarded = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard=True)

@@ -52,7 +52,7 @@ NOT_SPARSE = {"centered RMSprop"}
 """Those whose update of an `Embedding` stock Keras 3.15 computes wrong or not at all (keras/src/backend/tensorflow/sparse.py)."""
 
 NEWER = {"Muon", "ScheduleFreeAdamW"}
-NORMAL = {"accumulation", "LossScaleOptimizer"}
+NORMAL = {"LossScaleOptimizer"}
 """Those of the normal run; all of them are a campaign."""
 
 

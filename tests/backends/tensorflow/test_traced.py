@@ -6,9 +6,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support.tensorflow_steps import BAD, SIZE, WITH_BAD, X, alone, batches, execution, network
-
-from keras_nanguard._keras.train_state import TrainState
+from support.tensorflow_steps import (
+    BAD,
+    SIZE,
+    WITH_BAD,
+    TrainState,
+    X,
+    alone,
+    batches,
+    execution,
+    network,
+)
 
 
 @pytest.mark.parametrize("way", ["deferred"])

@@ -76,6 +76,7 @@ def network(optimizer):
     return model
 
 
+@pytest.mark.daily("Adam", "EMA", "loss scale", "accumulates", "momentum", "Lamb")
 @pytest.mark.parametrize("name", [*BY_KERNELS, *AS_IT_IS])
 def test_the_same_bits(kernels, name):
     """Guarded with bad batches put in, the run ends as the plain one without them, whichever way the update takes."""

@@ -10,6 +10,7 @@ from keras import layers
 from support.tensorflow_steps import (
     Away,
     Bursting,
+    Retrace,
     X,
     Y,
     alone,
@@ -21,8 +22,6 @@ from support.tensorflow_steps import (
     spoiled,
     state,
 )
-
-from keras_nanguard._backends.tensorflow.execution import Retrace
 
 STEPS, BAD = range(5), (0, 2)
 SPOILT = X.copy()

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 import torch
 from keras import layers, ops
-from support.torch_steps import X, Y, alone, network, same, state, updated, wild
+from support.torch_steps import (
+    TrainState,
+    Transaction,
+    X,
+    Y,
+    alone,
+    network,
+    same,
+    state,
+    updated,
+    wild,
+)
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.torch.step import Transaction
-from keras_nanguard._keras.train_state import TrainState
 
 
 def test_a_healthy_step():

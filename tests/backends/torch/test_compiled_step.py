@@ -133,6 +133,7 @@ def test_a_healthy_fit_is_as_keras_compiles_it():
     assert guard.incidents == []
 
 
+@pytest.mark.slow
 def test_the_next_fit_compiles_nothing(steady):
     """A guarded step is compiled once for all fits, as Keras' own is, until `compile` is called."""
     model, data = network()(jit_compile=True), zoo.regression()

@@ -53,15 +53,3 @@ def test_one_look_where_sums_over_nothing_are_on_the_processor(monkeypatch, kind
         step((batch, Y))
         assert step.verdict.refused is (number == 3) and len(looks) == number + 1
     assert [unread for *_, unread in looks] == [0, 2, 2, 2, 0, 2]
-
-
-def test_an_observed_step_looks_once(monkeypatch):
-    """The sums over its weights are part of its verdict."""
-    looks, real = [], reductions.update_sums
-    monkeypatch.setattr(reductions, "update_sums", lambda *args: looks.append(True) or real(*args))
-    model = network()
-    model.optimizer.build(model.trainable_variables)
-    step = alone(model, refuse=False)
-    for number in range(3):
-        step((X, Y))
-        assert len(looks) == number + 1 and step.verdict.weights != 0.0

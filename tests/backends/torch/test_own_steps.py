@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 import torch
 from keras import layers, ops
-from support.torch_steps import BODIES, X, Y, alone, network, own, same, state, updated
-
-from keras_nanguard._backends.torch.modules import adapted
-from keras_nanguard._backends.torch.step import Transaction
-from keras_nanguard._keras.train_state import TrainState
+from support.torch_steps import (
+    BODIES,
+    TrainState,
+    Transaction,
+    X,
+    Y,
+    adapted,
+    alone,
+    network,
+    own,
+    same,
+    state,
+    updated,
+)
 
 BAD = X * torch.nan
 PLAIN = "Variable._direct_assign"

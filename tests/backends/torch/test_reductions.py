@@ -84,6 +84,7 @@ print(fit([]), fit([NanGuard(verbose=0, diagnose=False, snapshot={"every": 1000}
 """Batches of one: products of a few rows wake threads by themselves on some processors of AMD."""
 
 
+@pytest.mark.daily("3")
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads what Linux says of threads")
 @pytest.mark.parametrize("layers", [3, 20])
 def test_a_small_step_wakes_no_threads(layers):

@@ -528,6 +528,7 @@ with guard.watch(net, optimizer):
 """
 
 
+@pytest.mark.daily("silent")
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_process_that_does_not_answer(tmp_path, how):
     """Where another process is gone, or silent for as long as the process group allows, the step ends and says what it waited for."""

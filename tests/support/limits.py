@@ -1,0 +1,29 @@
+"""The limits of the library that tests set to other values, and where each is."""
+
+from __future__ import annotations
+
+LIMITS = {
+    "bytes of a zip bomb": "_files.opening.BOMB_FLOOR",
+    "seconds until a reader hangs": "_files.reading.STALL_SECONDS",
+    "seconds until a reader is abandoned": "_files.reading.EXIT_SECONDS",
+    "values of a chunk of the row search": "_fit.bad_rows._CHUNK",
+    "share of the time for looks": "_fit.monitors.SHARE",
+    "steps between two looks": "_fit.monitors.MIN_STEPS",
+    "bins of a recording": "_recording.database.BINS",
+    "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
+    "seconds that a fit waits for its recording": "_recording.writer.WAIT",
+    "rows that wait for the disk": "_recording.database.MAX_UNWRITTEN",
+    "rows of a table that are read": "_recording.recording.MAX_ROWS",
+    "bundles of a directory": "_diagnose.bundle.MAX_BUNDLES",
+    "bytes of a bundle": "_diagnose.bundle.MAX_BYTES",
+    "seconds until a diagnosis is slow": "_diagnose.notice.SLOW",
+    "bytes of remembered batches": "_backends.shared.batch_memory.MAX_BYTES",
+    "remembered batches": "_backends.shared.batch_memory.MAX_BATCHES",
+    "reports of a TensorFlow program": "_backends.tensorflow.reports.CAPACITY",
+    "bytes of a large TensorFlow update": "_backends.tensorflow.updates.LARGE",
+    "entries of a sparse batch made dense": "_keras.sparse_arrays.MAX_SPREAD",
+    "bytes of a small optimizer state": "_backends.shared.rules.SMALL_SLOTS",
+    "bytes that are allocated unchecked": "_core.memory.SMALL",
+    "bytes that are left free": "_core.memory.RESERVE",
+}
+"""Paths within `keras_nanguard`; the fixture `set_limit` sets one of them for one test."""
