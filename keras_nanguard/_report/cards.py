@@ -25,7 +25,7 @@ from keras_nanguard._core.incident import SITES, Incident
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import console
-from keras_nanguard._report.console import snippet
+from keras_nanguard._report.snippets import snippet
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10

@@ -13,24 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
 from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.records import BadSample
-
-REASONS, ADVICE, _SNIPPETS = (
-    {cause: str(about[part]) for cause, about in CAUSE_WORDS.items() if part in about}
-    for part in ("reason", "brief", "code")
-)
-
-
-def snippet(diagnosis: Diagnosis) -> str:
-    """Return code to paste, or `""`. It has no name from the data except identifiers."""
-    name = diagnosis.culprit_shown
-    code = _SNIPPETS.get(diagnosis.cause, "")
-    return code.replace("{name}", name if name.isidentifier() else "x")
-
+from keras_nanguard._report.snippets import ADVICE, REASONS
 
 WIDTH = 120
 """Maximum number of characters of a line."""
