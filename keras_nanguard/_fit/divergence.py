@@ -80,8 +80,9 @@ runs have learned something.
 
 REST = 10
 """Minimum number of steps until the next trials, as a multiple of the steps of the last ones, if
-the run has learned something: trials then take at most a tenth of the time. Otherwise they take at
-most half of it. Either number of steps doubles each time.
+the run has learned something: trials then take at most a tenth of the time. Otherwise the first
+`LONGEST` steps of trials need no rest, and the next ones take at most half of the time. Either
+number of steps doubles each time.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -162,7 +163,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._next = 0, 0
+        self._wait, self._next, self._spent = 0, 0, 0
         self._cleared = self._previous = math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
@@ -181,7 +182,7 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait, self._next = run.counts.rollbacks, 0, 0
+            self._rollbacks, self._wait, self._next, self._spent = run.counts.rollbacks, 0, 0, 0
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
@@ -193,7 +194,9 @@ class Divergence:
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._wait = max(2 * self._wait, steps * (REST if found == LEARNED else 1))
+        self._spent += steps
+        rest = REST if found == LEARNED else int(self._spent > LONGEST)
+        self._wait = max(2 * self._wait, rest * steps)
         self._next, self._cleared = run.step + self._wait, level
         if found not in (None, LEARNED):
             self._adjust(run, found)
