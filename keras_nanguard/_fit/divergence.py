@@ -78,11 +78,10 @@ HELD_OUT, MOST_HELD_OUT = 8, 32
 runs have learned something.
 """
 
-REST = 10
-"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones, if
-the run has learned something: trials then take at most a tenth of the time. Otherwise the first
-`LONGEST` steps of trials need no rest, and the next ones take at most half of the time. Either
-number of steps doubles each time.
+REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
+"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
+run that has learned something (trials take at most a tenth of the time), of one that has not (at
+most half), and of one that has diverged before. It doubles each time.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -163,7 +162,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._next, self._spent = 0, 0, 0
+        self._wait, self._next = 0.0, 0.0
         self._cleared = self._previous = math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
@@ -182,7 +181,7 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait, self._next, self._spent = run.counts.rollbacks, 0, 0, 0
+            self._rollbacks, self._wait, self._next = run.counts.rollbacks, 0.0, 0.0
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
@@ -194,8 +193,8 @@ class Divergence:
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._spent += steps
-        rest = REST if found == LEARNED else int(self._spent > LONGEST)
+        rest = REST_DIVERGED if run.recovery.diverged else REST
+        rest = REST_LEARNED if found == LEARNED else rest
         self._wait = max(2 * self._wait, rest * steps)
         self._next, self._cleared = run.step + self._wait, level
         if found not in (None, LEARNED):
