@@ -81,7 +81,8 @@ runs have learned something.
 REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
 """Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
 run that has learned something (trials take at most a tenth of the time), of one that has not (at
-most half), and of one that has diverged before. It doubles each time.
+most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss has
+risen since to twice its level, or half way back to that of the first steps.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -162,7 +163,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._next = 0.0, 0.0
+        self._wait, self._looked = 0.0, 0
         self._cleared = self._previous = math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
@@ -181,7 +182,7 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait, self._next = run.counts.rollbacks, 0.0, 0.0
+            self._rollbacks, self._wait = run.counts.rollbacks, 0.0
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
@@ -196,7 +197,7 @@ class Divergence:
         rest = REST_DIVERGED if run.recovery.diverged else REST
         rest = REST_LEARNED if found == LEARNED else rest
         self._wait = max(2 * self._wait, rest * steps)
-        self._next, self._cleared = run.step + self._wait, level
+        self._looked, self._cleared = run.step, level
         if found not in (None, LEARNED):
             self._adjust(run, found)
         return None
@@ -222,7 +223,11 @@ class Divergence:
         before, self._previous = self._previous, median(losses)
         if level < HALF * start and self._previous < FALLS * before:
             return False
-        return run.step >= self._next or level > 2.0 * self._cleared
+        limit = 2.0 * self._cleared
+        if self._cleared < start < math.inf:
+            limit = min(limit, (self._cleared + start) / 2)
+        wait = self._wait / REST_LEARNED if level > limit else self._wait
+        return run.step >= self._looked + wait
 
     def _found(self, run: Run) -> tuple[Lost | float | None, int]:
         """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and
