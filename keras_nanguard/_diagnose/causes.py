@@ -129,6 +129,9 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     if e.refused and (rate := _broken_rate(e)) is not None:  # in the step before
         return rate
     path, _ = e.state[0]
+    finite = "state:nonfinite" not in e.sites
+    if e.refused and finite and max(e.growth.loss, e.growth.norm) >= 1e3:
+        return Conclusion("divergence", path, confidence=0.85, because="growth")
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
     if only_statistics and outside:

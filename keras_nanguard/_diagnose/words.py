@@ -67,7 +67,9 @@ def _state(e: Evidence) -> Iterator[str]:
         more = f" and {len(e.state) - 4} more" if len(e.state) > 4 else ""
         when = " already before this step" if e.refused else ""
         when = " before the first step" if e.state_fresh else when
-        yield f"{listed}{more}: NaN or Inf{when}."
+        finite = "state:out_of_range" in e.sites and "state:nonfinite" not in e.sites
+        what = "finite, but so large that sums overflow," if finite else "NaN or Inf"
+        yield f"{listed}{more}: {what}{when}."
 
 
 def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:

@@ -156,6 +156,8 @@ def _before_training(incident: Incident) -> bool:
 
 def _is_bad_state(incident: Incident) -> bool:
     """Whether the state itself is bad: written by other code, or by a step that committed."""
+    if incident.refused and incident.causes == {"divergence"}:
+        return False  # finite, and so large because of the learning rate
     sites = ("state",) if incident.refused else STATE_SITES
     kinds = ("nonfinite", "out_of_range")
     return any(f.site in sites and f.kind in kinds for f in incident.findings)

@@ -96,6 +96,23 @@ class TestOverflow:
         assert {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
         assert guard.session.counts.run_again == sum(i.refused for i in guard.incidents)
 
+    def test_weights_that_training_has_made_huge(self):
+        """Weights beyond 1e30 are a divergence if the loss has grown over the steps before, and no other code wrote them."""
+
+        def run(*callbacks):
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
+            model.compile(optimizers.SGD(5e25), "mse")  # each step multiplies the weight by -99
+            x = np.full((640, 1), 1e-12, "float32")
+            model.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=list(callbacks))
+            return float(keras.ops.convert_to_numpy(model.weights[0]).item())
+
+        assert not np.isfinite(run())
+        guard = NanGuard(verbose=0)
+        assert run(guard) == pytest.approx(1.0, rel=0.01)
+        huge = [f.path for i in guard.incidents for f in i.findings if (f.site, f.kind) == ("state", "out_of_range")]
+        assert huge and {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
+
     def test_nothing_helps(self):
         """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""
         guard = NanGuard(verbose=0)
