@@ -81,13 +81,13 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
 def test_locked_for_long(tmp_path, set_limit):
     """Who has the file locked is waited for; at the end of a fit only so long, and the next fit writes what is missing."""
     set_limit("seconds that a recording waits for a lock", 0.05)
-    set_limit("seconds that a fit waits for its recording", 0.2)
     made = begun(tmp_path)
     push(made, 20)
     assert made.flush()
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     push(made, 20, 20)
+    set_limit("seconds that a fit waits for its recording", 0.2)
     assert not made.flush() and made.problem() == ""
     other.execute("ROLLBACK")
     set_limit("seconds that a fit waits for its recording", 30.0)
