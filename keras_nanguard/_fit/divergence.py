@@ -82,7 +82,8 @@ REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
 """Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
 run that has learned something (trials take at most a tenth of the time), of one that has not (at
 most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss has
-risen since to twice its level, or half way back to that of the first steps.
+risen since to twice its level, or half way back to that of the first steps; and 0 for the first
+`LONGEST` steps of trials if the loss of a run that has not learned anything does not fall.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -102,7 +103,9 @@ GROWN = 10.0
 
 
 LEARNED = 1.0
-"""Result of the trials of a run that has learned something: its rate does not change."""
+"""Result of the trials of a run that has learned something, as few batches show: its rate does not
+change.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._looked = 0.0, 0
+        self._wait, self._looked, self._spent = 0.0, 0, 0
         self._cleared = self._previous = math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
@@ -182,19 +185,23 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait = run.counts.rollbacks, 0.0
+            self._rollbacks, self._wait, self._spent = run.counts.rollbacks, 0.0, 0
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
             self._end_probation(run)
             return None
         level = median([loss for _, loss in run.history.last(WINDOW)] or [math.nan])
+        before = self._previous
         if not self._suspect(run, began, level):
             return None
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        rest = REST_DIVERGED if run.recovery.diverged else REST
+        self._spent += steps
+        falls = self._previous < before
+        rest = REST * (falls or self._spent > LONGEST)
+        rest = REST_DIVERGED if run.recovery.diverged else rest
         rest = REST_LEARNED if found == LEARNED else rest
         self._wait = max(2 * self._wait, rest * steps)
         self._looked, self._cleared = run.step, level
@@ -219,11 +226,11 @@ class Divergence:
         losses = [loss for step, loss, _ in run.history.since(began)]
         if len(losses) < WINDOW:
             return False
-        start = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+        first = [m.loss for m in run.history.first(run.step)] or [math.inf]
         before, self._previous = self._previous, median(losses)
-        if level < HALF * start and self._previous < FALLS * before:
+        if level < HALF * min(first) and self._previous < FALLS * before:
             return False
-        limit = 2.0 * self._cleared
+        limit, start = 2.0 * self._cleared, median(first)
         if self._cleared < start < math.inf:
             limit = min(limit, (self._cleared + start) / 2)
         wait = self._wait / REST_LEARNED if level > limit else self._wait
@@ -261,7 +268,7 @@ class Divergence:
                 trying, trying.present, present, untrained.losses, some
             )
             if learned and not _dead(run, trying.present, trying.trained(trying.present, some)):
-                return LEARNED
+                return LEARNED if len(some) == HELD_OUT else None
         growth, path = _growth(run, trying, first)
         further: State | None = trying.present
         again = batches * (math.ceil(TRIAL / len(batches)) - 1)
