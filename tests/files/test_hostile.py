@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from support import zoo
+from support.limits import limit
 
 from keras_nanguard import FileFormatError, repair, scan
 from keras_nanguard.__main__ import main
@@ -388,3 +389,28 @@ def test_a_header_without_end_is_a_reason(make):
     ends too early."""
     header = b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n"
     assert "EOF" in unread(zipped(make, {"a.npy": header, "b.npy": header}, "headers.npz"))["a"]
+
+
+def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, set_limit):
+    """A small archive may name one member any number of times; older versions of Python read each."""
+    set_limit("bytes that any file may declare", 1 << 21)
+    set_limit("times its size that a file may declare", 1)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("0.npy", "w") as member:
+            np.lib.format.write_array(member, np.zeros(1 << 17))
+        archive.filelist.extend(archive.filelist[:1] * 20)
+    path = make.raw(buffer.getvalue(), "shared.npz")
+    reasons = [problem.detail for e in scan(path).variables for problem in e.problems]
+    assert sum("declares more than" in reason for reason in reasons) == 20
+
+
+def test_the_limits_are_those_of_the_loader_of_keras(keras):
+    """What Keras itself refuses to load as a bomb is refused here, and nothing that it loads."""
+    from keras.src.saving import saving_lib
+
+    if zoo.OLD:
+        pytest.skip("this version of Keras loads bombs")
+    assert limit("bytes that any file may declare") == saving_lib._H5_DATASET_BOMB_FLOOR_BYTES
+    assert limit("times its size that a file may declare") == saving_lib._H5_DATASET_MAX_EXPANSION
+    assert limit("times its size that a member may expand to") == saving_lib._ZIP_MEMBER_MAX_EXPANSION

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 LIMITS = {
     "bytes of a zip bomb": "_files.opening.BOMB_FLOOR",
+    "bytes that any file may declare": "_files.stored.BOMB_FLOOR",
+    "times its size that a file may declare": "_files.stored.MAX_EXPANSION",
+    "times its size that a member may expand to": "_files.opening._MAX_MEMBER_EXPANSION",
     "seconds until a reader hangs": "_files.reading.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.reading.EXIT_SECONDS",
     "values of a chunk of the row search": "_fit.bad_rows._CHUNK",
@@ -27,3 +32,9 @@ LIMITS = {
     "bytes that are left free": "_core.memory.RESERVE",
 }
 """Paths within `keras_nanguard`; the fixture `set_limit` sets one of them for one test."""
+
+
+def limit(name: str) -> float:
+    """Return the value of a limit."""
+    module, _, constant = LIMITS[name].rpartition(".")
+    return getattr(importlib.import_module(f"keras_nanguard.{module}"), constant)
