@@ -130,7 +130,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
         return rate
     path, _ = e.state[0]
     finite = "state:nonfinite" not in e.sites
-    if e.refused and finite and max(e.growth.loss, e.growth.norm) >= 1e3:
+    if e.refused and finite and e.growth.jump[0] >= 1e3:  # in the steps before, not in this one
         return Conclusion("divergence", path, confidence=0.85, because="growth")
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
