@@ -654,7 +654,7 @@ def _killed(directory, delays):
         assert line == "killed\n"
         found = find(directory)
         assert found is not None and found.record.verified
-        with np.load(found.path / "rest.npz", allow_pickle=False) as arrays:
+        with np.load(found.path / "state.npz", allow_pickle=False) as arrays:
             assert all(np.isfinite(arrays[name]).all() for name in arrays)
         positions.append((found.epoch, found.batch))
     process.wait()
@@ -667,10 +667,6 @@ def test_killed(tmp_path, recwarn):
     positions = _killed(tmp_path, [random.random() for _ in range(4)])
     assert len(positions) == 4 and positions == sorted(positions) and positions[-1] > positions[0]
     assert not [w for w in recwarn if "NanGuard" in str(w.message)], "a kill leaves nothing that is broken"
-    model = zoo.plain()
-    model.optimizer.build(model.trainable_variables)
-    model.load_weights(find(tmp_path).path / "state.weights.h5")
-    assert zoo.bad_entries(model) == []
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
 
 
 def test_layer_that_cannot_be_saved(tmp_path, capsys):
-    """A layer whose own saving fails ends no training: snapshots are then in memory."""
+    """A snapshot on disk holds the variables, so a layer whose own saving fails has one like any other."""
 
     @keras.saving.register_keras_serializable("output_gone")
     class Unsaved(keras.layers.Dense):
@@ -133,4 +133,5 @@ def test_layer_that_cannot_be_saved(tmp_path, capsys):
     guard = NanGuard(directory=tmp_path, snapshot=snapshot)
     model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
     assert np.isfinite(model.get_weights()[0]).all()
-    assert capsys.readouterr().out.count("this layer cannot be saved") == 1
+    assert "this layer cannot be saved" not in capsys.readouterr().out
+    assert list((tmp_path / "snapshots").glob("snapshot-*/state.npz"))
