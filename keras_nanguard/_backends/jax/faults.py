@@ -22,6 +22,8 @@ __all__ = ["Hook"]
 class Hook(FaultHook):
     """One fault, injected into every train step of one model."""
 
+    counts_replays = False
+
     def _wrap(self) -> None:
         keras_fitting.on_making(
             self.model, self._making, self._overrides, default=over_lists

@@ -46,6 +46,9 @@ class FaultHook:
     seen = 0
     """Train steps that ran since it was installed."""
 
+    counts_replays = True
+    """Whether a step that runs again counts itself, too."""
+
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
         self.reached = False
@@ -279,7 +282,7 @@ def without_faults(model: Any) -> Iterator[Callable[[], None]]:
 
     def again() -> None:
         for hook, seen in counted:
-            hook.seen = seen - 1
+            hook.seen = seen - hook.counts_replays
 
     for hook, _ in counted:
         hook.seen = _NEVER
