@@ -18,7 +18,8 @@ TOGETHER = {
     "one replica": ("several_steps",),
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
-    "diagnosed": ("forward_domain", "bad_target", "no_rows"),
+    "diagnosed": ("forward_domain",),  # alone: see docs/limits.md
+    "graph, slow": ("bad_target", "no_rows"),
     "compiled": ("compiled",),
     "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
