@@ -261,7 +261,9 @@ class Divergence:
     ) -> Lost | float | None:
         """Run the trials; see the module docstring."""
         before = run.recovery.diverged
-        for some in (held_out[:HELD_OUT], held_out):
+        few = held_out[:HELD_OUT]
+        needs_all = before or len(few) == len(held_out)
+        for some in (held_out,) if needs_all else (few, held_out):
             untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), some))
             present = trying.losses(trying.present, some)
             learned = not before and _has_learned(
