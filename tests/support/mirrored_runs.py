@@ -55,10 +55,11 @@ def state_of(model: Any) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int = 2, **fit: Any) -> zoo.Run:
-    """Train a model that is built under the strategy, from a fixed seed."""
+def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int = 2, strategy: Any = None, **fit: Any) -> zoo.Run:
+    """Train a model that is built under the strategy, a new one by default, from a fixed seed."""
     keras.utils.set_random_seed(0)
-    with tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(REPLICAS)]).scope():
+    strategy = strategy or tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(REPLICAS)])
+    with strategy.scope():
         model = build()
     keras.utils.set_random_seed(1)
     callbacks = [*([guard] if guard is not None else []), *fit.pop("callbacks", [])]
@@ -350,7 +351,12 @@ def forward_domain() -> dict[str, Any]:
 
     done = run(build, data, guard, epochs=1)
     culprits = [incident.diagnosis.culprit for incident in guard.incidents]
-    return {"finite": all(zoo.finite(a) for _, a in done.state), "culprits": culprits, **reports(guard)}
+    strategy, again = done.model.distribute_strategy, NanGuard(verbose=0)
+    plain = run(zoo.plain, zoo.regression(), strategy=strategy)
+    guarded = run(zoo.plain, zoo.regression(), again, strategy=strategy)
+    second = {"differences": zoo.differences(guarded, plain), **reports(again)}
+    finite = all(zoo.finite(a) for _, a in done.state)
+    return {"finite": finite, "culprits": culprits, "second": second, **reports(guard)}
 
 
 @case
