@@ -116,7 +116,7 @@ class Watch:
         wide = (f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
         for name in ("ascii", "latin-1", "unicode_escape", "utf-8-sig", *wide):
             codecs.lookup(name)  # loads a module on first use
-        for name in ("writer", "recorder", "reading"):  # so does the package, some of its own
+        for name in ("writer", "recorder", "recording"):  # so does the package, some of its own
             importlib.import_module(f"keras_nanguard._recording.{name}")
         sys.addaudithook(self._hook)
         with contextlib.suppress(ValueError):  # not in the main thread: then time is measured, and nobody is interrupted

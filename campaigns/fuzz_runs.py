@@ -235,12 +235,12 @@ def bundle_at(recipe: Recipe, folder: Path) -> Path:
 
 def look_bundle(path: Path) -> None:
     """Read a bundle, and show its rows."""
-    from keras_nanguard._diagnose import bundle
+    from keras_nanguard._files import bundles
     from keras_nanguard._report import cards
 
     cards.shown(path, (0, 1, 5), "x")
     cards.layer_table(path)
-    found = bundle.read(path)
+    found = bundles.read(path)
     for _, array in (*found.state, *found.start):
         not_from_outside(array)
 

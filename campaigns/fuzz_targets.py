@@ -106,7 +106,7 @@ TARGETS: dict[str, Target] = {
             "bundle of an incident",
             "`replay`, the page",
             (
-                "keras_nanguard._diagnose.bundle",
+                "keras_nanguard._files.bundles",
                 "keras_nanguard._report.cards",
                 "keras_nanguard._core.incident",
                 "keras_nanguard._files.opening",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+from typing_extensions import Unpack
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment
@@ -27,7 +28,7 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._policy.policy import Policy, Sections, Unpack
+from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import GuardOptions
 
 __all__ = ["NanGuard"]

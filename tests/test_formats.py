@@ -30,7 +30,7 @@ from keras_nanguard import (
     scan,
 )
 from keras_nanguard._core import atomic_files
-from keras_nanguard._diagnose import bundle
+from keras_nanguard._files import bundles
 from keras_nanguard._fit import snapshots_on_disk
 from keras_nanguard._policy.state import PolicyState
 from keras_nanguard._report import files
@@ -129,7 +129,7 @@ def test_recording(release):
 
 def test_bundle(release):
     """A bundle is read whole."""
-    found = bundle.read(release / BUNDLE)
+    found = bundles.read(release / BUNDLE)
     assert found.incident.step == 9 and len(found.state) > 8
     assert np.isnan(found.batch[0][0]).sum() == 1
 
@@ -205,7 +205,7 @@ NEWER = {
     "policy.json": (lambda path: Policy.load(path), PolicyError),
     "incidents.json": (files.read, GuardError),
     "run/incidents.jsonl": (files.read, GuardError),
-    f"{BUNDLE}/bundle.json": (lambda path: bundle.read(path.parent), BundleError),
+    f"{BUNDLE}/bundle.json": (lambda path: bundles.read(path.parent), BundleError),
     "run/snapshots/snapshot-00000004/snapshot.json": (
         lambda path: snapshots_on_disk.read(path.parent),
         FileFormatError,

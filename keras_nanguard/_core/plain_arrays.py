@@ -13,8 +13,6 @@ import numpy as np
 
 from keras_nanguard._core import atomic_files, finiteness
 
-__all__ = ["save_arrays", "typed"]
-
 Array = np.ndarray[Any, Any]
 
 

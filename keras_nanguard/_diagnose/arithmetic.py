@@ -13,8 +13,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import OptimizerFacts
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
-__all__ = ["must_stay_finite"]
-
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
 """Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and
 weight, and divides only by `epsilon` plus a nonnegative number (keras/src/optimizers, `update_step`

@@ -16,18 +16,15 @@
         reproduce.py      runs the step again
 
 Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written under a
-temporary name and renamed. Reading trusts nothing: names are fixed and links are not followed, so
-no path leads out of the folder; sizes are checked before anything is unpacked; objects are never
-unpickled; Keras' safe mode refuses a model with Python code in its configuration.
+temporary name and renamed. `_files/bundles.py` reads it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,64 +32,20 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_arrays, plain_json
-from keras_nanguard._core.errors import BundleError, FileFormatError, expected
-from keras_nanguard._core.evidence import Evidence, Growth
-from keras_nanguard._core.incident import Diagnosis, Incident, stored
-from keras_nanguard._core.plain_text import markdown_text, plain_text
-from keras_nanguard._diagnose.guarded_run import GuardedRun
+from keras_nanguard._core.errors import BundleError
+from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._diagnose.words import table
-from keras_nanguard._files.opening import opened_arrays
-from keras_nanguard._files.stored import MAX_UNBACKED, PARSE_ERRORS
+from keras_nanguard._files import bundles
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
 
-__all__ = ["FORMAT", "Bundle", "read", "write"]
-
-FORMAT = 1
-"""Number of the form of `bundle.json`."""
-
 FOLDER = "incidents"
-
-MAX_BUNDLES = 12
-"""Bundles that are kept in one directory; the oldest goes first."""
-
-MAX_BYTES = 1 << 30
-"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then
-the state.
-"""
-
-MAX_JSON = 64 << 20
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """The content of a bundle.
-
-    Attributes:
-        path: its folder.
-        incident: the incident.
-        about: the content of `bundle.json`.
-        batch: the arguments of the step.
-        state: values of the variables before the step by path; empty if they were omitted.
-        start: the same in the snapshot from which `before` starts.
-        before: the arguments of the steps before it, oldest first.
-        growth: the course of loss, gradient norm and weights before it.
-        model: the model's configuration as JSON text, `""` if it has none.
-    """
-
-    path: Path
-    incident: Incident
-    about: Mapping[str, Any]
-    batch: Any
-    state: Sequence[tuple[str, np.ndarray[Any, Any]]]
-    start: Sequence[tuple[str, np.ndarray[Any, Any]]]
-    before: Sequence[Any]
-    growth: Growth
-    model: str
 
 
 def write(
     directory: str | Path,
-    run: GuardedRun,
+    run: Any,
     incident: Incident,
     batch: Any,
     evidence: Evidence,
@@ -127,25 +80,22 @@ def _free_path(folder: Path, step: int) -> Path:
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
-    """Remove the oldest bundles if there are too many. `newest` is kept even if the clock was set
-    back.
-    """
-    times = {path: path.stat().st_mtime_ns for path in folder.glob("incident-*") if path.is_dir()}
-    latest = max((time for path, time in times.items() if path != newest), default=0)
-    if times[newest] <= latest:
-        times[newest] = latest + 1_000_000
-        os.utime(newest, ns=(times[newest], times[newest]))
-    for path in sorted(times, key=lambda path: (times[path], path.name))[:-MAX_BUNDLES]:
+    """Remove the oldest bundles if there are too many; the newest is kept whatever its time is."""
+    others = [path for path in folder.glob("incident-*") if path.is_dir() and path != newest]
+    for path in sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        if len(others) < bundles.MAX_BUNDLES:
+            return
         shutil.rmtree(path, ignore_errors=True)
+        others.remove(path)
 
 
 def _fill(
-    folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str
+    folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str
 ) -> None:
     variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     state = [keras_variables.view(v) for v in variables]
-    left = MAX_BYTES - _save(folder / "batch.npz", arrays)
+    left = bundles.MAX_BYTES - _save(folder / "batch.npz", arrays)
     fits, before, notes = sum(a.nbytes for a in state) <= left, None, []
     if fits:
         left -= _save(folder / "state.npz", state)
@@ -159,7 +109,7 @@ def _fill(
         )
     model = _configuration(run.model)
     about = {
-        "format": FORMAT,
+        "format": bundles.FORMAT,
         "batch": structure,
         "dtypes": [a.dtype.name for a in arrays],
         "state": [_described(v) for v in variables] if fits else [],
@@ -167,8 +117,6 @@ def _fill(
         "growth": plain_json.plain(asdict(evidence.growth)),
         "mode": mode,
         "saving": bool(run.transaction.keeps_undo),
-        "steps_per_execution": int(getattr(run.model, "steps_per_execution", 1) or 1),
-        "trainer": hasattr(run.model, "train_step") and run.transaction.model is not None,
         "model": {
             "class": type(run.model).__name__,
             "name": str(run.model.name),
@@ -191,7 +139,7 @@ def _fill(
 
 
 def _save_approach(
-    folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int
+    folder: Path, run: Any, variables: Sequence[Any], state: Sequence[Any], left: int
 ) -> Any:
     """Write an earlier state and the batches since. Return their description for `bundle.json`, or
     `None` if they do not fit.
@@ -293,118 +241,3 @@ custom_objects = {}
 model = sys.argv[1] if len(sys.argv) > 1 else None
 print(replay(pathlib.Path(__file__).parent, model, custom_objects=custom_objects))
 '''
-
-
-def read(path: str | Path | None) -> Bundle:
-    """Read a bundle.
-
-    Raises:
-        BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
-    """
-    folder, what = Path(path or ""), "the folder of an incident"
-    if path is None or not folder.exists():
-        received = "None" if path is None else f"{str(path)!r}, which does not exist"
-        kept = f"a directory keeps the newest {MAX_BUNDLES}"
-        raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
-    if not (folder / "bundle.json").is_file():
-        raise _refused(what, repr(str(path)), "It contains bundle.json; see Incident.bundle.")
-    try:
-        return _read(folder)
-    except BundleError:
-        raise
-    except (FileFormatError, *PARSE_ERRORS) as error:
-        reason = f"{type(error).__name__}: {plain_text(error)}"
-        raise BundleError(f"The bundle {str(path)!r} cannot be read: {reason}") from error
-
-
-def _refused(what: str, received: object, remedy: str = "The file is damaged.") -> BundleError:
-    return BundleError(expected(what, received, remedy))
-
-
-def _read(folder: Path) -> Bundle:
-    about = _json(folder / "bundle.json")
-    if about.get("format") != FORMAT:
-        received = plain_text(f"format={about.get('format')!r}")
-        raise _refused(f"a bundle of format {FORMAT}", received, "Update.")
-    arrays = _load(folder / "batch.npz", about["dtypes"])
-    entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
-    before, way = about.get("before"), folder / "before.npz"
-    batches: Sequence[Any] = ()
-    if before and way.exists():
-        batches = _packed(before["batches"], _load(way, before["dtypes"]))
-    model = folder / "model.json"
-    return Bundle(
-        folder,
-        Incident.from_dict(_json(folder / "incident.json")),
-        about,
-        _packed(about["batch"], arrays),
-        _variables(folder / "state.npz", entries),
-        _variables(folder / "start.npz", entries),
-        batches,
-        stored(Growth, about["growth"]),
-        _regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
-    )
-
-
-def _regular(path: Path, max_bytes: int) -> Path:
-    """Return the path of a file of moderate size that is in the folder itself.
-
-    Raises:
-        BundleError: if it is missing, too large, a link, or no file.
-    """
-    if path.is_symlink():
-        remedy = "Replace it by the file itself."
-        raise BundleError(f"{path.name} is a link, which is not followed. {remedy}")
-    if not path.is_file():
-        raise BundleError(f"{path.name} is missing, or not a file.")
-    if (size := path.stat().st_size) > max_bytes:
-        raise BundleError(f"{path.name} has {size} bytes, more than a bundle may have.")
-    return path
-
-
-def _json(path: Path) -> dict[str, Any]:
-    value = plain_json.loads(_regular(path, MAX_JSON).read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise _refused(f"an object in {path.name}", type(value).__name__)
-    return value
-
-
-def _variables(
-    path: Path, entries: Sequence[tuple[str, str]]
-) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    if not path.exists():
-        return []
-    arrays = _load(path, [dtype for _, dtype in entries])
-    if len(arrays) != len(entries):
-        raise _refused(f"{len(entries)} arrays in {path.name}", len(arrays))
-    return [(name, array) for (name, _), array in zip(entries, arrays)]
-
-
-def _load(path: Path, dtypes: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
-    """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
-    _regular(path, 2 * MAX_BYTES)
-    if not dtypes:
-        return []
-    with opened_arrays(path) as found:
-        if sum(array.nbytes for array in found.values()) > 2 * MAX_BYTES:
-            raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
-        if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
-            raise BundleError(f"{path.name} unpacks to far more data than it stores.")
-        arrays = [found[str(number)].read() for number in range(len(found))]
-    return [plain_arrays.typed(array, name) for array, name in zip(arrays, dtypes)]
-
-
-def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int = 0) -> Any:
-    if depth > 32:
-        raise BundleError("The batch of the bundle is nested too deeply.")
-    if structure is None:
-        return None
-    if isinstance(structure, int):
-        return arrays[structure]
-    if "dict" in structure:
-        return {key: _packed(child, arrays, depth + 1) for key, child in structure["dict"].items()}
-    for kind, make in (("tuple", tuple), ("list", list)):
-        if kind in structure:
-            return make(_packed(child, arrays, depth + 1) for child in structure[kind])
-    left_out = structure.get("left_out")
-    raise BundleError(f"An array of the batch was omitted from the bundle: {left_out}.")

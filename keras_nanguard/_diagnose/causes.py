@@ -19,8 +19,6 @@ from keras_nanguard._core.evidence import (
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
 
-__all__ = ["RULES", "Conclusion", "decide", "grown", "kind"]
-
 EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 """Operations that overflow for moderate operands."""
 

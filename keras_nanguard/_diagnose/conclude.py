@@ -16,8 +16,6 @@ from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, decide, kind
 from keras_nanguard._diagnose.words import at_rows, sentences
 
-__all__ = ["advice", "conclude"]
-
 RAW = 100.0
 """Magnitude above which an input counts as not scaled."""
 

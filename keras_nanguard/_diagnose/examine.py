@@ -29,8 +29,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["FORMAT", "Examination", "diagnose"]
-
 FORMAT = 1
 """Version of the JSON format of an `Examination`."""
 

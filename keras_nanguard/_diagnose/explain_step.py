@@ -7,11 +7,15 @@ becomes evidence of the cause `unknown`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
@@ -34,13 +38,9 @@ from keras_nanguard._diagnose.facts import (
     optimizer_facts,
     roles,
 )
-from keras_nanguard._diagnose.guarded_run import GuardedRun
-from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._keras.train_state import TrainState
-
-__all__ = ["Explainer"]
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; those that follow with the same findings take
@@ -55,6 +55,10 @@ ITERATOR = (
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
+
+
+SLOW = 1.0
+"""Seconds after which a slow operation is announced."""
 
 
 class Explainer:
@@ -78,7 +82,7 @@ class Explainer:
         self._full: Counter[Any] = Counter()
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def __call__(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:
+    def __call__(self, run: Any, incident: Incident, report: Report | None) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
             with (
@@ -92,7 +96,7 @@ class Explainer:
             )
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
+    def bundle(self, run: Any, incident: Incident, report: Report | None) -> str | None:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
         was written.
         """
@@ -109,7 +113,7 @@ class Explainer:
             processes.print_line(f"NanGuard: no bundle was written: {reason}")
             return None
 
-    def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+    def of_error(self, run: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
             given = run.transaction.given
@@ -117,7 +121,7 @@ class Explainer:
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
-    def _explained(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:
+    def _explained(self, run: Any, incident: Incident, report: Report | None) -> Diagnosis:
         signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
@@ -145,7 +149,7 @@ class Explainer:
         return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
 
 
-def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Evidence:
+def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
     train_state, findings, values = run.train_state(), incident.findings, incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
@@ -195,12 +199,12 @@ def _bad_before(incident: Incident) -> list[Finding]:
     return [f for f in incident.findings if f.site in ("weights", "statistics")]
 
 
-def _reads_iterator(run: GuardedRun) -> bool:
+def _reads_iterator(run: Any) -> bool:
     """Whether the step of a loop takes its batch from an iterator."""
     return run.transaction.model is None and reads_iterator(run.transaction.replayed)
 
 
-def step_of(run: GuardedRun) -> ReplayableStep:
+def step_of(run: Any) -> ReplayableStep:
     """Return the step of a run, to be run again."""
     transaction, train_state = run.transaction, run.train_state()
     return ReplayableStep(
@@ -224,7 +228,7 @@ def _committed(incident: Incident) -> str:
 
 
 def _written(
-    run: GuardedRun,
+    run: Any,
     committed: int | None,
     train_state: TrainState,
     facts: tuple[OptimizerFacts, ...],
@@ -253,8 +257,33 @@ def _bad_before_update(incident: Incident) -> bool:
     )
 
 
-def _mode(run: GuardedRun) -> str:
+def _mode(run: Any) -> str:
     """Return the mode in which a guarded step runs, of those in which it can be run again."""
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
     mode = "xla" if run.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"
+
+
+@contextlib.contextmanager
+def when_slow(text: str) -> Iterator[None]:
+    """Print a line if the context takes longer than `SLOW` seconds; nothing if the text is `""`."""
+    if not text:
+        yield
+        return
+    interactive = keras.config.is_interactive_logging_enabled()  # Keras stores it per thread
+
+    def announce() -> None:
+        if interactive:
+            keras.config.enable_interactive_logging()
+        else:
+            keras.config.disable_interactive_logging()
+        processes.print_line(text)
+
+    timer = threading.Timer(SLOW, announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

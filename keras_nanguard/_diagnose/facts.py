@@ -23,11 +23,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = [
-    *("exponents", "growth", "negative_loss", "objective", "optimizer_facts", "roles"),
-    "target_fault",
-]
-
 RECENT = 5
 """Number of last steps that are reported, and from which the magnitude before the incident is
 taken.

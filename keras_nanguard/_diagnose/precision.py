@@ -21,8 +21,6 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
 )
 
-__all__ = ["in_float32", "lowest"]
-
 LOW = ("float16", "bfloat16")
 
 

@@ -13,8 +13,6 @@ from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
-__all__ = ["by_replay", "explained"]
-
 LABEL = re.compile(
     r"label value of (-?\d+) which is outside the valid range of \[(-?\d+), (-?\d+)\)"
 )

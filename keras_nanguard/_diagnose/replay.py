@@ -15,24 +15,24 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_json import plain
-from keras_nanguard._diagnose import bundle as _bundle, raised
+from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.counterfactuals import STEPS_ALONE, counterfactuals as rerun
 from keras_nanguard._diagnose.facts import exponents, objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import Start, Trials
-from keras_nanguard._diagnose.words import table
+from keras_nanguard._diagnose.trials import Start, Trials, standardized, train_from
+from keras_nanguard._diagnose.words import at_rows, table
+from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.loaded import refuse_code_in_hdf5
 from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
-
-__all__ = ["FORMAT", "MODES", "Replay", "replay"]
 
 FORMAT = 1
 """Version of the JSON format of a `Replay`."""
@@ -40,6 +40,12 @@ FORMAT = 1
 MODES = ("eager", "graph", "xla")
 
 ANOTHER = "Pass the model that was trained."
+
+STEPS_ALONE = 10
+"""Number of steps on the bad batch alone, if no earlier batches are known."""
+
+MIN_GROWTH = 10.0
+"""Factor of the last loss over the first above which it is reported as growing."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def replay(
         GuardError: if an argument is invalid.
     """
     _check(mode, dtype)
-    found = _bundle.read(bundle)
+    found = read(bundle)
     with contextlib.ExitStack() as stack:
         if device is not None:
             stack.enter_context(keras.device(device))
@@ -163,10 +169,14 @@ def _tensors(batch: Any) -> Any:
     )
 
 
-def _counterfactuals(
-    found: _bundle.Bundle, step: ReplayableStep, batch: Any
-) -> Iterator[tuple[str, str]]:
-    """Yield the reruns of the steps up to the bad one, with the steps that they are in words."""
+def _counterfactuals(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yield `(change, result)` of each rerun of the steps up to the bad one, and at the end which
+    changes cure the failure.
+
+    The change that cures a failure identifies its cause: a divergence that a tenth of the learning
+    rate cures is due to the rate, one that only float32 cures to the dtype, one that disappears
+    without three rows to these rows.
+    """
     before = found.about.get("before") or {}
     sequence = [*map(_tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
     since = int(before.get("snapshot", 0))
@@ -177,8 +187,58 @@ def _counterfactuals(
         steps = f"the {len(sequence)} steps from the state {start}{missing}"
     rows = found.incident.diagnosis.samples if found.incident.diagnosis else ()
     state = _state_of(found.start or found.state, step)
-    for change, result in rerun(step, state, sequence, rows):
-        yield change, f"{steps}: {result}" if change == "unchanged" else result
+    _, result = _outcome(step, state, sequence)
+    yield "unchanged", f"{steps}: {result}"
+    cures: list[str] = []
+    for change, changed in _changes(step, sequence, rows):
+        healthy, result = _outcome(step, state, changed)
+        cures += [change] * healthy
+        yield change, result
+    yield "cured by", "; ".join(cures) or "none of these changes"
+
+
+def _changes(
+    step: ReplayableStep, sequence: Sequence[Any], rows: Sequence[int]
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Make one change at a time; yield it in words while it lasts, and the arguments of each step.
+
+    Args:
+        step: the step.
+        sequence: the arguments of each step, the bad one last.
+        rows: rows of its batch that are to blame.
+    """
+    optimizers = [keras_optimizers.inner(optimizer) for optimizer in step.optimizers]
+    with Overrides() as overrides:
+        for optimizer in optimizers:
+            keras_optimizers.set_rate(optimizer, lambda rate: rate() * 0.1, overrides)
+        yield "with a tenth of the learning rate", sequence
+    with Overrides() as overrides:
+        for optimizer in optimizers:
+            for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
+                overrides.set(optimizer, name, value)
+        yield "with gradients clipped to a global norm of 1", sequence
+    if lowest(step.model):
+        with in_float32(step.model, step.variables(), step.optimizers):
+            yield "in float32", sequence
+    bad = sequence[-1]
+    if rows and len(rows) < batches.row_count(bad):
+        rest = batches.without(bad, rows)
+        cleaned = [rest if one is bad else one for one in sequence]
+        yield f"without {at_rows(rows)}", cleaned
+    scaled = [batches.mapped(one, standardized) for one in sequence]
+    yield "with inputs and targets scaled to unit standard deviation", scaled
+
+
+def _outcome(step: ReplayableStep, start: Start, sequence: Sequence[Any]) -> tuple[bool, str]:
+    """Return whether a rerun is healthy, and its result in words."""
+    losses, bad_weight = train_from(step, start, sequence)
+    if not math.isfinite(losses[-1]):
+        return False, f"the loss is not finite at step {len(losses)} of {len(sequence)}"
+    if bad_weight:
+        return False, f"the loss stays finite, but {bad_weight} does not"
+    grown = abs(losses[-1]) > MIN_GROWTH * abs(losses[0]) + 1e-12
+    course = "grows" if grown else "stays finite,"
+    return not grown, f"the loss {course} from {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
 def _state_of(arrays: Sequence[tuple[str, np.ndarray[Any, Any]]], step: ReplayableStep) -> Start:
@@ -187,7 +247,7 @@ def _state_of(arrays: Sequence[tuple[str, np.ndarray[Any, Any]]], step: Replayab
     return lambda variable: values.get(id(variable))
 
 
-def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
+def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
     """Return the model: as given, from a file, or from the bundle's configuration."""
     own = dict(custom_objects or {})
     try:
@@ -217,7 +277,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
 
-def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
+def _prepared(found: Bundle, model: Any) -> ReplayableStep:
     """Return the step of the model, with the state of the bundle."""
     optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
@@ -268,7 +328,7 @@ def _pairs(
 
 
 def _run(
-    found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str
+    found: Bundle, step: ReplayableStep, batch: Any, mode: str
 ) -> tuple[ReplayResult, Evidence]:
     own = found.incident
     evidence = Evidence(

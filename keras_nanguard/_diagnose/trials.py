@@ -17,15 +17,12 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data_names import input_names, named
-from keras_nanguard._core.evidence import Evidence, Spread
-from keras_nanguard._diagnose import rows
+from keras_nanguard._core.evidence import Evidence, Origin, Spread
 from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, grown, kind
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-
-__all__ = ["Start", "Trials", "standardized", "train_from", "with_names"]
 
 Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
@@ -182,7 +179,7 @@ class Trials:
         if e.first in ("slots", "weights"):
             self._accept(self._outliers())
             return
-        suspects = rows.bad_rows(self.run, e.count)
+        suspects = bad_rows(self.run, e.count)
         if self._accept(suspects) or self._accept(self._further(suspects)):
             return
         bad_data = (*e.inputs_bad, *e.targets_bad)
@@ -192,7 +189,7 @@ class Trials:
             return
         mixed = e.first in ("loss", "statistics", "gradients")
         if e.replay == "bad" and e.count > 1 and mixed:
-            self._accept(rows.bisected(e.count, self._is_bad_on))
+            self._accept(bisected(e.count, self._is_bad_on))
 
     def _accept(self, suspects: Sequence[int]) -> bool:
         """Blame these rows, if the step without them is finite."""
@@ -217,7 +214,7 @@ class Trials:
             return ()
         kept = [row for row in range(self.evidence.count) if row not in suspects]
         rest = batches.without(self.batch, suspects)
-        found = rows.bad_rows(self.step.run(rest, observe=True), batches.row_count(rest))
+        found = bad_rows(self.step.run(rest, observe=True), batches.row_count(rest))
         more = {kept[row % len(kept)] for row in found}
         return (*suspects, *sorted(more)) if more else ()
 
@@ -348,3 +345,45 @@ def standardized(role: str, value: Any) -> Any:
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
     return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
+
+
+MAX_TRIALS = 16
+"""Maximum number of replays in the search for a row."""
+
+
+def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
+    """Return the rows that are bad in a replay, none if all of them are.
+
+    The origin of the bad value is the most precise; then the loss values per sample; then the
+    outputs of the model.
+    """
+    origin: Origin | None = run.origin
+    if origin is not None and origin.rows:
+        return origin.rows
+    if origin is not None and origin.all_rows and origin.source == "operation":
+        return ()
+    for _, values in (*run.sample_losses, *run.outputs):
+        array = finiteness.widen(np.asarray(values))
+        if count and array.ndim and array.shape[0] == count:
+            wrong = ~np.isfinite(array).reshape(count, -1).all(axis=1)
+            if wrong.any() and not wrong.all():
+                return tuple(int(i) for i in np.flatnonzero(wrong))
+    return ()
+
+
+def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Return the one row on which the step is bad, none if there is not exactly one.
+
+    Args:
+        count: number of rows.
+        is_bad: runs the step on these rows only and returns whether it is bad.
+    """
+    trials, found = 0, list(range(count))
+    while len(found) > 1 and trials < MAX_TRIALS:
+        left, right = found[: len(found) // 2], found[len(found) // 2 :]
+        bad_left, bad_right = is_bad(left), is_bad(right)
+        trials += 2
+        if bad_left == bad_right:
+            return ()
+        found = left if bad_left else right
+    return tuple(found) if len(found) == 1 else ()

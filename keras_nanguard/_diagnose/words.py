@@ -19,8 +19,6 @@ from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion
 
-__all__ = ["at_rows", "sentences", "table"]
-
 PHASES = {
     "forward": "in the forward pass",
     "loss": "in the loss",

@@ -80,7 +80,7 @@ def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
 
     Never raises. `says`: whether to print a line if this takes longer than a second.
     """
-    from keras_nanguard._diagnose.notice import when_slow
+    from keras_nanguard._diagnose.explain_step import when_slow
 
     with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
         return _diagnosed(model)

@@ -17,8 +17,6 @@ from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rule
 from keras_nanguard._lint.rule import Hazard, Rule, rules_of
 from keras_nanguard._lint.subject import Subject
 
-__all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
-
 FORMAT = 1
 """Version of the JSON format of a `LintReport`."""
 

@@ -9,10 +9,6 @@ from typing import Any
 
 from keras_nanguard._lint.subject import Output, Placed, Subject
 
-__all__ = [
-    *("Check", "Hazard", "Rule", "Site", "layers", "operations", "outputs", "rule", "rules_of"),
-]
-
 Site = tuple[str, str]
 """Path of the layer, variable, loss or metric (`""` for the model as a whole), and the
 observation."""

@@ -19,8 +19,6 @@ from keras_nanguard._keras.structure import (
     symbolic_arguments,
 )
 
-__all__ = ["Output", "Placed", "Subject", "as_loss"]
-
 _SHAPE_ONLY = (
     *("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze"),
     "ExpandDims",

@@ -35,8 +35,6 @@ from keras_nanguard._policy.state import (
     is_of_data,
 )
 
-__all__ = ["RATE_CURES", "decide"]
-
 RATE_CURES = frozenset({"divergence", "float16_overflow", "input_scale", "unknown"})
 """Causes that a lower learning rate can cure. For other causes the rate does not change."""
 

@@ -21,8 +21,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["SUFFIXES", "check_size", "parsed", "read"]
-
 MAX_BYTES = 16_384
 """Maximum size of a policy file: ten times the longest preset.
 

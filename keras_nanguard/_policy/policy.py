@@ -28,17 +28,6 @@ from keras_nanguard._policy.settings import (
     matches_path,
 )
 
-__all__ = [
-    "DEFAULT_PRESET",
-    "PRESETS",
-    "SECTIONS",
-    "VERSION",
-    "Policy",
-    "Sections",
-    "Unpack",
-    "json_schema",
-]
-
 VERSION: Literal[2] = 2
 """Version of the form of policy files."""
 

@@ -14,8 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from keras_nanguard._core.errors import PolicyError
 
-__all__ = ["nearest", "problem", "problems_of", "raise_problems", "safe_repr"]
-
 MAX_LENGTH = 80
 """Length above which a value is shortened in a message."""
 

@@ -14,19 +14,6 @@ from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
 from keras_nanguard._policy.problems import problems_of, raise_problems, safe_repr
 
-__all__ = [
-    "Causes",
-    "Globs",
-    "Kinds",
-    "Name",
-    "Record",
-    "Sites",
-    "Steps",
-    "as_tuple",
-    "listed",
-    "unlisted",
-]
-
 R = TypeVar("R", bound="Record")
 
 

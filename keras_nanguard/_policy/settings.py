@@ -23,16 +23,6 @@ from keras_nanguard._policy.actions import (
 )
 from keras_nanguard._policy.records import Causes, Globs, Kinds, Name, Record, Sites, Steps, listed
 
-__all__ = [
-    "Divergence",
-    "Limit",
-    "LossScale",
-    "Rule",
-    "Snapshot",
-    "Statistics",
-    "matches_path",
-]
-
 HIGH_SCALE = 2.0**16
 """Loss scale above which a gradient of 1 overflows in float16, whose largest number is 65504."""
 

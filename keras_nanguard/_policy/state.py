@@ -17,8 +17,6 @@ from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._policy.records import Record
 
-__all__ = ["FORMAT", "STATE_SITES", "PolicyState", "RuleState", "is_bad_step", "is_of_data"]
-
 FORMAT = 2
 """Version of the JSON format of a `PolicyState`."""
 

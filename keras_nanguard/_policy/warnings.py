@@ -14,8 +14,6 @@ from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.problems import nearest, safe_repr
 from keras_nanguard._policy.settings import matches_path
 
-__all__ = ["GuardOptions", "ModelNames", "warnings_about"]
-
 
 @dataclass(frozen=True)
 class ModelNames:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import plain_json
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import SITES, Incident
@@ -29,7 +29,6 @@ from keras_nanguard._report.snippets import snippet
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
-MAX_JSON_BYTES = 4 << 20
 MAX_ROWS, MAX_COLUMNS, MAX_SIDE = 4, 24, 96
 
 Array = np.ndarray[Any, Any]
@@ -45,24 +44,15 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 
 def layer_table(folder: Path | None) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
+    from keras_nanguard._files.bundles import regular  # with h5py
+
     try:
         if folder is None:
             return ""
-        file = _regular(folder / "layers.txt", MAX_TABLE_BYTES)
+        file = regular(folder / "layers.txt", MAX_TABLE_BYTES)
         return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
-
-
-def _regular(path: Path, max_bytes: int) -> Path:
-    """Return the path of a file of moderate size in the folder itself; not a link or a pipe.
-
-    Raises:
-        OSError, ValueError: if it is not one.
-    """
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > max_bytes:
-        raise ValueError(f"{path.name} is not a file, or too large")
-    return path
 
 
 def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[dict[str, Any]]:
@@ -75,8 +65,8 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[d
 
     Returns:
         For each row `{"row", "of", "picture", "columns"}`: the user's name of the displayed array
-        (`x/age`, or `""`), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)`
-        with the range of this column in the other rows. The displayed array is the one that is not
+        (`x/age`), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)` with the
+        range of this column in the other rows. The displayed array is the one that is not
         finite in that row, else the culprit, else the first input.
     """
     parts = _parts(folder) if folder is not None and rows else []
@@ -105,69 +95,34 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
 
 
 def _parts(folder: Path) -> list[tuple[str, Array]]:
-    """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis (`""` if
-    unknown)."""
-    from keras_nanguard._files.opening import opened_arrays  # with h5py
+    """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis."""
+    from keras_nanguard._files import bundles  # with h5py
 
-    paths, dtypes = _reported(folder)
-    parts = []
     try:
-        with opened_arrays(_regular(folder / "batch.npz", MAX_BYTES)) as stored:
-            if sum(array.nbytes for array in stored.values()) > MAX_BYTES:
-                return []
-            for name, one in sorted(stored.items(), key=lambda item: (len(item[0]), item[0])):
-                array = _widened(one.read(), dtypes.get(name, ""))
-                fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
-                if array.ndim and fits and array.dtype.kind in "fiu":
-                    parts.append((paths.get(name, ""), array))
+        batch = bundles.batch_of(folder, MAX_BYTES)
+        found = [(path, finiteness.widen(array)) for _, path, array in arguments(batch)]
+        names = _input_names(folder)
     except (FileFormatError, *PARSE_ERRORS):
         return []
-    return parts
-
-
-def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return paths and dtypes of the arrays of a bundle, by their names in the file."""
-    try:
-        about = _document(folder / "bundle.json")
-        found = list(arguments(_packed(about["batch"])))
-        dtypes = {str(number): str(name) for number, name in enumerate(about["dtypes"])}
-    except PARSE_ERRORS:
-        return {}, {}
-    names = _input_names(folder)
-    return {number: named(path, names) for _, path, number in found}, dtypes
-
-
-def _packed(structure: Any) -> Any:
-    """Return the arguments of the step, with names in place of the arrays."""
-    if isinstance(structure, int):
-        return str(structure)
-    (kind, content), *_ = (structure or {"left_out": ""}).items()
-    if kind == "dict":
-        return {str(key): _packed(child) for key, child in content.items()}
-    return tuple(_packed(child) for child in content) if kind in ("tuple", "list") else None
+    return [
+        (named(path, names), array)
+        for path, array in found  # compared as float64
+        if array.ndim and 0 < array.size <= MAX_BYTES // 8 and array.dtype.kind in "fiu"
+    ]
 
 
 def _input_names(folder: Path) -> tuple[str, ...]:
     """Return the name of each `keras.Input` of the model of a bundle if they are in a list, like
     their arrays."""
+    from keras_nanguard._files import bundles
+
     try:
-        layers = _document(folder / "model.json")["config"]["input_layers"]
+        layers = bundles.document(folder / "model.json")["config"]["input_layers"]
         entries = [layers] if isinstance(layers[0], str) else layers
         names = [str(entry[0]) for entry in entries if isinstance(entry, list)]
         return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
-    except PARSE_ERRORS:
+    except (FileFormatError, *PARSE_ERRORS):
         return ()
-
-
-def _document(path: Path) -> Any:
-    return plain_json.loads(_regular(path, MAX_JSON_BYTES).read_text(encoding="utf-8"))
-
-
-def _widened(array: Array, dtype: str) -> Array:
-    """Return bfloat16, which a bundle stores as bits, as float32."""
-    if dtype == "bfloat16" and array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array if dtype in ("", array.dtype.name) else array[:0]
 
 
 def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]:

@@ -283,6 +283,13 @@ def test_code_that_rebuilds_the_optimizer_runs(cause, name, precision):
     assert new.global_clipnorm == (1.0 if cause in ("divergence", "spike") else old.global_clipnorm)
 
 
+def save_batch(folder, *arrays):
+    """Write inputs and, if there are two arrays, targets as the batch of a bundle."""
+    np.savez(folder / "batch.npz", **{str(n): array for n, array in enumerate(arrays)})
+    about = {"batch": {"tuple": [{"tuple": list(range(len(arrays)))}]}, "dtypes": [a.dtype.name for a in arrays]}
+    (folder / "bundle.json").write_text(json.dumps(about))
+
+
 class TestBlamedRows:
     @pytest.fixture
     def folder(self, tmp_path):
@@ -294,7 +301,7 @@ class TestBlamedRows:
         """An image is a PNG of its own pixels, and what is not finite is magenta."""
         x = np.linspace(0, 1, 3 * 8 * 8).reshape(3, 8, 8, 1).astype("float32")
         x[1, 2, 3] = np.nan
-        np.savez(folder / "batch.npz", **{"0": x, "1": np.zeros(3, int)})
+        save_batch(folder, x, np.zeros(3, int))
         (found,) = cards.shown(folder, [1])
         png = base64.b64decode(found["picture"].partition(",")[2])
         start = png.index(b"IDAT")
@@ -306,7 +313,7 @@ class TestBlamedRows:
         """Other rows are a table, the columns that stand out first, beside their range in the other rows."""
         x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
         x[2, 4], x[2, 1] = np.inf, 900.0
-        np.savez(folder / "batch.npz", **{"0": x})
+        save_batch(folder, x)
         (found,) = cards.shown(folder, [2, 77])
         assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
         assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
@@ -331,17 +338,23 @@ class TestBlamedRows:
 
     @pytest.mark.parametrize("reported", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
     def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, reported):
-        np.savez(folder / "batch.npz", **{"0": np.ones((3, 2))})
+        save_batch(folder, np.ones((3, 2)))
         (folder / "bundle.json").write_text(reported)
-        (found,) = cards.shown(folder, [0])
-        assert found["of"] == ""
+        assert cards.shown(folder, [0]) == []
+
+    def test_arrays_beside_an_omitted_one_are_shown(self, folder):
+        save_batch(folder, np.ones((3, 2)))
+        about = {"batch": {"tuple": [{"tuple": [{"dict": {"a": 0, "b": {"left_out": "object"}}}]}]}, "dtypes": ["float64"]}
+        (folder / "bundle.json").write_text(json.dumps(about))
+        assert [f["of"] for f in cards.shown(folder, [0])] == ["x/a"]
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
     def test_what_cannot_be_read_is_left_out(self, folder, content):
+        save_batch(folder, np.ones((3, 2)))
         if isinstance(content, bytes):
             (folder / "batch.npz").write_bytes(content)
         else:
-            np.savez(folder / "batch.npz", a=np.array([{}]) if content == "objects" else np.zeros(3))
+            np.savez(folder / "batch.npz", **{"0": np.array([{}]) if content == "objects" else np.zeros(3)})
         assert cards.shown(folder, [0]) == []
 
     def test_objects_are_never_unpickled(self, folder, tmp_path):
@@ -349,7 +362,7 @@ class TestBlamedRows:
             def __reduce__(self):
                 return (Path.touch, (tmp_path / "sprung",))
 
-        np.savez(folder / "batch.npz", a=np.array([[Trap()]], dtype=object))
+        save_batch(folder, np.array([[Trap()]], dtype=object))
         assert cards.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):

@@ -166,7 +166,7 @@ def formats() -> Iterator[str]:
 FORMATS = {
     "policy": ("_policy.policy", "VERSION"),
     "incident": ("_core.incident", "FORMAT"),
-    "bundle": ("_diagnose.bundle", "FORMAT"),
+    "bundle": ("_files.bundles", "FORMAT"),
     "snapshot": ("_fit.snapshots_on_disk", "FORMAT"),
     "guard state": ("_fit.guard_state", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),

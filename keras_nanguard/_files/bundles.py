@@ -1,0 +1,194 @@
+"""Reading of bundles: the folder of one incident, which `_diagnose/bundle.py` describes and writes.
+
+Nothing in it is trusted: names are fixed and links are not followed, so no path leads out of the
+folder; sizes are checked before anything is unpacked; objects are never unpickled. Imports no
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import plain_arrays, plain_json
+from keras_nanguard._core.errors import BundleError, FileFormatError, expected
+from keras_nanguard._core.evidence import Growth
+from keras_nanguard._core.incident import Incident, stored
+from keras_nanguard._files.opening import opened_arrays
+from keras_nanguard._files.stored import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS, plain_text
+
+FORMAT = 1
+"""Number of the form of `bundle.json`."""
+
+MAX_BUNDLES = 12
+"""Bundles that are kept in one directory; the oldest goes first."""
+
+MAX_BYTES = 1 << 30
+"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then
+the state.
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The content of a bundle.
+
+    Attributes:
+        path: its folder.
+        incident: the incident.
+        about: the content of `bundle.json`.
+        batch: the arguments of the step.
+        state: values of the variables before the step by path; empty if they were omitted.
+        start: the same in the snapshot from which `before` starts.
+        before: the arguments of the steps before it, oldest first.
+        growth: the course of loss, gradient norm and weights before it.
+        model: the model's configuration as JSON text, `""` if it has none.
+    """
+
+    path: Path
+    incident: Incident
+    about: Mapping[str, Any]
+    batch: Any
+    state: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    start: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    before: Sequence[Any]
+    growth: Growth
+    model: str
+
+
+def read(path: str | Path | None) -> Bundle:
+    """Read a bundle.
+
+    Raises:
+        BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
+    """
+    folder, what = Path(path or ""), "the folder of an incident"
+    if path is None or not folder.exists():
+        received = "None" if path is None else f"{str(path)!r}, which does not exist"
+        kept = f"a directory keeps the newest {MAX_BUNDLES}"
+        raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
+    if not (folder / "bundle.json").is_file():
+        raise _refused(what, repr(str(path)), "It contains bundle.json; see Incident.bundle.")
+    try:
+        return _read(folder)
+    except BundleError:
+        raise
+    except (FileFormatError, *PARSE_ERRORS) as error:
+        reason = f"{type(error).__name__}: {plain_text(error)}"
+        raise BundleError(f"The bundle {str(path)!r} cannot be read: {reason}") from error
+
+
+def _refused(what: str, received: object, remedy: str = "The file is damaged.") -> BundleError:
+    return BundleError(expected(what, received, remedy))
+
+
+def _read(folder: Path) -> Bundle:
+    about = document(folder / "bundle.json")
+    if about.get("format") != FORMAT:
+        received = plain_text(f"format={about.get('format')!r}")
+        raise _refused(f"a bundle of format {FORMAT}", received, "Update.")
+    entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
+    before, way = about.get("before"), folder / "before.npz"
+    batches: Sequence[Any] = ()
+    if before and way.exists():
+        batches = _packed(before["batches"], _load(way, before["dtypes"]))
+    model = folder / "model.json"
+    return Bundle(
+        folder,
+        Incident.from_dict(document(folder / "incident.json")),
+        about,
+        _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
+        _variables(folder / "state.npz", entries),
+        _variables(folder / "start.npz", entries),
+        batches,
+        stored(Growth, about["growth"]),
+        regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
+    )
+
+
+def batch_of(folder: Path, max_bytes: int) -> Any:
+    """Return the arguments of the step, with `None` for each omitted array.
+
+    Args:
+        folder: the bundle.
+        max_bytes: maximum size of all arrays together.
+
+    Raises:
+        FileFormatError: if the bundle is damaged, hostile or larger; or another of `PARSE_ERRORS`.
+    """
+    about = document(folder / "bundle.json")
+    arrays = _load(folder / "batch.npz", about["dtypes"], max_bytes)
+    return _packed(about["batch"], arrays, partly=True)
+
+
+def regular(path: Path, max_bytes: int) -> Path:
+    """Return the path of a file of moderate size that is in the folder itself.
+
+    Raises:
+        BundleError: if it is missing, too large, a link, or no file.
+    """
+    if path.is_symlink():
+        remedy = "Replace it by the file itself."
+        raise BundleError(f"{path.name} is a link, which is not followed. {remedy}")
+    if not path.is_file():
+        raise BundleError(f"{path.name} is missing, or not a file.")
+    if (size := path.stat().st_size) > max_bytes:
+        raise BundleError(f"{path.name} has {size} bytes, more than a bundle may have.")
+    return path
+
+
+def document(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a bundle."""
+    value = plain_json.loads(regular(path, MAX_JSON).read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise _refused(f"an object in {path.name}", type(value).__name__)
+    return value
+
+
+def _variables(
+    path: Path, entries: Sequence[tuple[str, str]]
+) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    if not path.exists():
+        return []
+    arrays = _load(path, [dtype for _, dtype in entries])
+    if len(arrays) != len(entries):
+        raise _refused(f"{len(entries)} arrays in {path.name}", len(arrays))
+    return [(name, array) for (name, _), array in zip(entries, arrays)]
+
+
+def _load(
+    path: Path, dtypes: Sequence[Any], max_bytes: int | None = None
+) -> list[np.ndarray[Any, Any]]:
+    """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
+    max_bytes = max_bytes or 2 * MAX_BYTES
+    regular(path, max_bytes)
+    if not dtypes:
+        return []
+    with opened_arrays(path) as found:
+        if sum(array.nbytes for array in found.values()) > max_bytes:
+            raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
+        if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
+            raise BundleError(f"{path.name} unpacks to far more data than it stores.")
+        arrays = [found[str(number)].read() for number in range(len(found))]
+    return [plain_arrays.typed(array, name) for array, name in zip(arrays, dtypes)]
+
+
+def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], partly: bool = False) -> Any:
+    """Return nested data with the arrays in place of their numbers; `None` in place of an omitted
+    array, if `partly`."""
+    if isinstance(structure, int):
+        return arrays[structure]
+    if structure is None or (partly and "left_out" in structure):
+        return None
+    if "left_out" in structure:
+        left_out = structure["left_out"]
+        raise BundleError(f"An array of the batch was omitted from the bundle: {left_out}.")
+    ((kind, inner),) = structure.items()
+    if kind == "dict":
+        return {key: _packed(child, arrays, partly) for key, child in inner.items()}
+    make = {"tuple": tuple, "list": list}[kind]
+    return make(_packed(child, arrays, partly) for child in inner)
