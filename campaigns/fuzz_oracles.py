@@ -202,7 +202,8 @@ class Watch:
                 path = args[place]
                 if event in ("os.remove", "os.rmdir") and args[1] != -1:  # within a folder that is open, as `shutil.rmtree` does it
                     path = os.path.join(os.readlink(f"/proc/self/fd/{args[1]}"), os.fsdecode(path))
-                if isinstance(path, (str, bytes, os.PathLike)) and not self._inside(path, self._roots):
+                in_memory = event == "sqlite3.connect" and path == ":memory:"
+                if isinstance(path, (str, bytes, os.PathLike)) and not in_memory and not self._inside(path, self._roots):
                     self._seen.append(("write", f"{event}|{os.fsdecode(path)}"))
 
     def _note_open(self, path: Any, mode: Any, flags: Any) -> None:

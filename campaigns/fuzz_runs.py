@@ -151,8 +151,6 @@ def look_recording(path: Path) -> None:
         repr(recording)
         for name in MEASURED:
             recording.series(name, 50)
-        for table in ("steps", "bins", "events", "samples"):
-            recording._rows(table)
         with contextlib.suppress(NanGuardError):
             _shown_incidents(path, recording, None)
     finally:
