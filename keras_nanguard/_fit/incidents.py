@@ -124,6 +124,8 @@ class Incidents:
             self._last_unexplained = run.step
         if _has_onset(incident):
             self._diverged = state
+        elif _goes_back(incident):  # its batch is gone, or was replayed and is good
+            pass
         elif self._diverged != state or _of_data(incident):  # else the state is still bad
             run.recent.blame(incident.step)
 

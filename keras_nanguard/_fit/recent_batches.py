@@ -72,7 +72,7 @@ class Recent:
         self.push(step, given)
 
     def blame(self, step: int) -> None:
-        """Remove the arguments of a refused step, because its batch is bad."""
+        """Remove the arguments of the last step, because it must not be replayed."""
         if self._entries and self._entries[-1][0] == step:
             self._entries[-1] = (step, None)
 
@@ -144,7 +144,11 @@ class Recent:
         """Return the arguments of the last steps, at most this many, oldest first. For `batch` see
         `approach`.
         """
-        entries = [entry for entry in self._entries if entry[0] not in self._refused]
+        entries = [
+            (step, given)
+            for step, given in self._entries
+            if given is not None and step not in self._refused
+        ]
         found = [batch(step, given) for step, given in entries[-count:]]
         return [args for args in found if args is not None]
 
@@ -162,7 +166,11 @@ class Recent:
             batch: returns the arguments of a step, or `None` if they are gone.
         """
         entries = list(self._entries)[-MAX_APPROACH:]
-        found = [(step, batch(step, given)) for step, given in entries if step not in self._refused]
+        found = [
+            (step, None if given is None else batch(step, given))
+            for step, given in entries
+            if step not in self._refused
+        ]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
         known = found[gone + 1 :]
         if not known:

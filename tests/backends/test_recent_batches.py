@@ -121,6 +121,25 @@ def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     check(approach, start, end)
 
 
+def test_a_replayed_step_is_among_them():
+    """Its batch is good if another callback has written NaN into the weights before it."""
+    model, found = network(jit_compile=False), []
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5 and not found:
+                found.append(batch)
+                model.layers[0].kernel.assign(np.full((4, 8), np.nan, "float32"))
+            elif batch == 9:
+                recent, transaction = guard.session.recent, guard.session.transaction
+                found.append(len(recent.last(100, transaction.batch)))
+
+    guard = NanGuard(verbose=0)
+    model.fit(*data(), epochs=1, batch_size=BATCH, verbose=0, callbacks=[Spoil(), guard])
+    assert "rollback" in [outcome.action for outcome in guard.incidents[0].outcomes]
+    assert found == [5, 10]
+
+
 @pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
