@@ -51,7 +51,7 @@ _POLICY = (
     "keras_nanguard._policy.actions",
     "keras_nanguard._policy.problems",
 )
-_REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident", "keras_nanguard._core.field_types")
+_REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident")
 
 TARGETS: dict[str, Target] = {
     target.name: target

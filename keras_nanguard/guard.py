@@ -29,7 +29,6 @@ from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, su
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._policy.policy import Policy, Sections
-from keras_nanguard._policy.warnings import GuardOptions
 
 __all__ = ["NanGuard"]
 
@@ -286,8 +285,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         if self.session is None or not self.verbose:
             return
         self._unnamed = not getattr(self.session.model, "built", True)
-        options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
-        for line in policy_lines(self.policy, options, self.session.model, self.session.optimizers):
+        for line in policy_lines(self, self.session.model, self.session.optimizers):
             self._reporter.once(line)
 
     # Resuming: the state is chosen after all callbacks have restored theirs

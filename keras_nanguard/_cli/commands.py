@@ -147,10 +147,12 @@ def _taking_data(path: str) -> Iterator[None]:
 def lint(given: argparse.Namespace) -> int:
     """Load a model and check it for hazards."""
     from keras_nanguard._files.loaded import data_arrays, load_model
-    from keras_nanguard._lint import lint as lint_model
 
     data = data_arrays(given.data) if given.data else (None, None)
-    report = lint_model(load_model(given.path), *data, ignore=tuple(given.ignore))
+    model = load_model(given.path)
+    from keras_nanguard._lint import lint as lint_model
+
+    report = lint_model(model, *data, ignore=tuple(given.ignore))
     _show(report, given.json)
     return CLEAN if report.ok else FOUND
 
@@ -170,12 +172,12 @@ def check_policy(given: argparse.Namespace) -> int:
         lines, warnings = list(error.problems), []
         document |= {"valid": False, "problems": lines, "warnings": []}
     else:
-        names = None
+        names: tuple[Any, ...] = ()
         if given.model is not None:
             from keras_nanguard._files.names import model_names
 
             names = model_names(given.model)
-        warnings = list(warnings_about(policy, names))
+        warnings = list(warnings_about(policy, *names))
         lines = [str(policy), *(f"warning: {warning}" for warning in warnings)]
         document |= {"warnings": warnings, "policy": policy.to_dict()}
     if given.json:

@@ -5,11 +5,13 @@ Imports no backend.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from keras_nanguard._core import atomic_files, finiteness
 
@@ -20,12 +22,12 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays by name, and sync the file to disk. Those of a dtype that NumPy cannot name
     (bfloat16, float8) are written as unsigned integers of their bytes; see `typed`.
     """
-    plain = {
-        name: array if array.dtype.kind in "biufcSU" else array.view(f"u{array.dtype.itemsize}")
-        for name, array in arrays.items()
-    }
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **plain)  # type: ignore[arg-type]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            named = array.dtype.kind in "biufcSU"
+            plain = array if named else array.view(f"u{array.dtype.itemsize}")
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                npy.write_array(member, plain, allow_pickle=False)
     atomic_files.flush_to_disk(path)
 
 

@@ -22,8 +22,12 @@ def _escaped(character: str) -> str:
 
 def one_line(text: object) -> str:
     """Return a text in one line, without control characters."""
-    line = " ".join(str(text).split())
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which could control the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def markdown_text(text: object) -> str:

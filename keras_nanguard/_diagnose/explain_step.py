@@ -31,14 +31,12 @@ from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import (
-    exponents,
     growth,
+    known,
     negative_loss,
-    objective,
     optimizer_facts,
     roles,
 )
-from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._keras.train_state import TrainState
 
@@ -126,10 +124,10 @@ class Explainer:
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step
-        known = self._known.get(signature)
-        self.full = known is None or (self._repeats <= FULL and self._full[signature] < MAX_FULL)
-        if known is not None and not self.full:
-            return self._taken_over(known, report)
+        earlier = self._known.get(signature)
+        self.full = earlier is None or (self._repeats <= FULL and self._full[signature] < MAX_FULL)
+        if earlier is not None and not self.full:
+            return self._taken_over(earlier, report)
         self._full[signature] += 1
         self.evidence = gather(run, incident, report)
         self._known[signature] = raised.by_replay(run.model, self.evidence, report) or conclude(
@@ -162,22 +160,15 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     facts = optimizer_facts(train_state.optimizers, committed=bool(committed) or before)
     norms = [norm for _, _, norm in run.history.since(incident.step)]
     norm = norms[-1] if norms and not values else own[1]  # one between two steps has no norm
-    evidence = Evidence(
-        step=incident.step,
-        refused=incident.refused,
-        sites=tuple(f"{f.site}:{f.kind}" for f in findings),
+    evidence = dataclasses.replace(
+        known(run.model, incident),
         value=next((f.value for f in findings if f.value is not None), None),
         state=tuple((f.path, role_of.get(f.path, "weights")) for f in state),
         state_fresh=run.step == 0 and not incident.refused,
         mode=_mode(run),
         growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
-        objective=objective(run.model),
-        exponents=exponents(run.model),
-        gradient_norm=own[1],
         written=bool(first) and _written(run, incident.committed, train_state, facts, norm),
-        loss_scale=values.get("loss_scale"),
-        low_precision=lowest(run.model),
         first_path=next((f.path for f in findings if f.path), ""),
         first=first,
     )

@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Growth, OptimizerFacts, TargetFault
+from keras_nanguard._core.evidence import Evidence, Growth, OptimizerFacts, TargetFault
 from keras_nanguard._core.history import History, magnitudes, sizes
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -40,14 +41,19 @@ UNUSUAL = 100.0
 EXPONENTS = ("gamma", "exponent", "power")
 """Names of parameters of a loss that are exponents."""
 
-PROBABILITIES = (
-    "categorical_crossentropy",
-    "binary_crossentropy",
-    "categorical_focal_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_generalized_cross_entropy",
-)
-"""Losses whose targets are probabilities."""
+
+def known(model: Any, incident: Incident) -> Evidence:
+    """Return the evidence that an incident and the configuration of its model already have."""
+    return Evidence(
+        step=incident.step,
+        refused=incident.refused,
+        sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
+        objective=objective(model),
+        exponents=exponents(model),
+        gradient_norm=incident.values.get("gradient_norm", math.nan),
+        loss_scale=incident.values.get("loss_scale"),
+        low_precision=lowest(model),
+    )
 
 
 def growth(history: History, step: int, own: tuple[float, float], weights: Sequence[Any]) -> Growth:
@@ -178,7 +184,7 @@ def target_fault(
         entries = entries[:1] if len(targets) == 1 else []
     for index, ((output, loss), array) in enumerate(zip(entries, targets)):
         width = widths[index] if index < len(widths) else 0
-        found = _fault(loss, array, width)
+        found = keras_losses.rejected(loss, array, width)
         if found is not None:
             rows, words, fatal = found
             return TargetFault(
@@ -194,7 +200,7 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
-    if not all(_kinds(loss) & set(PROBABILITIES) for loss in entries):
+    if not all(keras_losses.names_of(loss) & keras_losses.PROBABILITIES for loss in entries):
         return None
     lowest = min(losses)
     words = (
@@ -202,46 +208,3 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
         f" is {lowest:.3g})"
     )
     return TargetFault(str(entries[0].name), "", (), words)
-
-
-def _fault(
-    loss: Any, array: np.ndarray[Any, Any], width: int
-) -> tuple[tuple[int, ...], str, bool] | None:
-    """Return rows, words and `fatal` of the `TargetFault` of one loss."""
-    kinds, wide = _kinds(loss), finiteness.widen(array)
-    if wide.dtype.kind not in "fiu" or not wide.size:
-        return None
-    of_classes = any("sparse_categorical" in kind for kind in kinds)
-    of_probabilities = not of_classes and bool(kinds & set(PROBABILITIES))
-    if of_classes:
-        ignored = getattr(loss, "ignore_class", None)
-        wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
-        wrong = wrong if ignored is None else wrong & (wide != ignored)
-        words = f"class index {{:g}} with {width} classes"
-    elif of_probabilities:
-        wrong, words = (wide < 0) | (wide > 1), "{:g} instead of a probability from 0 to 1"
-    elif kinds & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
-        lowest = -1 if "mean_squared_logarithmic_error" in kinds else 0
-        wrong, words = wide < lowest, "the negative number {:g}"
-    else:
-        return None
-    if wrong.any():
-        return _rows(wrong), words.format(wide[wrong].flat[0]), of_classes or of_probabilities
-    smoothing = getattr(loss, "label_smoothing", 0.0)
-    if of_probabilities and isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
-        return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
-    return None
-
-
-def _kinds(loss: Any) -> set[str]:
-    """Return the names of this loss in Keras: that of its class in snake case, and that of the
-    function it wraps.
-    """
-    function = getattr(getattr(loss, "fn", None), "__name__", "")
-    return {keras_layers.snake_case(type(loss).__name__), str(function)} - {""}
-
-
-def _rows(wrong: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    if not wrong.ndim:
-        return ()
-    return tuple(map(int, np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1))))

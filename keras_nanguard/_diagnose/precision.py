@@ -24,14 +24,12 @@ from keras_nanguard._keras import (
 LOW = ("float16", "bfloat16")
 
 
-def lowest(model: Any, layers: list[Any] | None = None) -> str:
+def lowest(model: Any) -> str:
     """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32
     or higher.
     """
-    found = {
-        str(getattr(layer, "compute_dtype", ""))
-        for layer in layers or keras_layers.layers_of(model)
-    }
+    layers = keras_layers.layers_of(model)
+    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers}
     found |= {str(v.dtype) for v in model.variables}
     return next((name for name in LOW if name in found), "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections import deque
@@ -23,7 +24,7 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.facts import exponents, objective, optimizer_facts
+from keras_nanguard._diagnose.facts import known, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Start, Trials, standardized, train_from
 from keras_nanguard._diagnose.words import at_rows, table
@@ -330,19 +331,12 @@ def _pairs(
 def _run(
     found: Bundle, step: ReplayableStep, batch: Any, mode: str
 ) -> tuple[ReplayResult, Evidence]:
-    own = found.incident
-    evidence = Evidence(
-        step=own.step,
+    evidence = dataclasses.replace(
+        known(step.model, found.incident),
         refused=True,
-        sites=tuple(f"{f.site}:{f.kind}" for f in own.findings),
         mode=mode,
         growth=found.growth,
         optimizers=optimizer_facts(step.optimizers),
-        objective=objective(step.model),
-        exponents=exponents(step.model),
-        gradient_norm=own.values.get("gradient_norm", math.nan),
-        loss_scale=own.values.get("loss_scale"),
-        low_precision=lowest(step.model),
     )
     first = found.start and not (found.about.get("before") or {}).get("snapshot")
     trials = Trials(step, batch, evidence, _state_of(found.start, step) if first else None)

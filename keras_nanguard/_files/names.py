@@ -17,15 +17,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_nanguard._files import reading
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.stored import Contents, StoredArray, plain_text
-
-if TYPE_CHECKING:
-    from keras_nanguard._policy.warnings import ModelNames
 
 
 def snake_case(name: str) -> str:
@@ -331,8 +328,8 @@ _COMMON_NAMES = (
 """Common names of variables of layers: what only has a number in the file may have any of them."""
 
 
-def model_names(path: str | os.PathLike[str]) -> ModelNames:
-    """Return the Keras paths of a model file.
+def model_names(path: str | os.PathLike[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the model in a file, and the Keras paths of its variables.
 
     Args:
         path: any model file that `scan` reads.
@@ -340,12 +337,9 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
-    from keras_nanguard._policy.warnings import ModelNames  # with pydantic: not for the worker
-
     file = os.fsdecode(path)
     found = reading.ask("names", file)
-    name = found["root"] or os.path.basename(plain_text(file))
-    return ModelNames(name, tuple(found["paths"]))
+    return found["root"] or os.path.basename(plain_text(file)), tuple(found["paths"])
 
 
 def names_in(path: str, progress: Progress) -> dict[str, Any]:

@@ -135,12 +135,14 @@ def _stored(source: Any) -> Iterator[str | None]:
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
+    from keras_nanguard._core.finiteness import widen
+    from keras_nanguard._core.plain_arrays import save_arrays
     from keras_nanguard._files.live import live_variables
-    from keras_nanguard._files.repair_stored import write_values
 
-    values = {live.identity.path: live.read for live in reversed(live_variables(source))}
+    found = reversed(live_variables(source))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
-        write_values(path := os.path.join(folder, "source.npz"), values)
+        path = os.path.join(folder, "source.npz")
+        save_arrays(Path(path), {live.identity.path: widen(live.read()) for live in found})
         yield path
 
 

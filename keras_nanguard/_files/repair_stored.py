@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.finiteness import widen
+from keras_nanguard._core.plain_arrays import save_arrays
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities, optimizer_settings
 from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb
@@ -258,21 +260,13 @@ def repair_stored(
 
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
-    """Write the arrays of a file that have one of these paths or locations to an `.npz` file."""
+    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
+    bfloat16 and float16 as float32."""
     with opened(path) as contents:
         found = _by_name(contents)
-        write_values(output, {name: found[name].read for name in names if name in found})
+        known = {name: widen(found[name].read()) for name in names if name in found}
+        save_arrays(Path(output), known)
     return {}
-
-
-def write_values(output: str, values: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
-    """Write arrays by name to an `.npz` file, bfloat16 and other kinds unknown to it as float32."""
-    with zipfile.ZipFile(output, "w") as archive:
-        for name, read in values.items():
-            array = read()
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                plain = array.astype(np.float32) if array.dtype.kind == "V" else array
-                npy.write_array(member, plain, allow_pickle=False)
 
 
 def _by_name(contents: Contents) -> dict[str, StoredArray]:

@@ -12,14 +12,13 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import SECTIONS, Policy
 from keras_nanguard._policy.problems import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
-from keras_nanguard._policy.warnings import GuardOptions, ModelNames, warnings_about
+from keras_nanguard._policy.warnings import warnings_about
 
 __all__ = [
     "ARGUMENTS",
     "flag",
     "folder",
     "functions",
-    "model_names",
     "policy",
     "policy_lines",
     "require_instance",
@@ -28,27 +27,21 @@ __all__ = [
 ]
 
 
-def policy_lines(
-    policy: Policy, setting: GuardOptions, model: Any, optimizers: Any = None
-) -> tuple[str, ...]:
-    """Return a line for each rule and setting of a policy without effect for this model and guard.
+def policy_lines(guard: Any, model: Any, optimizers: Any = None) -> tuple[str, ...]:
+    """Return a line for each rule and setting of its policy without effect for a guard.
 
     Args:
-        policy: the policy.
-        setting: the options of the guard.
+        guard: the guard.
         model: the model to be trained; an unbuilt one has no names yet.
         optimizers: the optimizers of a loop without a trainer; by default those of the model.
     """
-    names = model_names(model, optimizers) if getattr(model, "built", False) else None
-    return tuple(f"NanGuard: {line}" for line in warnings_about(policy, names, setting))
-
-
-def model_names(model: Any, optimizers: Any = None) -> ModelNames:
-    """Return the Keras paths of a built model, including built optimizers."""
-    train_state = TrainState.of(model, optimizers)
-    variables = (*train_state.trainable, *train_state.statistics, *train_state.slots)
+    paths = None
+    if getattr(model, "built", False):
+        train_state = TrainState.of(model, optimizers)
+        variables = (*train_state.trainable, *train_state.statistics, *train_state.slots)
+        paths = tuple(str(variable.path) for variable in variables)
     name = str(getattr(model, "name", "")) or type(model).__name__
-    return ModelNames(name, tuple(str(variable.path) for variable in variables))
+    return tuple(f"NanGuard: {line}" for line in warnings_about(guard.policy, name, paths, guard))
 
 
 ARGUMENTS = (

@@ -1,4 +1,4 @@
-"""The losses of a compiled model, by output, with their weights.
+"""The losses of a compiled model, by output, with their weights, and the targets that they accept.
 
 Names private to Keras that are used here, because there is no public way from a compiled model to
 its loss objects:
@@ -12,14 +12,16 @@ its loss objects:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import Any
 
 import keras
+import numpy as np
 
+from keras_nanguard._core import finiteness
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
-
-__all__ = ["build_losses", "loss_weights", "losses_by_output", "losses_of"]
+from keras_nanguard._keras.structure import loss_options
 
 
 def _entries(model: Any) -> list[tuple[str, Any, Any]]:
@@ -71,3 +73,76 @@ def loss_weights(model: Any) -> list[tuple[str, float]]:
     entries = _entries(model)
     weighted = ((loss, w) for _, loss, w in entries if isinstance(w, (int, float)))
     return [(str(loss.name), float(weight)) for loss, weight in weighted]
+
+
+PROBABILITIES = frozenset(
+    (
+        *("categorical_crossentropy", "binary_crossentropy"),
+        *("categorical_focal_crossentropy", "binary_focal_crossentropy"),
+        "categorical_generalized_cross_entropy",
+    )
+)
+"""Losses whose targets are probabilities."""
+
+
+def names_of(loss: Any) -> set[str]:
+    """Return the names of a loss in Keras: that of its class in snake case, and that of the
+    function that it is or wraps.
+    """
+    function = getattr(loss, "fn", loss)
+    function = getattr(function, "func", function)  # of a partial
+    name = str(getattr(function, "__name__", ""))
+    return {keras_layers.snake_case(type(loss).__name__), name} - {""}
+
+
+def option_of(loss: Any, name: str) -> Any:
+    """Return an option of a loss or metric, such as `from_logits` or `ignore_class`; `None` if it
+    has no such option.
+    """
+    value = getattr(loss, name, None)
+    if value is None:
+        value = loss_options(loss).get(name)
+    if value is None and isinstance(loss, functools.partial):
+        value = loss.keywords.get(name)
+    return value
+
+
+def rejected(
+    loss: Any, targets: np.ndarray[Any, Any], width: int
+) -> tuple[tuple[int, ...], str, bool] | None:
+    """Return which targets a loss does not accept, `None` if it accepts all of them.
+
+    Args:
+        loss: the loss.
+        targets: the targets of one output, of any shape.
+        width: length of the last axis of that output, 0 if unknown.
+
+    Returns:
+        Rows, what is wrong, as a clause, and whether it makes the loss wrong or non-finite, rather
+        than only changing its meaning.
+    """
+    names, wide = names_of(loss), finiteness.widen(targets)
+    if wide.dtype.kind not in "fiu" or not wide.size:
+        return None
+    of_classes = any("sparse_categorical" in name for name in names)
+    of_probabilities = not of_classes and bool(names & PROBABILITIES)
+    if of_classes:
+        ignored = option_of(loss, "ignore_class")
+        wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
+        wrong = wrong if ignored is None else wrong & (wide != ignored)
+        words = f"class index {{:g}} with {width} classes"
+    elif of_probabilities:
+        wrong, words = (wide < 0) | (wide > 1), "{:g} instead of a probability from 0 to 1"
+    elif names & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
+        lowest = -1 if "mean_squared_logarithmic_error" in names else 0
+        wrong, words = wide < lowest, "the negative number {:g}"
+    else:
+        return None
+    if wrong.any():
+        rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
+        clause = words.format(wide[wrong].flat[0])
+        return tuple(map(int, rows)), clause, of_classes or of_probabilities
+    smoothing = getattr(loss, "label_smoothing", 0.0)
+    if of_probabilities and isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
+        return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
+    return None

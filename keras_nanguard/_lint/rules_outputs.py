@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from keras_nanguard._keras.structure import loss_options
+from keras_nanguard._keras.losses import option_of
 from keras_nanguard._lint.rule import Site, outputs, rule
 from keras_nanguard._lint.subject import Output, Subject, as_loss
 
@@ -40,17 +40,6 @@ def kind_of(loss: Any) -> str:
     name = str(named)
     other = name if name[:1].isupper() else name.title().replace("_", "")
     return _KINDS.get(name.replace("_", "").lower(), other)
-
-
-def option_of(loss: Any, name: str) -> Any:
-    """Return an option of a loss or metric, such as `from_logits` or `ignore_class`; `None` if it
-    has no such option."""
-    value = getattr(loss, name, None)
-    if value is None:
-        value = loss_options(loss).get(name)
-    if value is None and isinstance(loss, functools.partial):
-        value = loss.keywords.get(name)
-    return value
 
 
 def _expects_logits(loss: Any) -> bool | None:

@@ -5,8 +5,7 @@ Imports no backend.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from keras_nanguard._policy.actions import Call
@@ -15,47 +14,21 @@ from keras_nanguard._policy.problems import nearest, safe_repr
 from keras_nanguard._policy.settings import matches_path
 
 
-@dataclass(frozen=True)
-class ModelNames:
-    """The names in a model that a policy can refer to.
-
-    Attributes:
-        name: name of the model or of its file.
-        paths: Keras paths of its variables.
-    """
-
-    name: str
-    paths: Collection[str]
-
-
-@dataclass(frozen=True)
-class GuardOptions:
-    """Options of the guard that an action or a rule may need.
-
-    Attributes:
-        directory: whether there is a folder to write into.
-        functions: the registered functions, by name.
-        diagnose: whether incidents get a diagnosis.
-    """
-
-    directory: bool = False
-    functions: Mapping[str, Any] = field(default_factory=dict)
-    diagnose: bool = True
-
-
 def warnings_about(
-    policy: Policy, names: ModelNames | None = None, options: GuardOptions | None = None
+    policy: Policy, model: str = "", paths: Collection[str] | None = None, guard: Any = None
 ) -> tuple[str, ...]:
     """Return a sentence for each rule that never acts, and for each action that cannot be done.
 
     Args:
         policy: the policy.
-        names: the names in the model; None if there is no model to compare with.
-        options: the settings of the guard; None if there is no guard.
+        model: name of the model or of its file.
+        paths: Keras paths of its variables; `None` if there is no model to compare with.
+        guard: the guard, whose directory, functions and diagnoses an action or a rule may need;
+            `None` if there is none.
     """
     found = [*_never_reached(policy)]
-    found += _match_nothing(policy, names) if names is not None else ()
-    found += _lack_something(policy, options) if options is not None else ()
+    found += _match_nothing(policy, model, paths) if paths is not None else ()
+    found += _lack_something(policy, guard) if guard is not None else ()
     return tuple(found)
 
 
@@ -69,33 +42,33 @@ def _never_reached(policy: Policy) -> Iterator[str]:
             )
 
 
-def _match_nothing(policy: Policy, names: ModelNames) -> Iterator[str]:
+def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterator[str]:
     globs = [(f"Rule {rule.name!r}", glob) for rule in policy.rules for glob in rule.layer]
     globs += [(f"limits[{n}]", glob) for n, one in enumerate(policy.limits) for glob in one.layer]
-    parts = {part for path in names.paths for part in path.split("/")}
+    parts = {part for path in paths for part in path.split("/")}
     for owner, glob in globs:
-        if not any(matches_path(path, glob) for path in names.paths):
+        if not any(matches_path(path, glob) for path in paths):
             meant = nearest(glob.strip("*"), parts)
             hint = f" (did you mean {safe_repr(meant)}?)" if meant else ""
             yield (
-                f"{owner} never acts: nothing in the model {safe_repr(names.name)} matches the "
+                f"{owner} never acts: nothing in the model {safe_repr(model)} matches the "
                 f"glob {safe_repr(glob)}{hint}."
             )
 
 
-def _lack_something(policy: Policy, options: GuardOptions) -> Iterator[str]:
+def _lack_something(policy: Policy, guard: Any) -> Iterator[str]:
     stages = [("escalation", stage) for stage in policy.escalation]
     stages += [(f"rule {rule.name!r}", rule.do) for rule in policy.rules]
     for place, actions in stages:
         for action in actions:
-            if action.name == "quarantine" and not options.directory:
+            if action.name == "quarantine" and guard.directory is None:
                 yield f"quarantine in {place} saves nothing: NanGuard has no directory."
-            if isinstance(action, Call) and action.function not in options.functions:
-                known = ", ".join(sorted(options.functions)) or "none"
+            if isinstance(action, Call) and action.function not in guard.functions:
+                known = ", ".join(sorted(guard.functions)) or "none"
                 yield (
                     f"call in {place} does nothing: no function is registered as "
                     f"{action.function!r} (registered: {known})."
                 )
     for rule in policy.rules:
-        if rule.cause and not options.diagnose:
+        if rule.cause and not guard.diagnose:
             yield f"Rule {rule.name!r} never acts: it needs a cause, and diagnose=False finds none."

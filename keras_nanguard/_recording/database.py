@@ -300,15 +300,12 @@ class Memory:
         return self.one("SELECT sum(length(text) + length(data)) FROM events") or 0
 
     def add_layers(self, rows: Sequence[Row]) -> None:
-        """Append one moment. Above the limit half of them are removed, but none of the last
+        """Append one moment. Above the limit every second one is removed, except in the last
         quarter."""
         self.run(insert("layers"), rows)
         if self.one("SELECT count(*) FROM layers") <= MAX_LAYER_ROWS:
             return
         query = "SELECT DISTINCT step FROM layers ORDER BY step"
-        steps = np.array([step for (step,) in self.connection.execute(query)])
-        older = steps[: max(len(steps) * 3 // 4, 1)]
-        even = np.linspace(older[0], older[-1], max(len(older) // 2, 1))
-        kept = older[np.searchsorted(older, even)] if len(older) > 3 else older[:0]
-        dropped = np.setdiff1d(older, kept).tolist()
+        steps = [step for (step,) in self.connection.execute(query)]
+        dropped = steps[: len(steps) * 3 // 4][1::2] if len(steps) > 4 else steps[:-1]
         self.run("DELETE FROM layers WHERE step = ?", [(step,) for step in dropped])

@@ -385,7 +385,7 @@ class Recorder:
         """Continue the recording in a file."""
         self._owners.add(recording.writer_of(path))
         with recording.opened(path) as connection:
-            found = recording.contents(connection, path)
+            found = from_database(connection, path)
             rows = database.copied(connection, MAX_EVENT_TEXT // 2)
             recording.check_ids(rows)
             query = "SELECT coalesce(max(id) + 1, 0) FROM events"
@@ -393,5 +393,5 @@ class Recorder:
         rows["meta"] = [row for row in rows["meta"] if row[0] in _KEPT_META]
         self._memory = Memory(rows)
         self._memory.set_written(True)
-        self.base, self._since = (int(found["meta"].get(name) or 0) for name in ("base", "since"))
-        self.samples = {(sample.fingerprint, sample.label): sample for sample in found["samples"]}
+        self.base, self._since = (int(found.meta.get(name) or 0) for name in ("base", "since"))
+        self.samples = {(sample.fingerprint, sample.label): sample for sample in found.samples}

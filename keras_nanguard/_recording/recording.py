@@ -167,8 +167,8 @@ def writer_of(file: Path) -> str:
         return str(json.loads(found[0])) if found is not None else ""
 
 
-def contents(connection: sqlite3.Connection, file: Path | None = None) -> dict[str, Any]:
-    """Return the parts of a recording: `meta`, `steps`, `bins`, `events`, `layers`, `samples`.
+def from_database(connection: sqlite3.Connection, file: Path | None = None) -> Recording:
+    """Return the recording in a database.
 
     Args:
         connection: the database, in memory or of a file.
@@ -199,17 +199,14 @@ def contents(connection: sqlite3.Connection, file: Path | None = None) -> dict[s
     events = texts("events", "id", "step, epoch, time, kind, text, data")
     layers = texts("layers", "id", "step, path, kind, a, b, c")
     samples = texts("samples", "rowid", "label, place, fingerprint, times, steps, why")
-    return {
-        "meta": _meta({str(key): plain_json.loads(value) for key, value in meta}),
-        "steps": _numbers(connection, "steps", STEP_COLUMNS),
-        "bins": _bins(_numbers(connection, "bins", BIN_COLUMNS)),
-        "events": tuple(_event(*row) for row in events),
-        "layers": [
-            (_whole(step), str(path), str(kind), *map(_number, numbers))
-            for step, path, kind, *numbers in layers
-        ],
-        "samples": tuple(_sample(*row) for row in samples),
-    }
+    return Recording(
+        meta=_meta({str(key): plain_json.loads(value) for key, value in meta}),
+        steps=_numbers(connection, "steps", STEP_COLUMNS),
+        bins=_bins(_numbers(connection, "bins", BIN_COLUMNS)),
+        events=tuple(_event(*row) for row in events),
+        layers=_layers(layers),
+        samples=tuple(_sample(*row) for row in samples),
+    )
 
 
 def _numbers(
@@ -290,10 +287,8 @@ def _sample(label: Any, place: Any, mark: Any, times: Any, steps: Any, reason: A
 
 Array = np.ndarray[Any, Any]
 
-_LAYER_COLUMNS = {"trainable": ("gradient_norm", "weight_norm", "update_ratio")}
-"""Names of the numbers of a variable, by its kind; `_STATISTICS` for any other."""
-
-_STATISTICS = ("low", "high")
+_TRAINABLE, _STATISTICS = ("gradient_norm", "weight_norm", "update_ratio"), ("low", "high")
+"""Names of the numbers of a trainable variable, and of any other."""
 
 _TABLES = {
     "steps": tuple(STEP_COLUMNS),
@@ -382,8 +377,13 @@ class Recording:
             received = repr(points)
             raise GuardError(expected("points to be at least 1", received, "Pass a larger number."))
         step, low, high, _ = measured(self, name)
-        order = np.argsort(step, kind="stable")
-        return _envelope(step[order], low[order], high[order], points)
+        if not len(step):
+            return step, low, high
+        first, group = thinned(step, points)
+        ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+        np.minimum.at(ends[0], group, low)
+        np.maximum.at(ends[1], group, high)
+        return first, *ends
 
     def to_pandas(self, table: str = "steps") -> Any:
         """Return a table as a pandas `DataFrame`: `"steps"`, `"bins"`, `"events"` or `"samples"`.
@@ -443,34 +443,29 @@ def _undone(steps: Mapping[str, Any]) -> Any:
     return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
 
 
-def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array, Array, Array]:
-    """Merge neighbours until at most `points` are left; repeated steps are merged in any case."""
-    if not len(step):
-        return step, low, high
-    width = max(-(-(int(step[-1]) - int(step[0]) + 1) // points), 1)
-    groups = (step - step[0]) // width
-    starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
-    return step[starts], np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
+def thinned(step: Array, points: int) -> tuple[Array, Array]:
+    """Return the first steps of at most `points` groups of neighbours, in ascending order, and the
+    group of each step."""
+    width = max(-(-(int(step.max()) - int(step.min()) + 1) // points), 1)
+    groups, place = np.unique((step - step.min()) // width, return_inverse=True)
+    first = np.full(len(groups), MAX_WHOLE)
+    np.minimum.at(first, place, step)
+    return first, place
 
 
-def _by_path(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
+def _layers(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
     """Return the rows of `layers` as arrays, by the path of the variable."""
     own: dict[str, list[tuple[Any, ...]]] = {}
-    for row in rows:
-        own.setdefault(row[1], []).append(row)
+    for step, path, kind, *numbers in rows:
+        row = (_whole(step), str(kind), *map(_number, numbers))
+        own.setdefault(str(path), []).append(row)
     found = {}
     for path, of_path in own.items():
-        steps, _, kinds, *numbers = zip(*of_path)
-        names = _LAYER_COLUMNS.get(kinds[0], _STATISTICS)
+        steps, kinds, *columns = zip(*of_path)
+        names = _TRAINABLE if kinds[0] == "trainable" else _STATISTICS
         found[path] = {"step": np.array(steps, np.int64)}
-        found[path] |= {name: np.array(column) for name, column in zip(names, numbers)}
+        found[path] |= {name: np.array(column) for name, column in zip(names, columns)}
     return found
-
-
-def from_database(connection: sqlite3.Connection, file: Path | None = None) -> Recording:
-    """Return the recording in a database: that of a file, or one in memory."""
-    found = contents(connection, file)
-    return Recording(**{**found, "layers": _by_path(found["layers"])})
 
 
 def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident, int]]:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import SITES, Incident
+from keras_nanguard._core.incident import SITES, Diagnosis, Incident
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import console
-from keras_nanguard._report.snippets import snippet
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
@@ -241,6 +241,12 @@ def _card(group: Sequence[Incident], directory: Path | None) -> dict[str, Any]:
         "bundle": bundle,
         "replay": f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
     }
+
+
+def snippet(diagnosis: Diagnosis) -> str:
+    """Return code to paste, or `""`. It has no name from the data except identifiers."""
+    name, code = diagnosis.culprit_shown, str(CAUSE_WORDS[diagnosis.cause].get("code", ""))
+    return code.replace("{name}", name if name.isidentifier() else "x")
 
 
 def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
-from keras_nanguard._core.plain_text import markdown_text
+from keras_nanguard._core.plain_text import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report.snippets import ADVICE, REASONS
 
 WIDTH = 120
 """Maximum number of characters of a line."""
@@ -55,7 +55,8 @@ def brief_line(
     text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{_changes(incident)}."
     advice = ""
     if diagnosis is not None:
-        advice = ADVICE.get(diagnosis.cause, "").format(data=_quoted(diagnosis.culprit_shown))
+        words = CAUSE_WORDS[diagnosis.cause].get("brief", "")
+        advice = words.format(data=_quoted(diagnosis.culprit_shown))
         if diagnosis.cause == "input_scale" and diagnosis.samples:  # not all of the data
             advice = "Check it." if len(diagnosis.samples) == 1 else "Check them."
         if needs_user(incident) and diagnosis.advice:
@@ -93,7 +94,7 @@ def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
     if blamed or "pole" in values:
         at = f" at iteration {values['pole']:.0f}" if "pole" in values else ""
         return f"the learning rate was {values.get('learning_rate', math.nan):.3g}{at}"
-    pattern = REASONS.get(diagnosis.cause) if diagnosis is not None else None
+    pattern = CAUSE_WORDS[diagnosis.cause].get("reason") if diagnosis is not None else None
     if diagnosis is None or pattern is None:
         return _finding(first) if first is not None else "incident"
     words = {
@@ -101,7 +102,7 @@ def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
         "rows": _rows(diagnosis, samples),
         "place": _quoted(diagnosis.culprit) if diagnosis.culprit else "the model",
     }
-    return pattern.format(**words)
+    return str(pattern.format(**words))
 
 
 def _finding(finding: Finding) -> str:
@@ -233,11 +234,6 @@ class Lines:
 def incident_line(incident: Incident) -> str:
     """Return the full line of an incident."""
     return printable(f"NanGuard: {incident}")
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, which could control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def times(count: int, word: str) -> str:

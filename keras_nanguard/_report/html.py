@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording.recording import Recording, incidents as incidents_of, measured
+from keras_nanguard._recording.recording import (
+    Recording,
+    incidents as incidents_of,
+    measured,
+    thinned,
+)
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._report.cards import cards
 
@@ -149,14 +154,11 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):
         return None
     first, last = step.argmin(), step.argmax()
-    width = max(-(-(int(step[last]) - int(step[first]) + 1) // POINTS), 1)
-    groups, place = np.unique((step - step[first]) // width, return_inverse=True)
-    x = np.full(len(groups), np.iinfo(np.int64).max)
-    np.minimum.at(x, place, step)
+    x, group = thinned(step, POINTS)
 
     def curve(pick: Any, values: Any, own: Any) -> Any:
-        found = np.full(len(groups), np.nan)
-        pick.at(found, place[own], values[own])
+        found = np.full(len(x), np.nan)
+        pick.at(found, group[own], values[own])
         return _short(found)
 
     title = name.replace("_", " ")

@@ -24,8 +24,7 @@ from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import STEP_COLUMNS, Event
 from keras_nanguard._report import cards, compare, files, html
-from keras_nanguard._report.cards import MAX_CARDS
-from keras_nanguard._report.snippets import snippet
+from keras_nanguard._report.cards import MAX_CARDS, snippet
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 
