@@ -14,11 +14,6 @@ from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._version import __version__
 
-__all__ = [
-    *("BACKENDS", "attachment", "fault_hook", "host", "loop_step", "name", "replay"),
-    "versions",
-]
-
 BACKENDS = ("tensorflow", "jax", "torch")
 """Names of packages next to this module, with the modules that `interface` declares."""
 

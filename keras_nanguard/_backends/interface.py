@@ -28,8 +28,6 @@ import numpy as np
 
 from keras_nanguard._core.verdict import Report, Verdict
 
-__all__ = ["Host", "Replay", "StateAccess", "Transaction"]
-
 
 class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two

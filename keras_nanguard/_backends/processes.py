@@ -17,8 +17,6 @@ from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.fitting import print_message
 
-__all__ = ["agreed", "count", "exchange", "folder", "index", "print_line"]
-
 
 def count() -> int:
     """Return the number of processes that train together."""

@@ -39,11 +39,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = [
-    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
-    *("restored_epoch", "running_arrays", "running_data", "running_spec", "savers", "write_text"),
-]
-
 
 def print_message(text: str) -> None:
     """Print lines like Keras: to the screen, or to the log.

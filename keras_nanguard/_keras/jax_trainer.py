@@ -28,11 +28,6 @@ from typing import Any
 import jax
 import keras
 
-__all__ = [
-    *("TrainerState", "by_part", "in_executions", "over_lists", "ready", "shardings", "uses_nnx"),
-    "variables",
-]
-
 _PARTS = (
     "trainable_variables",
     "non_trainable_variables",

@@ -29,12 +29,6 @@ from keras.src.backend.common import masking
 
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = [
-    *("adds_losses", "batchnorms", "exchange", "falling", "initial_value", "layers_of", "mode"),
-    *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising"),
-    *("snake_case", "states_of_own_layers", "symbolic_inputs", "with_mask_of"),
-]
-
 
 def layers_of(model: Any) -> list[Any]:
     """Return the model and all of its layers at any depth, in the order in which Keras lists

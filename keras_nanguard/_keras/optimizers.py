@@ -34,13 +34,6 @@ import keras
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = [
-    *("accumulation_steps", "averages_of", "find_optimizers", "fresh_like", "has_schedule"),
-    *("inner", "is_loss_scaled", "iterations", "learning_rate", "rate_before", "rate_variable"),
-    *("register_twins", "scales_of", "scheduled_iteration", "scheduled_rate", "set_rate"),
-    *("trained_by", "without_strategy"),
-]
-
 
 def inner(optimizer: Any) -> Any:
     """Return the optimizer that updates the weights: the inner one of a `LossScaleOptimizer`, else

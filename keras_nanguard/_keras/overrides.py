@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
-
 _ABSENT = object()
 
 _NO_THREAD = -1

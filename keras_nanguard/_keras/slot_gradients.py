@@ -28,8 +28,6 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["SLOTS", "GradientSlot", "gradient_slots", "second_moments"]
-
 LEAST = 20.0
 """Multiple of the rounding error above which a difference is significant."""
 

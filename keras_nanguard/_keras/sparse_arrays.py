@@ -11,8 +11,6 @@ import numpy as np
 
 from keras_nanguard._keras import spread_arrays
 
-__all__ = ["by_rows", "coordinates", "dense", "fits", "gathered", "has_coordinates", "is_sparse"]
-
 MAX_SPREAD = 1 << 24
 """Entries up to which a sparse tensor is read with its zeros."""
 

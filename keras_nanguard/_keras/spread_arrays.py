@@ -13,8 +13,6 @@ import numpy as np
 
 from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["as_array", "rows_by_process", "waiting_for", "whole"]
-
 
 def whole(value: Any) -> Any:
     """Return an array that this process can read: one sharded over processes is gathered by all of

@@ -18,11 +18,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    *("arguments_of", "children", "given_metrics", "given_rate", "graph_operations"),
-    *("loss_options", "source_of", "symbolic_arguments"),
-]
-
 
 def children(layer: Any) -> list[Any]:
     """Return the layers directly within a layer."""

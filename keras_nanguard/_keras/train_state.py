@@ -18,8 +18,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-__all__ = ["TrainState"]
-
 
 @dataclass(frozen=True)
 class TrainState:

@@ -25,13 +25,6 @@ import numpy as np
 
 from keras_nanguard._keras import sparse_arrays, spread_arrays
 
-__all__ = [
-    *("VARIABLE", "as_keras", "assign", "by_rows", "bytes_of", "dense", "flat"),
-    *("global_seed_variables", "has_handle", "is_sparse", "is_statistic", "is_variable"),
-    *("named_arrays", "native", "on_first_replica", "on_host", "read", "read_tensor", "seeds"),
-    *("unique", "unwrapped", "view", "write"),
-]
-
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
 

@@ -16,8 +16,6 @@ from typing import Any
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["finish", "write_all"]
-
 ATTEMPTS = 2
 """Number of attempts of each part. In `finish` an interrupt also ends only one attempt."""
 

@@ -19,8 +19,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 
-__all__ = ["LoopStep", "ModelAttachment"]
-
 
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer.

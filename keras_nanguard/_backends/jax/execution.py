@@ -24,8 +24,6 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["StepTrace"]
-
 Counts = dict[tuple[str, str, int], Any]
 """Counts of NaN and of infinite entries, an int32 array `(2,)`, under `(site, path, size)`.
 

@@ -16,8 +16,6 @@ from keras_nanguard._backends.shared.faults import FaultHook, first_entries
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.jax_trainer import over_lists, variables
 
-__all__ = ["Hook"]
-
 
 class Hook(FaultHook):
     """One fault, injected into every train step of one model."""

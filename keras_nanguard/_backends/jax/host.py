@@ -12,8 +12,6 @@ from jax._src import distributed
 from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["Host"]
-
 LIMIT = 300
 """Maximum seconds that one process waits for another: for a step, a validation, or a diagnosis."""
 

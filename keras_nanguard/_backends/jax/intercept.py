@@ -18,9 +18,6 @@ from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Intercept", "calls_host", "primal"]
-
-
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 """Methods with which an optimizer of Keras writes its variables."""
 

@@ -29,8 +29,6 @@ try:
 except ImportError:
     EvalTrace = None
 
-__all__ = ["Origins"]
-
 NAMES = {
     "acos": "Acos",
     "acosh": "Acosh",

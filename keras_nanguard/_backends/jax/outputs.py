@@ -15,8 +15,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import logged_losses
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["LogOutputs", "PlainOutputs"]
-
 
 def _scalars(tree: Any) -> list[Any]:
     found = jax.tree_util.tree_leaves(tree)

@@ -32,22 +32,6 @@ except ImportError:  # before JAX 0.6
 
     _UNCHECKED = {"check_rep": False}
 
-__all__ = [
-    "OPERATIONS",
-    "add",
-    "all_finite",
-    "can_be_bad",
-    "cond",
-    "count",
-    "kind",
-    "mesh_of",
-    "of_all",
-    "select",
-    "squares",
-    "total",
-    "update_sums",
-]
-
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
 """The operations for the rules of the transaction."""
 

@@ -27,8 +27,6 @@ from keras_nanguard._keras import sparse_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Replay"]
-
 
 class Instrument(instrument.Instrument):
     """Records layers and losses in an eager run.

@@ -37,8 +37,6 @@ from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["StepResult", "Transaction"]
-
 
 @dataclass(slots=True)
 class StepResult:

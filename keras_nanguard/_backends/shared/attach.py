@@ -21,8 +21,6 @@ from keras_nanguard._keras import (
     whole_writes,
 )
 
-__all__ = ["Attachment", "LoopStep", "attached_to", "forget_step", "require_compiled"]
-
 _NAMES = ("make_train_function", "train_step")
 
 _KEPT = "_nanguard_kept_step"

@@ -8,8 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["MAX_BATCHES", "MAX_BYTES", "bytes_of", "held", "owned"]
-
 MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
 which a run may have to return to its first state.

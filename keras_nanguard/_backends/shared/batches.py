@@ -11,11 +11,9 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import arguments, leaves
+from keras_nanguard._core.data_names import arguments
 from keras_nanguard._core.evidence import Constant, Spread
 from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as keras_variables
-
-__all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""

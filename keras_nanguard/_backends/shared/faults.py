@@ -23,8 +23,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["FaultHook", "first_entries", "without_faults"]
-
 _NEVER = -(1 << 40)
 """A number of steps at which no fault is due, however many follow."""
 

@@ -24,8 +24,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Call", "Instrument", "layer_row"]
-
 LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
 """Kinds of calls."""
 

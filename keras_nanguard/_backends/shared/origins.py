@@ -18,8 +18,6 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Operand, Origin
 
-__all__ = ["CONSTANT", "MAX_ORIGINS", "STEEP", "OriginTracker", "operand"]
-
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
 

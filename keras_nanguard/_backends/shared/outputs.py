@@ -10,8 +10,6 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.verdict import logged_losses
 
-__all__ = ["losses_in_logs", "scalars"]
-
 
 def scalars(outputs: Any) -> list[Any]:
     """Return the scalars among the outputs of a loop's step, each of which counts as its loss."""

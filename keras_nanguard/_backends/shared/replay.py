@@ -25,8 +25,6 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["ReplayResult", "ReplayableStep", "first_bad", "origins_of", "preserved", "total"]
-
 OVERFLOW = 3.4028235e38
 """Sum of squares of the gradients at which the float32 sum of the transaction is infinite."""
 

@@ -47,12 +47,6 @@ from typing import Any
 
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = [
-    *("BOUND", "FULL_READ_INTERVAL", "MIN_LOSS_SCALE", "NUMBERS", "PART", "SMALL_SLOTS"),
-    *("Operations", "bounded_sum", "full_read_is_due", "learned_scale", "may_commit"),
-    *("scale_is_valid", "slots_may_wait"),
-]
-
 BOUND = 1e24
 """Half the sum of squares of the gradients up to which the proof above holds."""
 

@@ -23,8 +23,6 @@ from keras_nanguard._keras import (
     overrides as instance_overrides,
 )
 
-__all__ = ["LoopStep", "ModelAttachment"]
-
 
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""

@@ -13,8 +13,6 @@ from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Updat
 from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
-__all__ = ["Retrace", "StepResult", "StepTrace"]
-
 
 class Retrace(Exception):
     """Raised during tracing if the step has to be traced again in another mode. Never leaves the

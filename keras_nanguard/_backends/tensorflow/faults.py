@@ -11,8 +11,6 @@ import tensorflow as tf
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 
-__all__ = ["Hook"]
-
 
 class Hook(FaultHook):
     """One fault, injected into every train step of one model."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Access", "Untracked", "accesses", "mark", "untracked"]
-
 _READS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 )

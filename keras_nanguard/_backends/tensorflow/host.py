@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from keras_nanguard._backends.interface import Host
-
-__all__ = ["Host"]
+from keras_nanguard._backends.interface import Host as Host

@@ -21,8 +21,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.variables import as_keras
 
-__all__ = ["Intercept", "Seen", "Update", "build"]
-
 
 class Update:
     """One call of `Optimizer.apply`."""

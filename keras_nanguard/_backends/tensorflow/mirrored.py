@@ -27,8 +27,6 @@ from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.step import Transaction
 
-__all__ = ["MirroredTransaction"]
-
 
 class MirroredTransaction(Transaction):
     """A `Transaction` that every replica of a strategy calls inside `Strategy.run`."""

@@ -30,8 +30,6 @@ try:
 except ImportError:
     op_callbacks = None
 
-__all__ = ["CONSTANT", "Origins"]
-
 Frames = list[tuple[str, str]]
 
 _MAY_BE_STEEP = frozenset((*STEEP, "Pow"))

@@ -17,11 +17,6 @@ from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = [
-    *("OPERATIONS", "add", "all_finite", "can_be_bad", "confirmed", "counts", "kind", "settled"),
-    *("squares", "total", "update_sums"),
-]
-
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """The operations for the rules of the transaction."""
 

@@ -36,8 +36,6 @@ from keras_nanguard._keras import (
 from keras_nanguard._keras.overrides import ThreadOverrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Replay"]
-
 
 class Instrument(instrument.Instrument):
     """Records layers and losses in eager execution, or in the graph that is being built."""

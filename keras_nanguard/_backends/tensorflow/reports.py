@@ -16,8 +16,6 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._core.verdict import FIELDS, Report, Verdict
 
-__all__ = ["ReportQueue", "RowQueue"]
-
 CAPACITY = 256
 """Maximum number of waiting reports. A later refused step has only its row."""
 

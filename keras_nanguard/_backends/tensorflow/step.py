@@ -36,8 +36,6 @@ from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Direct", "Transaction", "next_batch"]
-
 
 class Transaction(interface.Transaction):
     """Wraps the body of one train step; calling it runs the body as a transaction.

@@ -39,8 +39,6 @@ from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["read_apart", "run", "same_bits", "unread_products"]
-
 LARGE = 1 << 20
 """Entries above which one update keeps all cores busy, so that it may wait for the previous one."""
 
