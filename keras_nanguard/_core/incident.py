@@ -173,8 +173,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return it on several lines: the cause, the evidence, the advice."""
-        seen = [f"  seen: {text}" for text in self.evidence]
-        return "\n".join([self.headline, *seen, *(f"  do:   {text}" for text in self.advice)])
+        seen = [f"  evidence: {text}" for text in self.evidence]
+        return "\n".join([self.headline, *seen, *(f"  advice:   {text}" for text in self.advice)])
 
     def __repr__(self) -> str:
         known = {"culprit": self.culprit, "samples": self.samples, "confidence": self.confidence}
@@ -331,7 +331,7 @@ class Incident:
 
     def _repr_html_(self) -> str:
         known = self.diagnosis or Diagnosis()
-        lines = (*known.evidence, *(f"Do: {text}" for text in known.advice))
+        lines = (*known.evidence, *(f"Advice: {text}" for text in known.advice))
         rows = [(finding.site, finding.path, finding) for finding in self.findings]
         return block(str(self), lines, ("site", "place", "what"), rows)
 

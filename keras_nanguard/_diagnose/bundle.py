@@ -224,7 +224,7 @@ def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-_REPRODUCE = '''"""Runs the bad step of this bundle again and prints what every layer gave.
+_REPRODUCE = '''"""Runs the bad step of this bundle again and prints the outputs of every layer.
 
     python reproduce.py [MODEL.keras]
 """

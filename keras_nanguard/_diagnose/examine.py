@@ -89,10 +89,10 @@ class Examination:
     def __str__(self) -> str:
         d = self.diagnosis
         known = d.cause != "unknown"
-        seen = [f"  seen: {text}" for text in d.evidence]
+        seen = [f"  evidence: {text}" for text in d.evidence]
         if self.error and known:
-            seen.append(f"  seen: {self.error[0].upper()}{self.error[1:]}.")
-        advice = [] if self.healthy else [f"  do:   {text}" for text in d.advice]
+            seen.append(f"  evidence: {self.error[0].upper()}{self.error[1:]}.")
+        advice = [] if self.healthy else [f"  advice:   {text}" for text in d.advice]
         what = "Nothing bad was found." if self.healthy else d.headline
         if self.error and not known:
             what = f"No diagnosis is possible: {self.error}."
@@ -305,8 +305,8 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
         return []
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
     return [
-        f"{layer.moving_variance.path} is far from the statistics of the batch: channel {worst} has"
-        f" moving mean {mean[worst]:.3g} and variance {variance[worst]:.3g}, the batch"
-        f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g} ({int(wrong.sum())} of {wrong.size}"
-        " channels)."
+        f"{layer.moving_variance.path} is far from the statistics of the batch in"
+        f" {int(wrong.sum())} of {wrong.size} channels. Channel {worst} has moving mean"
+        f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
+        f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
     ]

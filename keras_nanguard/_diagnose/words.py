@@ -78,7 +78,7 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         path = f" ({e.first_path})" if e.first_path else ""
         reached = "It reaches" if e.replay else "The step left it in"
         if e.replay and e.refused:
-            reached = "A replay on the unchanged state reproduces it, in"
+            reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if origin is not None and origin.phase in BACKWARD and origin.steep:
         yield f"{origin.steep} in the forward pass has no finite derivative at one of its values."
@@ -105,9 +105,7 @@ def _findings(e: Evidence) -> Iterator[str]:
     """Findings that are not NaN or Inf."""
     path, kinds = e.first_path, dict(site.partition(":")[::2] for site in e.sites)
     if kinds.get("gradients") == "stuck" and path:
-        yield (
-            f"{path} and most other kernels no longer change, bit for bit, although the loss does."
-        )
+        yield (f"{path} and most other kernels no longer change at all, although the loss does.")
     elif kinds.get("gradients") == "stuck":
         yield "For many steps every gradient has been exactly 0, although the loss is not."
     if kinds.get("statistics") == "spike" and e.value is not None:

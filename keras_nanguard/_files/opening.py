@@ -181,7 +181,7 @@ def _shard_names(path: str) -> list[str]:
         for name in listed if isinstance(listed, list) else [listed]:
             if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
                 received = f"the shard name {plain_text(name)!r}"
-                remedy = "It leads out of the folder."
+                remedy = "It points outside the folder."
                 raise FileFormatError(expected("shards beside the index", received, remedy))
             found[name] = None
     return list(found)

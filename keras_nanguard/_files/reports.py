@@ -192,7 +192,7 @@ class ScanReport(Report):
             return f"{self.source}: clean, {scanned}."
         layers = len({entry.layer for entry in bad})
         found = f"{_counted(len(bad), 'bad variable')} in {_counted(layers, 'layer')}"
-        return f"{self.source}: {found}, of {scanned}."
+        return f"{self.source}: {found}. Scanned {scanned}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with a format version; all numbers are finite."""
@@ -329,7 +329,7 @@ class RepairReport(Report):
         return "\n".join([*listed, *self.closing])
 
     def _table(self) -> Any:
-        headline = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} left alone"
+        headline = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} not changed"
         rows = [(change.path, change.status, change.detail) for change in self.changes]
         return headline, self.closing, ("variable", "", "what was done"), rows
 
@@ -352,11 +352,11 @@ class Recalibrated:
     samples: int
 
     def __str__(self) -> str:
-        change = "not finite before"
+        change = "old statistics not finite"
         if self.mean_moved is not None and self.variance_ratio is not None:
             change = f"mean changed by up to {self.mean_moved:.4g}"
             change += f", variance by up to x{self.variance_ratio:.4g}"
-        return f"{self.path}: {change}, {self.samples} values per channel"
+        return f"{self.path}: {change}; {self.samples} values per channel used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +382,7 @@ class RecalibrateReport:
         return f"RecalibrateReport({self.model!r}, {counted})"
 
     def __str__(self) -> str:
-        layers = f"{len(self.layers)} BatchNormalization layers"
-        head = f"{self.model}: {layers} from {self.batches} batches."
+        layers = _counted(len(self.layers), "BatchNormalization layer")
+        batches = f"{self.batches} batch{'' if self.batches == 1 else 'es'}"
+        head = f"{self.model}: statistics of {layers} estimated from {batches}."
         return "\n".join([head, *(f"  {layer}" for layer in self.layers)])

@@ -77,7 +77,7 @@ class Agreement:
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether it is set in any process."""
-        return tuple(map(any, zip(*self._exchange(flags, "what they have found in a step"))))
+        return tuple(map(any, zip(*self._exchange(flags, "the findings of a step"))))
 
     def between_steps(self, findings: list[Finding]) -> list[Finding]:
         """Return findings between two steps if all processes have them; otherwise store them until
@@ -102,7 +102,7 @@ class Agreement:
         labelled = _with_rows(findings, report, self.rank)
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
         own = [_short(asdict(f)) for f in ordered]
-        found = self._exchange(own, "what they have found in a step")
+        found = self._exchange(own, "the findings of a step")
         return united([[Finding(**f) for f in part] for part in found])
 
     def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
@@ -114,7 +114,7 @@ class Agreement:
         own = incident.diagnosis
         sites = [site for site in OF_ITS_OWN if site in self._own]
         known = self._exchange(
-            [sites[:1], None if own is None else _short(asdict(own))], "their diagnosis of a step"
+            [sites[:1], None if own is None else _short(asdict(own))], "the diagnosis of a step"
         )
         self._of = rank = informed([(site, (given or {}).get("cause")) for site, given in known])
         given = known[rank][1]
@@ -145,7 +145,7 @@ class Agreement:
         if self.count == 1:
             return outcomes
         known = self._exchange(
-            [[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcome of their actions"
+            [[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcomes of the actions"
         )
         for number, outcome in enumerate(outcomes):
             done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
@@ -167,7 +167,7 @@ class Agreement:
         steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
         found = next((s for s in ring.snapshots if s.step == min(steps)), None)
         able = found is not None and ring.at_hand(found)
-        return found if all(self._exchange(able, "whether they can restore it")) else None
+        return found if all(self._exchange(able, "whether the snapshot can be restored")) else None
 
     def rerun(self, rerun: Rerun | None) -> Rerun | None:
         """Return the steps to replay, or `None` if a process cannot replay the same ones."""
@@ -186,7 +186,7 @@ class Agreement:
             missing: the bytes that are not free for it, 0 if it fits.
             bad: the path of a variable that is not finite, `""` if all are.
         """
-        known = self._exchange([missing, bad], "whether there is room for a snapshot")
+        known = self._exchange([missing, bad], "whether memory is free for a snapshot")
         return max(m for m, _ in known), next((b for _, b in known if b), "")
 
 

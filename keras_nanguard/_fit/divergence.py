@@ -451,14 +451,15 @@ def _lost(
     """Return a proof, with findings and sentences."""
     now, (growth, path) = fmean(present), grown
     found = [Finding("loss", "divergence", value=now)]
+    start = f"step {best.snapshot.step}" if best.snapshot.step else "the first state"
     notes = [
         (
-            f"On the last {len(present)} batches the loss is {now:.3g}, and {untrained.mean:.3g}"
-            " with the weights before the first step."
+            f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before the"
+            f" first step it is {untrained.mean:.3g}."
         ),
         (
-            f"From the state after {best.snapshot.step} steps, {best.factor:g} times the learning"
-            f" rate leads to a loss of {best.mean:.3g}."
+            f"After a restart from {start} with {best.factor:g} times the learning rate it is"
+            f" {best.mean:.3g}."
         ),
     ]
     if path:
@@ -466,7 +467,7 @@ def _lost(
         notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
     if dead:
         found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
-        notes.append(f"{len(dead)} kernels no longer change, bit for bit, {dead[0]} among them.")
+        notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
     rates = [keras_optimizers.learning_rate(o) * best.factor for o in run.train_state().optimizers]
     advice = (f"Lower the learning rate (try {rates[0]:.1g}), or use a warmup.",)
     diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)

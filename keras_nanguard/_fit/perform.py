@@ -244,7 +244,7 @@ def _reset_slots(order: Order) -> Answer:
 def _quarantine(order: Order) -> Answer:
     directory, report, p = order.run.directory, order.report, order.p
     if directory is None:
-        return "skipped", "the guard has no directory for batches"
+        return "skipped", "NanGuard has no directory"
     if report is None or report.batch is None:
         return "skipped", "there is no batch to save"
     limits = p["max_batches"], p["max_mb"]

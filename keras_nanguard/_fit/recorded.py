@@ -75,7 +75,7 @@ def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) 
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
     moment = f"after {snapshot.step} steps" if snapshot.step else "before the first step"
     then = f"; {len(again)} steps replayed" if again else ""
-    text = f"Back to the state {moment}{then}."
+    text = f"Restored the state {moment}{then}."
     run.recorder.event("rollback", run.step, run.counts.epoch, text, data)
 
 

@@ -86,7 +86,7 @@ def roll_back(order: Order) -> Answer:
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip
     run.counts.rollbacks += 1
-    back = f"back to the state {_moment(snapshot)}"
+    back = f"restored the state {_moment(snapshot)}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
         return "done", f"{back}{also}; {_times(len(rerun.batches), 'later step')} replayed"

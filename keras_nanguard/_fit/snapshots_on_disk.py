@@ -343,7 +343,7 @@ class DiskRing(Ring):
             self._lock.acquire()
         except Timeout:
             remedy = "use one directory per run"
-            raise OSError(f"another run writes to {self.folder.parent}; {remedy}") from None
+            raise OSError(f"{self.folder.parent} is in use by another run; {remedy}") from None
         except NotImplementedError:  # a file system without locks
             pass
         self._locked = True

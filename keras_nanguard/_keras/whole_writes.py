@@ -77,9 +77,10 @@ def finish(parts: Iterable[Callable[[], Any]]) -> None:
                 done, attempts = done + 1, 0
     if failed:
         raise StateLostError(
-            f"Expected to write the state of the model whole. Received: {type(failed[0]).__name__}:"
-            f" {failed[0]} ({len(failed)} of {len(waiting)} writes failed). The model holds values"
-            " of two different steps: load a checkpoint before you use it."
+            "Expected to write the complete state of the model. Received:"
+            f" {type(failed[0]).__name__}: {failed[0]} ({len(failed)} of {len(waiting)} writes"
+            " failed). The model holds values of two different steps: load a checkpoint before you"
+            " use it."
         ) from failed[0]
     if interrupt is not None:
         raise interrupt

@@ -371,7 +371,7 @@ class Recorder:
             if there and not loaded:
                 self._load(path)
             elif there and recording.writer_of(path) not in self._owners:
-                raise GuardError(f"another run writes to {path}; use one directory per run")
+                raise GuardError(f"{path} is in use by another run; use one directory per run")
             writer = uuid.uuid4().hex
             self._writer = Writer(path, writer, self.end_with_process)
         except Exception as error:  # noqa: BLE001  such as no thread: training continues

@@ -188,7 +188,7 @@ class Writer:
                     if file is None:
                         file = File(self.path, self._writer, statements)
                     elif not file.write(statements):
-                        self.problem = f"another run writes to {self.path}"
+                        self.problem = f"{self.path} is in use by another run"
                     break
                 except Exception as error:  # noqa: BLE001  training continues, and a line warns
                     locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)

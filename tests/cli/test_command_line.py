@@ -278,7 +278,7 @@ def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
     assert (
         main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == CLEAN
     )
-    assert "not finite before" in capsys.readouterr().out
+    assert "old statistics not finite" in capsys.readouterr().out
     assert main(["scan", output, "--json"]) == CLEAN
     document = json.loads(capsys.readouterr().out)
     found = {v["path"]: v["statistics"] for layer in document["layers"] for v in layer["variables"]}

@@ -197,5 +197,5 @@ def test_ruined_statistics_come_back(nested, task):
     report = recalibrate(model, task[0])
     assert scan(model).ok
     assert model.evaluate(*task, verbose=0)[1] == reached
-    assert "not finite before" in str(report)
+    assert "old statistics not finite" in str(report)
     assert report.to_dict()["format"] == 1

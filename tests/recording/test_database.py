@@ -109,7 +109,7 @@ def test_the_last_run_owns_the_file(tmp_path):
     push(second, 10)
     assert second.flush()
     push(first, 10, 10)
-    assert not first.flush() and "another run writes to" in first.problem() and first.problem() == ""
+    assert not first.flush() and "is in use by another run" in first.problem() and first.problem() == ""
     second.end("finished", 10, 0)
     assert len(Recording.read(tmp_path)) == 20
 

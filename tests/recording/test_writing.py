@@ -118,7 +118,7 @@ def test_two_runs_in_turn(tmp_path):
     first.begin({}, scaled=True, path=tmp_path / NAME)
     push(first, 30)
     first.end("finished", 30, 0)
-    assert "another run writes to" in first.problem() and len(first.recording) == 40
+    assert "is in use by another run" in first.problem() and len(first.recording) == 40
     same(Recording.read(tmp_path), whole)
 
 

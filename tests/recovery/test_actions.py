@@ -125,13 +125,13 @@ class TestRollback:
         back = {path: value for path, value in kept.pop("now") if not path.startswith(("loss/", "mean_absolute"))}
         for path, value in back.items():
             np.testing.assert_array_equal(value, kept[path], err_msg=path)
-        assert outcomes(guard, "rollback") == [(6, "done", "back to the state after 4 steps; 2 committed steps undone")]
+        assert outcomes(guard, "rollback") == [(6, "done", "restored the state after 4 steps; 2 committed steps undone")]
 
     def test_unproven(self):
         """A snapshot that too few good steps have followed is not gone back to."""
         guard = acting("rollback", snapshot={"every": 4, "verify_after": 3})
         train(guard, 6)
-        assert outcomes(guard, "rollback")[0][2] == "back to the state before the first step; 6 committed steps undone"
+        assert outcomes(guard, "rollback")[0][2] == "restored the state before the first step; 6 committed steps undone"
 
     def test_depth(self):
         """A deeper rollback goes back further, and what came after is not gone back to again."""
@@ -139,8 +139,8 @@ class TestRollback:
         train(guard, 10, 11)
         details = [detail for _, _, detail in outcomes(guard, "rollback")]
         assert details == [
-            "back to the state after 6 steps; 4 committed steps undone",
-            "back to the state after 3 steps; 3 committed steps undone",
+            "restored the state after 6 steps; 4 committed steps undone",
+            "restored the state after 3 steps; 3 committed steps undone",
         ]
 
     def test_counts_what_had_committed(self):
@@ -621,7 +621,7 @@ class TestQuarantine:
         """Without a directory nothing is written."""
         guard = acting("quarantine")
         train(guard, 3)
-        assert outcomes(guard, "quarantine") == [(3, "skipped", "the guard has no directory for batches")]
+        assert outcomes(guard, "quarantine") == [(3, "skipped", "NanGuard has no directory")]
 
     def test_any_structure(self):
         """Nested, ragged, sparse, text and bfloat16 data come out as plain arrays under readable names."""

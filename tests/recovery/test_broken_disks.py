@@ -122,7 +122,7 @@ class TestTwoProcesses:
         for a, b in zip(trained(guard), undisturbed):
             np.testing.assert_array_equal(a, b)
         said = capsys.readouterr().out
-        assert said.count("another run writes to") == 1 and "use one directory per run" in said
+        assert said.count("is in use by another run") == 1 and "use one directory per run" in said
         assert list((tmp_path / "snapshots").iterdir()) == [theirs] and guard.session.ring.newest().step == 16
 
     def test_after_the_end_of_the_first(self, tmp_path, other, capsys):

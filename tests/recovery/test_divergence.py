@@ -144,7 +144,7 @@ class TestFinite:
         (first,) = guard.incidents
         assert not first.refused and first.findings[0].kind == "divergence"
         assert first.step in (40, 80), "the first step after an epoch"
-        assert "rollback: back to the state before the first step" in str(first)
+        assert "rollback: restored the state before the first step" in str(first)
         assert any("with the weights before the first step" in text for text in first.diagnosis.evidence)
 
     @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")

@@ -160,6 +160,6 @@ class TestFit:
         snapshot = {**OFTEN, "storage": "disk"}
         guard = NanGuard(rules=[rule], snapshot=snapshot, directory=tmp_path)
         model = trained(guard, bad=(11,))
-        assert "back to the state after 8 steps" in str(guard.incidents[0])
+        assert "restored the state after 8 steps" in str(guard.incidents[0])
         assert all(np.isfinite(w).all() for w in model.get_weights())
         assert sorted(p.name for p in (tmp_path / "snapshots").glob("snapshot-*"))

@@ -72,7 +72,7 @@ class TestSeveralInARow:
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
         run = zoo.run(eager, overflowing(7, 8, 9, count=16), guard=guard, epochs=1, callbacks=[count])
         assert actions_of(guard) == [(7, []), (8, []), (9, ["rollback", "lower_lr"])]
-        assert guard.incidents[-1].outcomes[-2].detail == "back to the state after 4 steps; 3 committed steps undone"
+        assert guard.incidents[-1].outcomes[-2].detail == "restored the state after 4 steps; 3 committed steps undone"
         assert steps == list(range(16)), "no batch is seen twice"
         assert int(run.model.optimizer.iterations.numpy()) == 4 + 6
         assert float(run.model.optimizer.learning_rate.numpy()) == pytest.approx(1e-4)

@@ -114,7 +114,7 @@ class TestRing:
             data.y[batch * 8 + 2] = 1e38  # the loss overflows, the data is finite
         zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=1)
         reported = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert reported == ["back to the state after 5 steps; 2 committed steps undone"]
+        assert reported == ["restored the state after 5 steps; 2 committed steps undone"]
 
 
 class TestLeastLoss:
@@ -504,7 +504,7 @@ class TestFiles:
         with pytest.warns(UserWarning, match="skips a snapshot"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
         reported = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert reported == ["back to the state after 3 steps; 5 committed steps undone"]
+        assert reported == ["restored the state after 3 steps; 5 committed steps undone"]
 
     def test_keep(self, tmp_path):
         """There are never more than `keep` folders, those of an earlier run included, and the newest is the new run's."""

@@ -191,9 +191,9 @@ def test_diagnosis():
     """A diagnosis prints on several lines: the cause, what was seen, what to do; layers keep their own names."""
     assert str(DIAGNOSIS).splitlines() == [
         "Cause: input_nonfinite in 'x/age', at index 12 of the batch.",
-        "  seen: Seen one.",
-        "  seen: Seen two.",
-        "  do:   Clean it.",
+        "  evidence: Seen one.",
+        "  evidence: Seen two.",
+        "  advice:   Clean it.",
     ]
     assert Diagnosis("loss_domain", "inputs/log").place == "loss_domain in 'inputs/log'"
     assert Diagnosis("spike", samples=tuple(range(9))).headline == "Cause: spike, at indices 0, 1, 2, 3, 4, ... of the batch."

@@ -134,7 +134,7 @@ def _events(columns: dict[str, np.ndarray], bad: np.ndarray, name: str, epoch: i
         events.append(Event(*at, "incident", str(one), one.to_dict()))
         if number % 2 == 0:
             back = max(step - 3, 0)
-            events.append(Event(*at, "rollback", f"back to the state after {back} steps", {"to": back, "undone": step - back}))
+            events.append(Event(*at, "rollback", f"restored the state after {back} steps", {"to": back, "undone": step - back}))
         if number % 5 == 0:
             events.append(Event(*at, "learning_rate", f"{name}: 0.001 -> 0.0005", {"optimizer": name, "before": 1e-3, "after": 5e-4}))
     for end in range(epoch, steps + 1, max(epoch, steps // 50 // epoch * epoch)):

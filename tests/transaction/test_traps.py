@@ -142,7 +142,7 @@ def test_06_silent_rollback_silent_skip(capsys):
     assert "skipped step 7 (epoch 1)" in reported and "rolled back at step 9 (epoch 1)" in reported
     assert len(guard.incidents) == 3 and "learning rate" in reported
     details = [o.detail for o in guard.incidents[2].outcomes if o.action == "rollback"]
-    assert details == ["back to the state after 4 steps; 2 committed steps undone"]
+    assert details == ["restored the state after 4 steps; 2 committed steps undone"]
     assert "skipped 3 of 12 steps" in reported and run.history["refused_steps"] == [3]
     assert "3 skipped" in guard.summary()
 

@@ -57,8 +57,8 @@ class Host(interface.Host):
                 )
             except RuntimeError as error:
                 seconds = (
-                    f"none of rank {other} after {time.monotonic() - started:.1f} s of waiting for"
-                    f" {what}"
+                    f"none from rank {other} after {time.monotonic() - started:.1f} s of waiting"
+                    f" for {what}"
                 )
                 remedy = (
                     "Check the output of that process: it has ended, or runs a different number of"

@@ -108,7 +108,7 @@ class ModelAttachment(attach.Attachment):
         logs = self.inner(data)
         if transaction.steps == before:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
-            found = f"Keras {keras.__version__}, which ran another one"
+            found = f"Keras {keras.__version__}, which ran a different step"
             raise GuardError(expected("Keras to run the guarded step", found, remedy))
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()

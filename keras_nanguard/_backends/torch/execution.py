@@ -254,7 +254,7 @@ class StepRun:
             agreement, verdict = self.owner.agreement, self.verdict
             flags = [decision == REFUSE, decision == CHECK, agreement.has_news]
             numbers = [*map(float, flags), *verdict[1:7]]
-            sums = host.summed(numbers, "their verdict on a step")
+            sums = host.summed(numbers, "the verdict on a step")
             refuse, check, agreement.news = (number > 0 for number in sums[:3])
             self.verdict = Verdict(False, *(number / agreement.count for number in sums[3:]))
             decision = REFUSE if refuse else CHECK if check else COMMIT

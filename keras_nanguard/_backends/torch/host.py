@@ -125,7 +125,7 @@ def _waiting_for(what: str) -> Iterator[None]:
     except RuntimeError as error:
         seconds = time.monotonic() - started
         reason = str(error).strip().partition("\n")[0]
-        received = f"none of {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
+        received = f"none from {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
         remedy = (
             "Check the output of that process: it has ended, or runs a different number of steps."
             " Then restart all of them."

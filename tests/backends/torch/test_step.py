@@ -545,7 +545,7 @@ def test_a_process_that_does_not_answer(tmp_path, how):
             worker.kill()
             worker.communicate(timeout=60)
     assert workers[0].returncode == 7, said
-    assert "an answer from all 2 processes" in said and "s of waiting for their verdict on a step" in said
+    assert "an answer from all 2 processes" in said and "s of waiting for the verdict on a step" in said
 
 
 # Devices that the host has to wait for
