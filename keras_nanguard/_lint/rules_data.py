@@ -50,7 +50,8 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
         if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
             continue
         if found := rejected(output.loss, array, output.units or 0):
-            yield output.name, f"{kind_of(output.loss)} of targets with {found[1]}"
+            kind = kind_of(output.loss)
+            yield output.name, f"targets with {found[1]}, which {kind} does not accept"
         elif kind_of(output.loss) in _OF_CLASSES and array.ndim > 1:
             total = array.astype(np.float64).sum(-1)
             if np.abs(total - 1).max() > 0.01:
