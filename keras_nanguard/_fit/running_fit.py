@@ -8,11 +8,13 @@ needed.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -94,6 +96,23 @@ def _is_inside(frame: FrameType | None, callbacks: Any, itself: bool = True) -> 
     return False
 
 
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause the garbage collector while frames of other threads are read.
+
+    CPython 3.11 creates their frame objects on demand. A collection at that moment lets the other
+    thread run; Python then takes whatever is in the memory of its old frame for a frame object, and
+    can crash.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Fit:
     """One running `fit`, `evaluate` or `predict`, identified by its `CallbackList`.
 
@@ -157,10 +176,11 @@ class Fit:
         callbacks = self._list()
         if callbacks is None:
             return False
-        frames = sys._current_frames()
-        # A frame that held itself would hold the fit and its data, too.
-        frames[threading.get_ident()] = sys._getframe(1)
-        return any(_is_inside(frame, callbacks) for frame in frames.values())
+        with _collection_paused():
+            frames = sys._current_frames()
+            # A frame that held itself would hold the fit and its data, too.
+            frames[threading.get_ident()] = sys._getframe(1)
+            return any(_is_inside(frame, callbacks) for frame in frames.values())
 
     def close(self) -> None:
         """Remove the watches."""
