@@ -90,13 +90,6 @@ EXPLAINED: tuple[Explained, ...] = (
         ABSORBED_HERE,
     ),
     Explained(
-        "_core/finiteness.py",
-        "fingerprint",
-        "table = words[:whole].reshape(-1, _WORDS)",
-        ("table = words[:whole].reshape(-2, _WORDS)",),
-        "NumPy takes any negative number for 'as many as there are'.",
-    ),
-    Explained(
         "_diagnose/causes.py",
         "kind",
         "largest = max((o.max_abs for o in origin.operands), default=0.0)",

@@ -72,7 +72,7 @@ OWN_STEPS = tuple(
     for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
 )
 OWN_STEPS += ("tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[writes a variable-eager]",)
-ON_TENSORFLOW = tuple(f"tests/backends/tensorflow/test_{name}.py" for name in ("alone", "who_waits", "traced"))
+ON_TENSORFLOW = ("tests/backends/tensorflow/test_alone.py",)
 ON_JAX = ("step", "deferred_verdict", "watched")
 ON_TORCH = ("step", "alone", "own_steps", "cost", "undo_log")
 

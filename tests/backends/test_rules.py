@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -130,25 +129,6 @@ def test_when_a_full_read_is_due(ops, number):
             assert bool(rules.full_read_is_due(ops, updates, np.float64(gradients))) == expected, (updates, gradients)
 
 
-@QUICK
-@given(start=st.integers(0, 10**6), gradients=st.floats(0, rules.BOUND))
-def test_no_interval_passes_without_a_full_read(start, gradients):
-    """Of any 16 steps in a row one reads everything, and one only where the gradients stay within the bound."""
-    steps = range(start, start + rules.FULL_READ_INTERVAL)
-    assert sum(rules.full_read_is_due(NUMBERS, step, gradients) for step in steps) == 1
-
-
 def test_the_floor_is_the_smallest_normal_float16_number():
     """A gradient of 1 is no subnormal number there, which it would be at half of it."""
     assert float(np.finfo(np.float16).tiny) == rules.MIN_LOSS_SCALE
-
-
-def test_the_numbers_are_those_of_the_proof():
-    """The bound, the interval and the size that the proof and the limits name."""
-    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
-    proof_text, limits = (" ".join(one.split()) for one in (rules.__doc__, text))
-    size, interval = rules.SMALL_SLOTS // 2**20, rules.FULL_READ_INTERVAL
-    assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof_text
-    assert f"together take more than {size} MB" in proof_text and f"read large slots every {interval} steps" in proof_text
-    assert f"Slots of more than {size} MiB are read every {interval} steps" in limits
-    assert math.sqrt(2 * rules.BOUND) ** 2 < float(np.finfo(np.float32).max)

@@ -8,12 +8,11 @@ import os
 import sqlite3
 import subprocess
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from campaigns import fuzz_files, fuzz_seeds
-from campaigns.fuzz import Bench, table
+from campaigns.fuzz import Bench
 from campaigns.fuzz_folders import outside
 from campaigns.fuzz_oracles import Watch, Wrong, check_page, check_printed
 from campaigns.fuzz_recipes import json_text, mutated, packed, plain, toml_text, unpacked
@@ -156,24 +155,3 @@ def test_mutations_are_the_same_for_the_same_number():
     made = [[mutated(recipe, Random(number), ["a", "b"], True) for number in range(50)] for _ in range(2)]
     assert made[0] == made[1] and json.dumps(recipe) == before
     assert sum(one != recipe for one in made[0]) > 40
-
-
-def test_the_table_counts_all_processes(tmp_path):
-    """Executions and minutes are summed over the processes of a target, findings that are open are counted."""
-    folder = tmp_path / "npz"
-    (folder / "findings").mkdir(parents=True)
-    for number in (1, 2):
-        (folder / f"executions-{number}.json").write_text(json.dumps([1000 * number, 60.0]))
-    (folder / "lines.json").write_text(json.dumps([80, 100, 12]))
-    (folder / "findings" / "error-1.json").write_text("{}")
-    text = table(tmp_path, ["npz"])
-    assert "| 3,000 | 2.0 | 80 of 100 | 1 |" in text and "Made with" in text
-
-
-def test_readers_are_named(bench):
-    """Each target names modules that exist, whose lines are counted."""
-    root = Path(__file__).parents[2]
-    for target in TARGETS.values():
-        for module in target.modules:
-            path = root / module.replace(".", "/")
-            assert path.with_suffix(".py").is_file() or path.is_dir() or list(path.parent.glob(f"{path.name}*")), module

@@ -66,26 +66,6 @@ def test_what_is_declared_has_run():
             assert min(number(row[3]) for row in passed if row[2] == backend)[: len(lowest)] == lowest
 
 
-def test_a_row_for_each_result(tmp_path, monkeypatch):
-    """The table says of each cell what its file says, with the failures below it, and of others that they have not run."""
-    monkeypatch.setattr(matrix, "RESULTS", tmp_path)
-    one, two, three, four = matrix.CELLS[:4]
-    versions = {"python": "3.10.13", "keras": "3.6.0", "tensorflow-cpu": "2.16.2", "numpy": "1.26.4"}
-    found = {
-        one: matrix.Row(versions, "passed", 40, 2, (), "2026-01-01"),
-        two: matrix.Row(versions, "failed", 39, 2, ("test_a: AssertionError",), "2026-01-01"),
-        three: matrix.Row({}, "not installed", 0, 0, ("no such version",), "2026-01-01"),
-    }
-    for cell, row in found.items():
-        matrix.path_of(cell).write_text(json.dumps(matrix.asdict(row)))
-        assert matrix.known(cell) == row
-    lines = matrix.table((one, two, three, four)).splitlines()
-    assert lines[2] == "| 3.10.13 | 3.6.0 | tensorflow | 2.16.2 | 1.26.4 | yes, 40 tests |"
-    assert lines[3].endswith("| no: 1 of 40 tests failed |") and lines[4].endswith("| does not install |")
-    assert lines[5].endswith("| not run |")
-    assert lines[7:] == [f"- {two.name}: `test_a: AssertionError`", f"- {three.name}: `no such version`"]
-
-
 def test_a_nightly_build_does_not_count(tmp_path, monkeypatch):
     """Only cells with a released Keras make the command fail, and what has passed is not run again."""
     monkeypatch.setattr(matrix, "RESULTS", tmp_path)

@@ -38,12 +38,6 @@ def test_long_run(often, on_disk, tmp_path):
     assert len(result["samples"]) == 5 and all(sample["processor_us"] > 0 for sample in result["samples"])
 
 
-def test_a_plain_run():
-    """It has neither guard nor fault."""
-    result = last(soak.steady, "unguarded", 40, 2, None)
-    assert result["steps"] == 40 and result["faults"] == result["incidents"] == 0 and result["finite"] and result["done"]
-
-
 @pytest.mark.parametrize("form", ["same", "one-guard", "fresh"])
 def test_fits(form):
     """Each fit has its incident, and the model of an earlier one is gone."""

@@ -180,23 +180,6 @@ def test_scipy_sparse():
     assert [sample.index for sample in guard.bad_samples()] == [5 * zoo.BATCH + 2]
 
 
-@pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")
-def test_ragged():
-    """A ragged tensor that the model makes dense itself; NaN in one batch of it is refused."""
-    import tensorflow as tf
-
-    def fit(guard, bad):
-        data = zoo.poison(zoo.regression(), 5) if bad else zoo.regression()
-        rows = tf.RaggedTensor.from_row_lengths(data.x.reshape(-1), [6] * len(data.x))
-        batches = tf.data.Dataset.from_tensor_slices((rows, data.y)).batch(zoo.BATCH)
-        model = zoo.plain(rounded=True)
-        return model.fit(batches.map(lambda x, y: (x.to_tensor(shape=(None, 6)), y)), epochs=1, verbose=0, callbacks=[guard]).history
-
-    for bad in (False, True):
-        guard = NanGuard(verbose=0, diagnose=False)
-        assert fit(guard, bad)["refused_steps"] == [int(bad)] and len(guard.incidents) == int(bad)
-
-
 @pytest.mark.slow
 @pytest.mark.requires_backend("tensorflow", reason="tensors of TensorFlow's own")
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])

@@ -1,4 +1,4 @@
-"""Twelve kinds of programs: plain and guarded are the same while all is well, and of one bad batch nothing is left."""
+"""Kinds of programs: plain and guarded are the same while all is well, and of one bad batch nothing is left."""
 
 from __future__ import annotations
 
@@ -41,43 +41,3 @@ def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
     history, state = run(kind, guard, bad=True)
     assert history["refused_steps"] == [1, 1] and [incident.batch for incident in guard.incidents] == [5, 5]
     assert all(np.isfinite(value).all() for _, value in state)
-
-
-@pytest.mark.requires_backend("tensorflow", reason="the loop is written with a GradientTape")
-def test_actor_critic_with_a_tape():
-    """The twelfth: a loop with no `fit`. Guarded by `guard.step` it ends with the same weights, and refuses a bad reward."""
-    import tensorflow as tf
-
-    def train(guard, bad=None):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        hidden = keras.layers.Dense(8, activation="relu")(inputs)
-        model = keras.Model(inputs, [keras.layers.Dense(2)(hidden), keras.layers.Dense(1)(hidden)])
-        optimizer = keras.optimizers.Adam(1e-2)
-        rng = np.random.default_rng(0)
-
-        def step(states, actions, returns):
-            with tf.GradientTape() as tape:
-                logits, values = model(states, training=True)
-                advantage = returns - values[:, 0]
-                chosen = tf.reduce_sum(tf.nn.log_softmax(logits) * tf.one_hot(actions, 2), -1)
-                loss = tf.reduce_mean(-chosen * tf.stop_gradient(advantage) + tf.square(advantage))
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-            return loss
-
-        step = tf.function(step, reduce_retracing=True)
-        run = step if guard is None else guard.step(step)
-        context = guard.watch(model, optimizer) if guard is not None else tf.name_scope("plain")
-        with context:
-            for episode in range(12):
-                states, returns = rng.standard_normal((8, 4)).astype("float32"), rng.standard_normal(8).astype("float32")
-                returns[0] = np.nan if episode == bad else returns[0]
-                run(tf.constant(states), tf.constant(rng.integers(0, 2, 8)), tf.constant(returns))
-        return model.get_weights()
-
-    with zoo.as_written():
-        plain, guard = train(None), NanGuard(verbose=0, diagnose=False)
-        guarded = train(guard)
-    assert guard.incidents == [] and all(np.array_equal(one, other) for one, other in zip(plain, guarded, strict=True))
-    guard = NanGuard(verbose=0, diagnose=False)
-    assert all(np.isfinite(weight).all() for weight in train(guard, bad=5)) and [incident.step for incident in guard.incidents] == [5]

@@ -37,11 +37,6 @@ def test_a_row_and_the_record_have_one_order():
     assert FIELDS == ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
 
 
-def test_a_verdict_of_a_step_that_counts_nothing():
-    """Where each execution is one step nothing is counted, and nothing halts."""
-    assert (FINE.step, FINE.halted) == (0, False)
-
-
 def test_float32_represents_every_step_number():
     """The row may be float32: every number below `PERIOD` has to be exact in it, and its neighbours different ones."""
     for step in (PERIOD - 1, PERIOD // 2 + 1, 1):

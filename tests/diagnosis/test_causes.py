@@ -18,9 +18,8 @@ from keras_nanguard._core.evidence import (
     TargetFault,
 )
 from keras_nanguard._core.incident import CAUSES
-from keras_nanguard._diagnose.causes import decide, grown, kind
+from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.words import table
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
 LARGE = Operand(1e30, False, False, "float32")
@@ -60,7 +59,9 @@ TABLE = {
 
 @pytest.mark.parametrize("cause", TABLE)
 def test_the_evidence_decides(cause):
-    assert decide(TABLE[cause]).cause == cause
+    diagnosis = conclude(TABLE[cause])
+    assert diagnosis.cause == cause and diagnosis.advice and diagnosis.evidence
+    assert all(text.endswith((".", ":")) for text in diagnosis.advice)
 
 
 def test_unscaled_data_that_has_made_training_diverge():
@@ -71,14 +72,6 @@ def test_unscaled_data_that_has_made_training_diverge():
     assert conclude(TABLE["divergence"]).causes == {"divergence"} and conclude(TABLE["divergence"]).diverged
 
 
-@pytest.mark.parametrize("cause", TABLE)
-def test_every_diagnosis_has_sentences(cause):
-    diagnosis = conclude(TABLE[cause])
-    assert diagnosis.advice
-    assert all(text.endswith((".", ":")) for text in diagnosis.advice)
-    assert diagnosis.evidence
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_what_the_update_cannot_have_made_was_there_before(written):
     """Finite gradients and bad weights: the optimizer is to blame, unless its arithmetic cannot have done it."""
@@ -86,11 +79,6 @@ def test_what_the_update_cannot_have_made_was_there_before(written):
     diagnosis = conclude(replace(evidence, written=written))
     assert diagnosis.cause == ("state_nonfinite" if written else "optimizer_domain")
     assert any("other code has written it" in line for line in diagnosis.evidence) is written
-
-
-@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
-def test_a_loss_scale_that_scales_nothing_is_the_cause_although_a_replay_with_another_one_is_finite(scale):
-    assert decide(replace(TABLE["transient"], loss_scale=scale)).cause == "loss_scale_collapsed"
 
 
 def test_bfloat16_overflows_where_float32_does():
@@ -106,28 +94,3 @@ def test_every_cause_has_advice():
 
 def test_nothing_is_guessed_from_nothing():
     assert decide(Evidence()).cause == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("operation", "operands", "expected"),
-    [
-        ("Log", (ZERO,), "pole"),
-        ("RealDiv", (SMALL, ZERO), "pole"),
-        ("RealDiv", (LARGE, SMALL), "overflow"),
-        ("Exp", (Operand(100.0, False, False, "float32"),), "exp"),
-        ("Pow", (ZERO, SMALL), "pole"),
-        ("MatMul", (LARGE, SMALL), "overflow"),
-        ("Mul", (ZERO, Operand(0.0, False, False, "float32", infinite=True)), "pole"),
-    ],
-)
-def test_overflow_is_reported_from_a_pole(operation, operands, expected):
-    assert kind(replace(LOG, op=operation, operands=operands)) == expected
-
-
-def test_a_rise_within_the_first_step_is_no_growth():
-    assert not grown(Evidence(growth=Growth(steps=0, loss=1e9)))
-    assert grown(Evidence(growth=Growth(steps=1, loss=1e9)))
-
-
-def test_an_empty_table_has_a_head():
-    assert "layer" in table(())

@@ -577,7 +577,3 @@ def test_how_a_value_became_nonfinite(where, expected):
 ])  # fmt: skip
 def test_what_has_grown(grew, expected):
     assert grown(Evidence(growth=grew)) is expected
-
-
-def test_a_conclusion_of_nothing_but_a_cause():
-    assert Conclusion("spike") == Conclusion("spike", "", (), 0.9, "")

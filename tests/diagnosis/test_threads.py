@@ -95,6 +95,39 @@ def test_replays_run_one_after_the_other():
     assert order == ["first", "second"]
 
 
+@pytest.mark.requires_backend("torch", reason="the optimizers are those of PyTorch")
+def test_a_diagnosis_leaves_the_other_threads_alone():
+    """What a diagnosis on torch puts in the place of a loss, and the optimizers it restores, are those of its own fit."""
+    import torch
+
+    from keras_nanguard._backends.torch.modules import TorchOptimizer
+    from keras_nanguard._backends.torch.replay import Replay
+
+    modules = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+    optimizers = [TorchOptimizer(torch.optim.Adam(m.parameters()), {}) for m in modules]
+    real = torch.nn.functional.binary_cross_entropy
+    bad = torch.tensor([float("nan")])
+
+    def step(place):
+        modules[place](torch.ones(1, 2)).sum().backward()
+        optimizers[place].of.step()
+
+    def other():
+        step(1)
+        with pytest.raises(RuntimeError):
+            torch.nn.functional.binary_cross_entropy(bad, torch.ones(1))
+        return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
+
+    step(0)
+    with Replay().preserved(list(modules[0].parameters())), Replay().intercepted(None, [], False):
+        assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
+        step(0)
+        assert in_thread(other) == [1.0, 1.0]
+    assert [float(slots["step"]) for slots in optimizers[0].of.state.values()] == [1.0, 1.0]
+    assert [float(slots["step"]) for slots in optimizers[1].of.state.values()] == [1.0, 1.0]
+    assert torch.nn.functional.binary_cross_entropy is real
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_arrays_of_numpy_given_to_train_on_batch(by_hand):
     """A batch that stays an array of NumPy's until the step is known by its values."""

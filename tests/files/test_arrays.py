@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._files import scanner
 from keras_nanguard._files.problems import ArrayStats
-from keras_nanguard._files.scanner import FLOAT16_MAX, Tally, statistics
+from keras_nanguard._files.scanner import FLOAT16_MAX, statistics
 from keras_nanguard._files.stored import float_name, named_dtype, tiles
 
 DTYPES = (
@@ -71,32 +71,6 @@ def test_every_sixteen_bit_float_is_counted(dtype):
     """All 65536 patterns of a 16-bit float are distinguished, denormals and NaN payloads
     included."""
     agrees(np.arange(65536, dtype=np.uint16).view(named_dtype(dtype)), 1.0)
-
-
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(max_dims=3), elements=st.floats(width=32)),
-    st.integers(1, 9),
-)
-@settings(max_examples=60)
-def test_the_pieces_do_not_matter(array, piece):
-    """Counting an array in pieces of any size gives what counting it at once gives."""
-    whole, tally = statistics(array), Tally()
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, piece):
-        tally.add(flat[start : start + piece])
-    found = tally.result()
-    for name in (
-        "size",
-        "nan",
-        "posinf",
-        "neginf",
-        "zeros",
-        "denormals",
-        "min",
-        "max",
-        "beyond_float16",
-    ):
-        assert getattr(found, name) == getattr(whole, name)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))

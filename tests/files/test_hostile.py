@@ -14,7 +14,6 @@ import h5py
 import numpy as np
 import pytest
 from support import zoo
-from support.limits import limit
 
 from keras_nanguard import FileFormatError, repair, scan
 from keras_nanguard.__main__ import main
@@ -403,14 +402,3 @@ def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, 
     path = make.raw(buffer.getvalue(), "shared.npz")
     reasons = [problem.detail for e in scan(path).variables for problem in e.problems]
     assert sum("declares more than" in reason for reason in reasons) == 20
-
-
-def test_the_limits_are_those_of_the_loader_of_keras(keras):
-    """What Keras itself refuses to load as a bomb is refused here, and nothing that it loads."""
-    from keras.src.saving import saving_lib
-
-    if zoo.OLD:
-        pytest.skip("this version of Keras loads bombs")
-    assert limit("bytes that any file may declare") == saving_lib._H5_DATASET_BOMB_FLOOR_BYTES
-    assert limit("times its size that a file may declare") == saving_lib._H5_DATASET_MAX_EXPANSION
-    assert limit("times its size that a member may expand to") == saving_lib._ZIP_MEMBER_MAX_EXPANSION

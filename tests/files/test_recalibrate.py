@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_nanguard import GuardError, recalibrate, scan
+from keras_nanguard import GuardError, recalibrate
 
 
 def chain(keras, *layers, shape=(4,)):
@@ -180,22 +180,3 @@ def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
     assert "call" not in vars(inner.get_layer("conv_bn"))
     with pytest.raises(GuardError, match="BatchNormalization"):
         recalibrate(chain(keras, keras.layers.Dense(1)), np.ones((3, 4)))
-
-
-def test_ruined_statistics_come_back(nested, task):
-    """After NaN and huge statistics, recalibrating gives the accuracy back that training had
-    reached."""
-    model = nested()
-    model.fit(*task, epochs=25, verbose=0)
-    recalibrate(model, task[0])
-    reached = model.evaluate(*task, verbose=0)[1]
-    assert reached > 0.9
-    inner = model.get_layer("backbone")
-    inner.get_layer("post_bn").moving_variance.assign(np.full(6, np.nan))
-    inner.get_layer("conv_bn").moving_variance.assign(np.full(6, 1e20))
-    assert not scan(model).ok
-    report = recalibrate(model, task[0])
-    assert scan(model).ok
-    assert model.evaluate(*task, verbose=0)[1] == reached
-    assert "old statistics not finite" in str(report)
-    assert report.to_dict()["format"] == 1

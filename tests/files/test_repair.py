@@ -11,15 +11,11 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
 
 from keras_nanguard import FileFormatError, GuardError, repair, scan
 from keras_nanguard._files.initial_values import initial_value
-from keras_nanguard._files.names import Identity, identities
+from keras_nanguard._files.names import identities
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.problems import RepairOptions
-from keras_nanguard._files.repair_stored import bad_values, repaired
 
 
 def values(path):
@@ -481,22 +477,3 @@ def test_what_has_no_first_value_is_a_reason():
     ):
         assert isinstance(initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
     np.testing.assert_array_equal(initial_value("moving_variance", (2,), {}, draw), [1.0, 1.0])
-
-
-@given(
-    hnp.arrays(np.float32, 8, elements=st.floats(width=32)),
-    st.sampled_from(("zeros", "ones", "initial")),
-)
-@settings(max_examples=80)
-def test_a_repair_changes_bad_values_only(array, method):
-    """For any values: the good ones keep their bits, the bad ones become the replacement."""
-    who, options = Identity("layer", "kernel_variance", "weight"), RepairOptions(weights=method)
-    bad = bad_values(array.astype(np.float64), who, options)
-    change, new = repaired(
-        who, "here", array, options, lambda: np.full(8, 0.5), lambda: "no source"
-    )
-    assert change.count == bad.sum() and (change.status == "done") == bad.any() == (new is not None)
-    if new is not None:
-        assert new[~bad].tobytes() == array[~bad].tobytes()
-        assert (new[bad] == {"zeros": 0.0, "ones": 1.0, "initial": 0.5}[method]).all()
-        assert not bad_values(new.astype(np.float64), who, options).any()

@@ -7,8 +7,6 @@ import json
 import subprocess
 import sys
 
-import h5py
-import numpy as np
 import pytest
 from support import zoo
 from support.wrong_files import WRONG
@@ -80,88 +78,6 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     for kind, text in found.values():
         assert kind == "result" or ("\n" not in text and text.isprintable()), text
     assert memory < MEMORY
-
-
-def _samples(folder):
-    """Write a small file of each kind; returns their paths."""
-    made = [
-        WRONG[name](folder / str(number))
-        for number, name in enumerate(SOUND)
-        if not (folder / str(number)).mkdir()
-    ]
-    with h5py.File(folder / "legacy.h5", "w") as file:
-        for layer in ("dense", "bn"):
-            file[f"model_weights/{layer}/{layer}/kernel"] = np.full((3, 3), np.nan)
-        file.attrs["model_config"] = json.dumps({"config": {"layers": []}})
-    return [*made, folder / "legacy.h5"]
-
-
-SOUND = (
-    "big-endian",
-    "layer of fill value",
-    "values in Fortran's order",
-    "initialiser of NaN",
-    "attributes of other kinds",
-)
-
-CAMPAIGN = (
-    MEASURED
-    + """
-import json, random
-from keras_nanguard import FileFormatError, repair, scan
-
-target, seed, count, *samples = sys.argv[1:]
-draw = random.Random(int(seed))
-samples = [open(sample, "rb").read() for sample in samples]
-reported = {"result": 0, "refused": 0}
-for number in range(int(count)):
-    data = bytearray(draw.choice(samples))
-    for _ in range(draw.randint(1, 8)):
-        at = draw.randrange(len(data))
-        size = draw.randint(1, 8)
-        new = draw.choice((draw.randbytes(size), b"\\xff" * size, bytes(size)))
-        data[at : at + draw.choice((len(new), len(new), 0, 4))] = new
-    open(target, "wb").write(data)
-    try:
-        json.dumps(scan(target).to_dict(), allow_nan=False)
-        weights = draw.choice(("zeros", "initial"))
-        str(repair(target, target + ".out", weights=weights, overwrite=True))
-        reported["result"] += 1
-    except FileFormatError as error:
-        assert "\\n" not in str(error), error
-        reported["refused"] += 1
-    except BaseException:
-        print(f"file {number} of seed {seed}", file=sys.stderr)
-        raise
-print(json.dumps({**reported, "memory": memory()}))
-"""
-)
-
-
-def campaign(folder, seed, count, timeout):
-    """Change bytes of small files at random, and scan and repair each, all in one process of its
-    own."""
-    words = [str(folder / "fuzzed"), str(seed), str(count), *map(str, _samples(folder))]
-    done = subprocess.run(
-        [sys.executable, "-c", CAMPAIGN, *words], capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    reported = json.loads(done.stdout)
-    assert reported["memory"] < MEMORY
-    assert reported["result"] > count // 20 and reported["refused"] > count // 20
-    return reported
-
-
-def test_changed_bytes_give_a_result_or_one_sentence(tmp_path):
-    """A short campaign over every kind of file."""
-    campaign(tmp_path, 0, 25, 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 103))
-def test_a_long_campaign_of_changed_bytes(seed, tmp_path):
-    """The same for thousands of files."""
-    campaign(tmp_path, seed, 1000, 3000)
 
 
 @pytest.mark.skipif(

@@ -210,11 +210,3 @@ def test_every_preset_ends_an_endless_run(preset):
     """The engine bounds every policy that refuses steps."""
     done = decisions(preset, [bad(n) for n in range(50)])
     assert (not Policy.load(preset).refuse) or (done[-1].terminal and len(done) <= BOUND)
-
-
-@pytest.mark.parametrize("name", ["stop", "raise"])
-def test_a_policy_that_ends_training_ends_on_bad_data(name):
-    """There is nothing to heal: the first NaN in the inputs ends the run, as any other bad step does."""
-    policy = Policy.load(name)
-    decision, _ = decide(policy, PolicyState(), bad(7, "inputs"))
-    assert decision.terminal

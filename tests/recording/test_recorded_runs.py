@@ -245,10 +245,11 @@ def test_what_goes_wrong_later_is_said_once(tmp_path, capsys, when):
 def test_numbers_of_numpy(tmp_path):
     """How long the fit is may be reported in numbers of NumPy."""
     guard = NanGuard(directory=tmp_path, **QUIET)
-    guard._note_fit({"epochs": np.int64(2), "steps": np.int32(7)}, [])
+    data = zoo.regression()
+    length = {"epochs": np.int64(2), "steps_per_epoch": np.int32(7), "batch_size": zoo.BATCH}
+    zoo.plain().fit(*data.all, verbose=0, callbacks=[guard], **length)
+    assert Recording.read(tmp_path).meta["epochs"] == 2
     assert [type(guard.recording.meta[name]) for name in ("epochs", "steps_per_epoch")] == [int, int]
-    guard._note_fit({"epochs": 2, "steps": None}, [])
-    assert guard.recording.meta["steps_per_epoch"] is None
 
 
 def test_resumed(tmp_path):

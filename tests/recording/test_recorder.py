@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
-
 import numpy as np
 import pytest
 from support import recordings, zoo
@@ -79,17 +75,6 @@ class TestSteps:
             mean = np.nanmean(part["loss"])
             assert bins["loss_mean"][number] == pytest.approx(mean, abs=1e-2)
 
-    def test_undone(self):
-        """A rollback marks committed steps after its snapshot, refused ones that are replayed, and nothing else."""
-        made = recorder()
-        for step, status in enumerate((COMMITTED, REFUSED, COMMITTED, OVERFLOW, COMMITTED)):
-            made.push(step, 1.0, 1.0, 1.0, status)
-        made.skip(5, 0, 5)
-        made.undo(1, frozenset({3}))
-        assert made.recording.steps["undone"].tolist() == [False, False, True, True, True, False]
-        made.undo(0)
-        assert made.recording.steps["undone"].tolist() == [True, False, True, True, True, False]
-
     def test_undone_in_bins(self):
         """Bins after the snapshot count all of their committed steps as undone, those before it none."""
         made = recorder()
@@ -102,20 +87,6 @@ class TestSteps:
 
 
 class TestRecorder:
-    def test_what_a_step_measures(self):
-        """Loss, gradient norm without the loss scale, place in the epoch, time, status."""
-        made = recorder()
-        for step in range(6):
-            if step % 3 == 0:
-                made.place(step, step // 3, step)
-            made.push(step, 1.0 / (step + 1), 2.0 * 8.0**2, 8.0, REFUSED if step == 4 else COMMITTED)
-        steps = made.recording.steps
-        assert steps["step"].tolist() == list(range(6)) and steps["epoch"].tolist() == [0, 0, 0, 1, 1, 1]
-        assert steps["batch"].tolist() == [0, 1, 2, 0, 1, 2] and steps["status"].tolist() == [0, 0, 0, 0, 1, 0]
-        np.testing.assert_allclose(steps["loss"], [1.0 / (n + 1) for n in range(6)])
-        np.testing.assert_allclose(steps["gradient_norm"], 2.0)
-        np.testing.assert_allclose(steps["loss_scale"], 8.0)
-        assert np.all(np.diff(steps["time"]) > 0) and steps["step"].dtype == np.int64
 
     def test_rate_is_known_where_it_was_seen(self):
         """Between two looks that see the same rate it is that one; where they see two, what lies between is not known."""
@@ -139,19 +110,6 @@ class TestRecorder:
                 look(0.1)
         rates = made.recording.steps["learning_rate"]
         np.testing.assert_array_equal(rates, [0.5] * 5 + [np.nan] + [0.25] * 3 + [np.nan] * 2 + [0.1])
-
-    def test_fits_follow_one_another(self):
-        """Steps are counted on from fit to fit, and the event of each says where it began."""
-        made = recorder()
-        for step in range(5):
-            made.push(step, 1.0, 1.0, 1.0)
-        made.end("finished", 5, 0)
-        made.begin({"model": "net"}, scaled=False, path=None)
-        made.push(0, 1.0, 1.0, 1.0)
-        recording = made.recording
-        assert recording.steps["step"].tolist() == list(range(6)) and math.isnan(recording.steps["loss_scale"][-1])
-        assert [(e.kind, e.step) for e in recording.events] == [("begin", 0), ("end", 5), ("begin", 5)]
-        assert recording.meta["status"] == "running" and recording.events[2].data["base"] == 5
 
     def test_memory_is_limited(self):
         """A hundred thousand steps, 30,000 incidents and many layers take no more than 16 MB."""
@@ -183,16 +141,6 @@ class TestRecorder:
         step, low, high = recording.series("loss", 500)
         assert len(step) <= 500 and np.all(np.diff(step) > 0)
         assert (low.min(), high.max()) == (np.nanmin(whole["loss"]), np.nanmax(whole["loss"]))
-
-    @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
-    def test_copies(self, how):
-        """A copy has what was recorded so far, and goes its own way."""
-        made = recorder()
-        made.push(0, 1.0, 1.0, 1.0)
-        other = how(made)
-        assert len(other.recording) == len(made.recording) == 1
-        other.push(1, 1.0, 1.0, 1.0)
-        assert (len(other.recording), len(made.recording)) == (2, 1)
 
     def test_a_recording_is_a_copy(self):
         """What a recording holds does not change while the run goes on."""

@@ -342,6 +342,30 @@ class TestLowerLr:
         assert isinstance(loaded.optimizer._learning_rate, schedules.CosineDecay)
 
 
+class EachBatch(keras.callbacks.Callback):
+    """Sets the rate before each batch, as if nobody else did."""
+
+    seen = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.seen += 1
+        self.model.optimizer.learning_rate = 3.0 * (1 - self.seen / 4000)
+
+
+def test_rate_set_before_each_batch_of_a_run_that_diverges():
+    """A fit whose rate was lowered ends, however often another callback sets it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(512, 8)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(16, activation="relu")
+    model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(3.0), "mse")
+    each, guard = EachBatch(), NanGuard(verbose=0, diagnose=False)
+    model.fit(x, y, epochs=25, shuffle=False, verbose=0, callbacks=[each, guard])
+    assert each.seen <= 400 and all(np.isfinite(w).all() for w in model.get_weights())
+
+
 class _Pair(keras.Model):
     """Two weights with an optimizer each; `model.optimizer` is unused."""
 

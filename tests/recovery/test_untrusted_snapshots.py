@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import zoo
 
-from keras_nanguard import FileFormatError, GuardError, NanGuard
+from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
 from keras_nanguard._core import atomic_files
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.learning_rates import RateChange
@@ -45,6 +45,8 @@ STATES = {
     "three numbers for two": {"recovery": [1, 2, 3]},
     "texts for numbers": {"lowered": ["a", "b"]},
     "rollbacks of many digits": {"rollbacks": 10**100},
+    "another field": {"more": 1},
+    "another format": {"format": 7},
     "a policy state of texts": {"policy_state": {**PolicyState().to_dict(), "total": "many"}},
 }
 
@@ -137,6 +139,21 @@ def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
     guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
     with pytest.raises(GuardError, match="does not fit this model"):
         zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+
+
+def test_nan_behind_a_right_checksum_is_reported_when_a_run_resumes(snapshot, tmp_path):
+    """It is not trained on, and not turned into a number."""
+    with np.load(snapshot / "state.npz") as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    names = [path for path, *_ in atomic_files.read_json(snapshot / "snapshot.json")["variables"]]
+    kernel = f"v{next(n for n, path in enumerate(names) if path.endswith('kernel'))}"
+    arrays[kernel].flat[0] = np.nan
+    np.savez(snapshot / "state.npz", **arrays)
+    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
+    guard = NanGuard("raise", verbose=0, diagnose=False, directory=tmp_path, resume=True)
+    with pytest.raises(NonFiniteError):
+        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+    assert guard.incidents[0].sites == ("state",) and guard.incidents[0].findings[0].nan == 1
 
 
 def test_a_pipe_is_not_waited_for(snapshot, tmp_path):

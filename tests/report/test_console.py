@@ -95,12 +95,6 @@ def test_in_a_notebook(monkeypatch):
     assert sum("━" in line for line in lines) == EPOCHS
 
 
-def test_a_healthy_run_prints_nothing(monkeypatch):
-    """Not even a table."""
-    assert "NanGuard" not in fitted(monkeypatch, True, bad=False)
-    assert "NanGuard" not in fitted(monkeypatch, True, guard=NanGuard(verbose=0))
-
-
 def incidents(count):
     diagnosis = Diagnosis("input_nonfinite", "inputs/[red]x[/red]\x1b[2J", advice=("Clean [bold]it[/bold].",))
     finding = (Finding("inputs"),)

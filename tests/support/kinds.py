@@ -1,4 +1,4 @@
-"""Twelve kinds of programs that people take from keras.io, in our own words: small networks, synthetic data, train steps and losses."""
+"""Kinds of programs that people take from keras.io, in our own words: small networks, synthetic data, train steps and losses."""
 
 from __future__ import annotations
 
@@ -47,11 +47,6 @@ def whole(high: int, *shape: int, low: int = 0) -> np.ndarray:
 def alone(*shape: int) -> Callable[[], dict[str, Any]]:
     """Return what makes data without labels."""
     return lambda: {"x": normal(*shape), "y": np.zeros((ROWS, 1), "float32")}
-
-
-def supervised() -> dict[str, Any]:
-    x = normal(6)
-    return {"x": x, "y": x[:, :1] - 0.5 * x[:, 1:2]}
 
 
 class Loss(keras.Model):
@@ -165,74 +160,7 @@ def ddim() -> Any:
     return compiled(Denoiser())
 
 
-# Learning from another network, from pairs and from triplets
-
-
-class Distilled(Loss):
-    """A student that learns from labels and from the soft answers of a frozen teacher."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher, self.student = mlp(16, 3), mlp(4, 3)
-        self.teacher.trainable = False
-
-    def call(self, x):
-        return self.student(x)
-
-    def loss_of(self, x, y, y_pred):
-        soft = ops.softmax(self.teacher(x) / 3.0)
-        from_teacher = ops.mean(keras.losses.kl_divergence(soft, ops.softmax(y_pred / 3.0)))
-        return 0.1 * ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)) + 9.0 * from_teacher
-
-
-@kind("distillation", lambda: {"x": normal(6), "y": whole(3)})
-def distillation() -> Any:
-    return compiled(Distilled())
-
-
-class Contrastive(Loss):
-    """SimCLR: two views of each row are alike, and unlike those of all others."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.noise = mlp(8, 4), layers.GaussianNoise(0.2, seed=4)
-
-    def call(self, x, training=None):
-        views = [ops.normalize(self.encoder(self.noise(x, training=True)), axis=-1) for _ in range(2)]
-        return ops.matmul(views[0], ops.transpose(views[1])) / 0.1
-
-    def loss_of(self, x, y, y_pred):
-        places = ops.arange(zoo.BATCH)
-        return ops.mean(keras.losses.sparse_categorical_crossentropy(places, y_pred, from_logits=True))
-
-
-@kind("contrastive", alone(6))
-def contrastive() -> Any:
-    return compiled(Contrastive())
-
-
-class Triplets(Loss):
-    """Metric learning: an anchor is nearer to its positive than to its negative."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = mlp(8, 3)
-
-    def call(self, x):
-        return ops.stack([self.encoder(x[:, place]) for place in range(3)], 1)
-
-    def loss_of(self, x, y, y_pred):
-        near = ops.sum(ops.square(y_pred[:, 0] - y_pred[:, 1]), -1)
-        far = ops.sum(ops.square(y_pred[:, 0] - y_pred[:, 2]), -1)
-        return ops.mean(ops.relu(near - far + 0.5))
-
-
-@kind("metric learning", alone(3, 6))
-def metric_learning() -> Any:
-    return compiled(Triplets())
-
-
-# Sequences, graphs, fine-tuning
+# Sequences, graphs
 
 
 @kind("CTC", lambda: {"x": normal(10, 4), "y": whole(5, 3, low=1)})
@@ -277,14 +205,6 @@ def graph_network() -> Any:
     features, adjacency = keras.Input((5, 3)), keras.Input((5, 5))
     found = GraphConvolution(4)(GraphConvolution(8)(features, adjacency), adjacency)
     return compiled(keras.Model([features, adjacency], layers.Dense(1)(layers.GlobalAveragePooling1D()(found))), "mse")
-
-
-@kind("LoRA fine-tuning", supervised)
-def lora() -> Any:
-    inputs, base = keras.Input((6,)), layers.Dense(16, activation="relu")
-    model = keras.Model(inputs, layers.Dense(1)(base(inputs)))
-    base.enable_lora(2)
-    return compiled(model, "mse")
 
 
 @kind("time series", lambda: {"x": normal(12, 3), "y": normal(1, seed=5)})

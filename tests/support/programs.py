@@ -77,9 +77,11 @@ def _multi() -> Any:
 
 
 Opt = keras.optimizers
+OPTIMIZERS = _optimizers()
 SETTINGS: dict[str, Callable[[], Any]] = {
     "clipnorm": lambda: Opt.Adam(0.01, clipnorm=0.1),
     "global-clipnorm": lambda: Opt.Adam(0.01, global_clipnorm=0.1),
+    "nesterov": lambda: Opt.SGD(0.01, momentum=0.9, nesterov=True),
     "clipvalue": lambda: Opt.SGD(0.01, momentum=0.9, clipvalue=0.05),
     "ema": lambda: Opt.SGD(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4),
     "accumulation": lambda: Opt.Adam(0.01, gradient_accumulation_steps=4),
@@ -104,7 +106,7 @@ def _optimized(make: Callable[[], Any], **mode: Any) -> Any:
     return model
 
 
-for _name, _make in {**_optimizers(), **SETTINGS}.items():
+for _name, _make in {**OPTIMIZERS, **SETTINGS}.items():
     program(f"optimizer-{_name}")(functools.partial(_optimized, _make))
 
 

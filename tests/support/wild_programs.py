@@ -316,12 +316,6 @@ def gan_behind():
     return _gan((1e-2, 1e-3), (_told_apart, _fooled))
 
 
-@wild("gan-minimax", watch="generator_loss", negative=at_least(0.9), settled=at_least(-0.3))
-def gan_minimax():
-    """The generator minimises what the critic maximises: its loss is negative, rises to 0, and has no gradient there."""
-    return _gan((1e-2, 1e-3), (_told_apart, lambda critic, fake: -ops.mean(ops.softplus(critic(fake)))))
-
-
 class Clipped(keras.constraints.Constraint):
     """Weights between two bounds, as in the first Wasserstein GAN."""
 
@@ -341,12 +335,6 @@ def _critic(shift: float) -> Any:
     model = network(6, 16, 1, kernel_constraint=Clipped())
     model.compile(Opt.RMSprop(5e-3), loss=lambda y, scores: ops.mean(y * scores, -1))
     return model, arrays(draw(320, 6) + shift * y, y, epochs=8)
-
-
-@wild("wgan-critic-both-signs", negative=(0.2, 0.9), spike=at_least(1.5))
-def critic():
-    """Scores of what cannot be reported apart, times labels of both signs: the loss of each batch has either sign."""
-    return _critic(0.0)
 
 
 @wild(
@@ -503,15 +491,6 @@ def vae():
     return model, arrays(_correlated(), _correlated(), epochs=7, callbacks=[AtEpoch(lambda epoch: beta.assign(1e-3 * 5.0**epoch))])
 
 
-@wild("vae-kl-jump", spike=at_least(10.0))
-def vae_jump():
-    """The weight of the KL term goes from 0.01 to 10 in the middle."""
-    model, beta = _vae(1e-2)
-    model.compile(Opt.Adam(1e-2), "mse")
-    rise = AtEpoch(lambda epoch: beta.assign(1e-2 if epoch < 2 else 10.0))
-    return model, arrays(_correlated(), _correlated(), callbacks=[rise])
-
-
 @wild("weight-untracked-variable", settled=at_least(50.0), not_on={"jax": "a compiled step takes no variable that the model does not hold"})
 def untracked():
     """The loss function reads a variable that nothing else knows of, which a callback raises a hundredfold."""
@@ -520,16 +499,6 @@ def untracked():
     model.compile(Opt.Adam(1e-3), lambda y, p: weight * ops.mean(ops.square(y - p), -1))
     x, y = linear_data()
     return model, arrays(x, y + 3 * draw(320, 1, seed=3), callbacks=[AtEpoch(lambda epoch: weight.assign(4.0**epoch))])
-
-
-@wild("weight-in-python", settled=at_least(50.0), not_on={"jax": "a step that is not compiled takes too long there"})
-def in_python():
-    """The same with a number of Python's and a step that is not compiled."""
-    weight = {"now": 1.0}
-    model = network(6, 8, 1)
-    model.compile(Opt.SGD(1e-5), lambda y, p: weight["now"] * ops.mean(ops.square(y - p), -1), run_eagerly=True)
-    x, y = linear_data()
-    return model, arrays(x[:160], y[:160], callbacks=[AtEpoch(lambda epoch: weight.update(now=4.0**epoch))], epochs=6)
 
 
 @wild("weight-in-the-data", settled=at_least(200.0))
@@ -607,24 +576,6 @@ def cyclic():
     model.compile(Opt.SGD(Triangle(1e-3, 0.5, 20)), "mse")
     x, y = linear_data()
     return model, arrays(x, y + np.sin(3 * x[:, :1]))
-
-
-@wild("warm-restarts", spike=at_least(2.0))
-def restarts():
-    """The rate comes back to its start several times."""
-    images, y = digits()
-    model = network(64, 16, 10)
-    model.compile(Opt.Adam(Opt.schedules.CosineDecayRestarts(0.1, 20)), crossentropy(), metrics=["accuracy"])
-    return model, arrays(images.reshape(-1, 64), y)
-
-
-@wild("one-cycle", late=at_least(0.3))
-def one_cycle():
-    """Momentum and a rate that goes up to twenty times its start and down again."""
-    images, y = digits()
-    model = network(64, 16, 10)
-    model.compile(Opt.SGD(Triangle(0.02, 0.4, 50), momentum=0.95, nesterov=True), crossentropy())
-    return model, arrays(images.reshape(-1, 64), y)
 
 
 @wild("rate-raised-by-callback", back=at_least(1.3))
@@ -720,15 +671,6 @@ def triplet():
     return model, arrays([draw(320, 6, seed=i) for i in range(3)])
 
 
-@wild("triplet-satisfied", zero=at_least(0.5), spike=at_least(5.0))
-def satisfied():
-    """Most batches of triplets have nothing left to learn, and a loss of exactly zero."""
-    place = draw(320, 6)
-    model = _triplets(network(6, 8, 4))
-    model.compile(Opt.Adam(2e-2))
-    return model, arrays([place, place + 0.2 * draw(320, 6, seed=1), place[::-1] + 0.2 * draw(320, 6, seed=2)], batch=4, epochs=3)
-
-
 def _alike(temperature: float) -> Any:
     """Return a model of pairs whose loss is the crossentropy of finding the partner in the batch."""
     one, other = keras.Input((6,)), keras.Input((6,))
@@ -784,32 +726,12 @@ def parity():
     return model, arrays(2 * x[..., None] - 1, x.sum(1, keepdims=True) % 2, batch=32, epochs=7)
 
 
-@wild("long-memory", settled=(0.5, 1.3))
-def memory():
-    """A GRU has to keep its first input through noise, and sits at the entropy for as long as it cannot."""
-    x = draw(320, 10, 1)
-    model = keras.Sequential([keras.Input((10, 1)), layers.GRU(6), layers.Dense(4)])
-    model.compile(Opt.Adam(1e-3), crossentropy())
-    return model, arrays(x, np.digitize(x[:, 0, 0], [-0.7, 0, 0.7]), batch=32, epochs=7)
-
-
 @wild("dead-from-the-start", settled=(0.5, 1.6), growth=(1.0, 1.0))
 def dead_features():
     """Inputs that are all zero but for the bias: only the last bias has anything to learn."""
     model = network(6, 8, 8, 1)
     model.compile(Opt.Adam(1e-3), "mse")
     return model, arrays(np.zeros((320, 6), "float32"), 1 + draw(320, 1))
-
-
-@wild("frozen-but-the-head", shrinking=at_least(0.5))
-def head_only():
-    """Everything is frozen but the last layer."""
-    images, y = digits()
-    model = network(64, 32, 16, 10)
-    for layer in model.layers[:-1]:
-        layer.trainable = False
-    model.compile(Opt.Adam(3e-2), crossentropy())
-    return model, arrays(images.reshape(-1, 64), y)
 
 
 @wild("fine-tuning", settled=at_most(0.5))
@@ -841,13 +763,6 @@ def tiny():
     return model, arrays(x, 1e-5 * y)
 
 
-@wild("huge-losses", size=at_least(1e8))
-def huge():
-    """Targets of tens of thousands that nobody has scaled."""
-    x, y = linear_data()
-    return _sized(x, 3e4 * y, Opt.Adam(1e-2))
-
-
 @wild("enormous-losses", size=at_least(1e12))
 def enormous():
     """Targets of millions: the loss is in trillions and barely moves."""
@@ -867,15 +782,6 @@ def batch_of_one():
     """Targets with a heavy tail, one at a time."""
     y = np.random.default_rng(3).standard_t(1.5, (200, 1))
     return _sized(draw(200, 6), y, Opt.Adam(1e-3), batch=1, epochs=1)
-
-
-@wild("batch-of-two", spike=at_least(30.0))
-def batch_of_two():
-    """Counts that are log-normal, two at a time, under a Poisson loss."""
-    y = np.random.default_rng(3).lognormal(0, 2.0, (320, 1)).astype("float32")
-    model = network(6, 8, 1)
-    model.compile(Opt.Adam(3e-3), lambda y, p: ops.mean(ops.exp(p) - y * p + ops.maximum(y, 1) * ops.log(ops.maximum(y, 1)), -1))
-    return model, arrays(draw(320, 6), y, batch=2, epochs=1)
 
 
 @wild("batch-of-one-wrong-label", spike=at_least(500.0))
@@ -976,27 +882,6 @@ def zero_head():
     return model, arrays(images.reshape(-1, 64), y)
 
 
-class Gated(layers.Layer):
-    """A residual branch behind a gate that begins at 0."""
-
-    def build(self, shape):
-        self.branch = layers.Dense(shape[-1], "relu")
-        self.branch.build(shape)
-        self.gate = self.add_weight(shape=(), initializer="zeros", name="gate")
-
-    def call(self, x):
-        return x + self.gate * self.branch(x)
-
-
-@wild("zero-gates", settled=at_most(0.9))
-def gates():
-    """Residual branches that are switched off at the start."""
-    x, y = linear_data()
-    model = keras.Sequential([keras.Input((6,)), *(Gated() for _ in range(4)), layers.Dense(1)])
-    model.compile(Opt.Adam(1e-2), "mse")
-    return model, arrays(x, y + np.abs(x[:, 2:3]))
-
-
 class LowRank(layers.Layer):
     """A frozen dense layer and an addition of rank 2, one half of which is 0 at the start."""
 
@@ -1063,14 +948,6 @@ def decay():
     model = network(6, 16, 1)
     model.compile(Opt.AdamW(1e-2, weight_decay=3.0), "mse")
     return model, arrays(draw(320, 6), draw(320, 1, seed=1))
-
-
-@wild("regularisers-dominate", size=at_least(30.0), shrinking=at_most(0.5))
-def regularised():
-    """Almost all of the loss is the size of the weights."""
-    model = network(6, 16, 1, kernel_regularizer=keras.regularizers.L2(10.0))
-    model.compile(Opt.Adam(1e-2), "mse")
-    return model, arrays(*linear_data())
 
 
 # Noise, spikes and oscillation
@@ -1173,15 +1050,6 @@ def hinge():
     return model, arrays(x, np.sign(x[:, :1]), batch=4, epochs=3)
 
 
-@wild("hinge-without-a-margin", negative=at_least(0.3))
-def without_margin():
-    """A ranking loss without a lower bound, under a norm constraint."""
-    model = network(6, 8, 1, kernel_constraint="max_norm")
-    model.compile(Opt.Adam(1e-2), loss=lambda y, p: ops.mean(-y * p, -1))
-    x = draw(320, 6)
-    return model, arrays(x, np.sign(x[:, :1]))
-
-
 @wild("sparse-rewards", zero=at_least(0.7))
 def sparse_rewards():
     """Most samples weigh nothing: batches without any loss, then one with."""
@@ -1247,15 +1115,9 @@ def _single_samples(optimizer: Any, rows: int = 300) -> Any:
     return model, arrays(*linear_data(rows), batch=1, epochs=1)
 
 
-@wild("accumulation", spike=at_least(5.0))
-def accumulation():
-    """Nothing moves for seven steps, then everything at once; one sample at a time."""
-    return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=8))
-
-
 @wild("accumulation-over-many", spike=at_least(5.0))
 def accumulation_over_many():
-    """The same with an update every 32 steps."""
+    """Nothing moves for 31 steps, then everything at once; one sample at a time."""
     return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=32), 120)
 
 

@@ -124,14 +124,20 @@ def test_two_guards():
     """Of two guards in one list the first one guards, and the user is reported."""
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
     one, two = NanGuard(verbose=0), NanGuard(verbose=0)
-    with pytest.warns(UserWarning, match="Two NanGuards"):
+    with pytest.warns(UserWarning, match="Two NanGuards") as warned:
         fit(model, data, one, two)
+    assert [w.filename for w in warned if "Two" in str(w.message)] == [__file__], "the line of the fit"
     assert [i.step for i in one.incidents] == [2] and two.incidents == []
     assert zoo.bad_entries(model) == [] and left_behind(model) == set()
 
 
-def test_shared_by_two_fits_at_once():
-    """A guard that is at work in one fit refuses to be handed to a second one, and the first one goes on."""
+def test_shared_by_two_fits_at_once(monkeypatch):
+    """A guard that is at work in one fit refuses to be handed to a second one, and the first one goes on.
+
+    No garbage is collected while it reads the frames of the other thread, which can crash CPython 3.11.
+    """
+    current_frames, collecting = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: collecting.append(gc.isenabled()) or current_frames())
     guard, started, finish, errors = NanGuard(verbose=0), threading.Event(), threading.Event(), []
 
     class Wait(keras.callbacks.Callback):
@@ -150,6 +156,7 @@ def test_shared_by_two_fits_at_once():
         finish.set()
         thread.join(60)
     assert len(errors) == 1 and left_behind(first) == set()
+    assert collecting and not any(collecting) and gc.isenabled()
 
 
 def test_callback_list_used_twice():
@@ -219,23 +226,6 @@ def test_optimizer_stays_as_it_was():
         keras.backend.clear_session()
         fit(zoo.plain("adam"), zoo.regression(batches=2), *guards, Look())
     assert seen[0] == seen[2] and seen[1] == seen[3]
-
-
-def test_clone_and_pickle():
-    """A guarded model can be cloned and pickled in the middle of its fit."""
-    import pickle
-
-    copies = []
-
-    class Copy(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            copies.append(keras.models.clone_model(self.model))
-            copies.append(pickle.loads(pickle.dumps(self.model)))
-
-    fit(zoo.plain(), zoo.regression(batches=1), NanGuard(verbose=0), Copy())
-    for copy in copies:
-        assert HOOKS & set(vars(copy)) == set()
-        assert np.isfinite(copy.predict(zoo.draw(batches=1), verbose=0)).all()
 
 
 @pytest.mark.requires_backend("tensorflow", reason="tf.distribute is TensorFlow's")

@@ -69,13 +69,6 @@ def check(model, steps, optimizer=None, tolerance=0.0, xla=False):
     assert steps == [e * per_epoch + b for e in range(EPOCHS) for b in BAD]
 
 
-def test_fit_with_callback():
-    """`fit` with `NanGuard` ends as the unguarded fit without the bad batches."""
-    model, guard = network(keras.Model), NanGuard(verbose=0)
-    fit(model, guard)
-    check(model, [i.step for i in guard.incidents])
-
-
 class Quiet(NanGuardModel):
     nanguard_verbose = 0
 
@@ -106,14 +99,6 @@ def test_model_in_train_on_batch():
     for x, y in batches():
         assert np.isfinite(model.train_on_batch(x, y))
     check(model, [i.step for i in model.nanguard.incidents])
-
-
-def test_model_with_callback_too():
-    """A `NanGuard` among the callbacks takes over for its fit; nothing is guarded twice."""
-    model, guard = network(Quiet), NanGuard(verbose=0)
-    fit(model, guard)
-    check(model, [i.step for i in guard.incidents])
-    assert model.nanguard.incidents == []
 
 
 def loop_step(model, optimizer):

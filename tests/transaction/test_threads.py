@@ -7,7 +7,6 @@ from functools import partial
 
 import keras
 import numpy as np
-import pytest
 from keras import layers
 from support import zoo
 
@@ -83,57 +82,3 @@ def test_guarded_and_plain_fits_at_a_time():
             assert not {"apply", "stateless_apply"} & set(vars(model.optimizer))
     again = net()
     assert same(together(lambda: fit(again, data))[0], plain), "a plain fit in a new thread"
-
-
-def test_one_guard_for_two_threads():
-    """A guard that guards a fit in one thread is refused to another."""
-    guard, data, models = NanGuard(verbose=0), zoo.regression(), [net(), net()]
-    entered, reported = threading.Event(), threading.Event()
-
-    class Waits(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            entered.set()
-            assert reported.wait(LIMIT)
-
-    def second():
-        assert entered.wait(LIMIT)
-        try:
-            return fit(models[1], data, guard)
-        finally:
-            reported.set()
-
-    first, refused = together(lambda: fit(models[0], data, guard, Waits(), epochs=1), second)
-    assert isinstance(first, list) and "a guard of a running fit" in str(refused)
-
-
-def test_a_diagnosis_leaves_the_other_threads_alone():
-    """What a diagnosis on torch puts in the place of a loss, and the optimizers it restores, are those of its own fit."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not here")
-    if zoo.BACKEND != "torch":
-        pytest.skip("only on torch")
-    from keras_nanguard._backends.torch.modules import TorchOptimizer
-    from keras_nanguard._backends.torch.replay import Replay
-
-    modules = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
-    optimizers = [TorchOptimizer(torch.optim.Adam(m.parameters()), {}) for m in modules]
-    real = torch.nn.functional.binary_cross_entropy
-    bad = torch.tensor([float("nan")])
-
-    def step(place):
-        modules[place](torch.ones(1, 2)).sum().backward()
-        optimizers[place].of.step()
-
-    def other():
-        step(1)
-        with pytest.raises(RuntimeError):
-            torch.nn.functional.binary_cross_entropy(bad, torch.ones(1))
-        return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
-
-    step(0)
-    with Replay().preserved(list(modules[0].parameters())), Replay().intercepted(None, [], False):
-        assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
-        step(0)
-        assert together(other) == [[1.0, 1.0]]
-    assert [float(slots["step"]) for slots in optimizers[0].of.state.values()] == [1.0, 1.0]
-    assert [float(slots["step"]) for slots in optimizers[1].of.state.values()] == [1.0, 1.0]
-    assert torch.nn.functional.binary_cross_entropy is real

@@ -51,9 +51,6 @@ CASES = [case for case in CASES if case[1] not in LONG or case[0] in ("adam", "r
 @pytest.mark.daily(
     "adam-*", "adamw-ema-graph", "sgd-graph", "rmsprop-accumulation-graph", "rmsprop-accumulation-steps4"
 )
-@pytest.mark.daily(
-    "adam-*", "adamw-ema-graph", "sgd-graph", "rmsprop-accumulation-graph", "rmsprop-accumulation-steps4"
-)
 @pytest.mark.parametrize(("optimizer", "mode"), CASES)
 def test_bad_batches_never_happened(optimizer, mode):
     """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison.
@@ -88,7 +85,6 @@ def test_even_executions():
 
 
 @pytest.mark.daily("adam", "rmsprop-accumulation")
-@pytest.mark.daily("adam", "rmsprop-accumulation")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rewritten_graph(optimizer):
     """Where TensorFlow rewrites the arithmetic of a graph, guarded and unguarded runs agree to its rounding."""
@@ -102,7 +98,6 @@ def test_rewritten_graph(optimizer):
     assert zoo.differences(guarded, oracle, tolerance("graph") if optimizer.startswith("adam") else 1e-5) == []
 
 
-@pytest.mark.daily("graph")
 @pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_every_batch_bad(mode):
@@ -152,7 +147,6 @@ def test_last_batch_smaller():
     assert guarded.steps == [11, 23]
 
 
-@pytest.mark.daily("5")
 @pytest.mark.daily("5")
 @pytest.mark.parametrize("steps", [3, 5, 16])
 def test_uneven_executions(steps):

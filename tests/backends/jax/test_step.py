@@ -146,23 +146,6 @@ def test_one_value_in_several_places():
         np.testing.assert_array_equal(np.asarray(slot.value), np.asarray(weight.value))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision(policy):
-    """Mixed precision with loss scaling: the oracle holds; a loss scale learns only from what it can help."""
-
-    def build():
-        keras.config.set_dtype_policy(policy)
-        optimizer = keras.optimizers.Adam(0.01)
-        if policy == "mixed_float16":
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
-        try:
-            return zoo.plain(optimizer)
-        finally:
-            keras.config.set_dtype_policy("float32")
-
-    oracle(build, tolerance=1e-5)
-
-
 def test_overflow_halves_the_scale():
     """A gradient that overflows halves the loss scale and starts its count again, and changes nothing else."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -408,16 +391,6 @@ def test_lowered_schedule():
     assert max(moves[5:]) < 1e-2 * min(moves[:4])
 
 
-def test_stop_leaves_the_last_good_state():
-    """A policy that stops leaves the state from before the bad step behind."""
-    data = zoo.regression()
-    run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard("stop", verbose=0), epochs=1)
-    short = zoo.Data(data.x[: 6 * zoo.BATCH], data.y[: 6 * zoo.BATCH])
-    clean = zoo.run(zoo.plain, short, epochs=1)
-    assert run.model.stop_training and run.steps == [6]
-    assert zoo.differences(run, clean, 1e-5) == []
-
-
 def test_raise_leaves_the_last_good_state():
     """A policy that raises leaves a model behind that can be used: nothing of it was given up to a step."""
     model = zoo.plain()
@@ -425,15 +398,6 @@ def test_raise_leaves_the_last_good_state():
         zoo.run(lambda: model, zoo.poison(zoo.regression(), 6), guard=NanGuard("raise", verbose=0))
     assert zoo.bad_entries(model) == []
     assert np.isfinite(model.predict(zoo.draw(1), verbose=0)).all()
-
-
-def test_observe():
-    """A policy that only looks tells of the step, with counts, and changes nothing."""
-    data = zoo.poison(zoo.regression(), 6)
-    run = zoo.run(zoo.plain, data, guard=NanGuard("observe", verbose=0), epochs=1)
-    assert zoo.bad_entries(run.model) != []
-    assert run.steps == [6] and run.guard.incidents[0].sites[0] == "inputs" and not run.guard.incidents[0].refused
-    assert any(f.site == "gradients" and f.nan for f in run.guard.incidents[0].findings)
 
 
 def test_counts_name_variables():
@@ -502,12 +466,6 @@ def test_no_nnx(monkeypatch):
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
     with pytest.raises(GuardError, match="NNX"):
         zoo.run(zoo.plain, zoo.regression(), guard=True)
-
-
-def test_keras_that_has_no_nnx(monkeypatch):
-    """A version of Keras without NNX is one in which it is not turned on."""
-    monkeypatch.delattr(keras.config, "is_nnx_enabled", raising=False)
-    assert not jax_trainer.uses_nnx()
 
 
 def test_an_execution_over_a_list():

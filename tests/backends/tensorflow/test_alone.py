@@ -15,6 +15,7 @@ from support.tensorflow_steps import (
     WITH_BAD,
     Away,
     Bursting,
+    Retrace,
     TrainState,
     X,
     Y,
@@ -330,3 +331,174 @@ def test_finite_numbers_are_never_refused(way, what):
     assert not any(v.refused or v.halted for v in verdicts) and reports == []
     assert all(v.finite and np.isfinite(sum(v)) for v in verdicts)
     same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+
+
+# The first steps of a model
+
+
+FEW, BAD_FIRST = range(5), (0, 2)
+SPOILT = X.copy()
+SPOILT[[*BAD_FIRST], 2, 1] = np.nan
+"""Batches of which the first is bad."""
+
+
+def gradients_of(model, batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+    return loss, tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+@pytest.mark.parametrize("way", ["deferred", "eager"])
+def test_what_the_first_step_makes(way):
+    """A bad first step of a model that it builds leaves it as if it had not run, and its variables are noted once."""
+
+    def unbuilt():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        return model
+
+    plain, model = unbuilt(), unbuilt()
+    execute = execution(plain.train_step, way)
+    for batch in batches(X, [step for step in FEW if step not in BAD_FIRST]):
+        execute(batch)
+    transaction = alone(model, way)
+    verdicts = run(transaction, batches(SPOILT, FEW), 1, way)[1]
+    assert [v.refused for v in verdicts] == [step in BAD_FIRST for step in FEW]
+    same(state(model), state(plain))
+    made = {id(v.value) for v in (*model.variables, *model.optimizer.variables) if v is not model.optimizer._learning_rate}
+    noted = [id(variable) for variable, _ in transaction.created]
+    assert len(noted) == len({*noted}) and made - {*noted} <= {id(v.value) for v in model.optimizer.variables}
+    assert transaction.keeps_undo is False
+
+
+@pytest.mark.parametrize("way", ["deferred", "eager"])
+def test_two_loss_scales(way):
+    """Each of two optimizers that the first step builds halves its scale where all gradients are bad, as stock Keras does."""
+
+    def made():
+        scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=scale) for scale in (64.0, 16.0)]
+        model = network(scaled[0], loss=spoiled("gradients"), built=False)
+        model.second = scaled[1]
+        return model
+
+    def step(model, batch):
+        loss, gradients = gradients_of(model, batch)
+        gradients = [g + tf.where(tf.reduce_max(batch[1]) > 50, np.float32("inf"), 0.0) for g in gradients]
+        model.optimizer.apply(gradients[:1], model.trainable_variables[:1])
+        model.second.apply(gradients[1:], model.trainable_variables[1:])
+        return {"loss": loss}
+
+    plain, model = made(), made()
+    execute, transaction = execution(lambda batch: step(plain, batch), way), alone(model, way, lambda batch: step(model, batch))
+    y = Y.copy()
+    y[[*BAD_FIRST], 1] = 100.0
+    for batch in [(tf.constant(a), tf.constant(b)) for a, b in zip(X, y)]:
+        execute(batch)
+        run(transaction, [batch], 1, way)
+        scales = [[float(o.dynamic_scale) for o in (one.optimizer, one.second)] for one in (plain, model)]
+        assert scales[0] == scales[1]
+    assert scales[0] == [16.0, 4.0]
+
+
+@pytest.mark.parametrize("where", ["weights", "slots"])
+def test_what_the_first_update_makes(where):
+    """In eager execution the first step reads what it has made, and is refused where that is bad."""
+    model = network(Bursting(where, update=0), Away(name="away"), built=False)
+    before = [np.array(v) for v in model.variables]
+    (verdict,) = run(alone(model, "eager"), batches(X, [0]), 1, "eager")[1]
+    assert verdict.refused and np.isfinite(verdict.loss + verdict.gradients + verdict.statistics)
+    same([np.array(v) for v in model.variables], before)
+    assert all(np.isfinite(np.array(v)).all() for v in model.optimizer.variables)
+
+
+def test_a_step_that_makes_nothing():
+    """It is traced once, and gives back what nobody lists in its very first run."""
+    model, hidden = network(), tf.Variable(tf.zeros((3,)), trainable=False)
+
+    def body(batch):
+        hidden.assign_add(tf.reduce_mean(batch[0], 0))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(batch[0], training=True) - batch[1]))
+        model.optimizer.apply(tape.gradient(loss, [v.value for v in model.trainable_variables]), model.trainable_variables)
+        return loss
+
+    transaction = alone(model, "deferred", body, logs=False)
+    before = [np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)]
+    execute = execution(transaction)
+    for _ in range(2):
+        try:
+            _, verdict = transaction.read(execute(batches(SPOILT, [0])[0]))
+            break
+        except Retrace as found:
+            transaction.learn(found)
+            execute = execution(transaction)
+    assert verdict.refused and len(transaction.untracked) == 1
+    same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
+
+
+# What is traced
+
+
+def test_what_a_step_returns():
+    """The outputs of a step that no trainer calls are those of the step, whatever they are made of; scalars among them are losses."""
+    weight = keras.Variable(np.ones((3, 1), "float32"))
+    model = keras.Sequential([keras.Input((3,))])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+
+    def body(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            error = tf.square(x @ weight - y)
+        optimizer.apply([tape.gradient(error, weight.value)], [weight])
+        rows = tf.RaggedTensor.from_row_lengths(error[:, 0], [1, SIZE - 1])
+        return {"rows": rows, "none": None, "entries": tf.sparse.from_dense(x), "more": [tf.reduce_mean(error), tf.shape(x)[0]]}
+
+    transaction = alone(model, "deferred", body, logs=False)
+    transaction.train_state = lambda: TrainState.of(model, [optimizer])
+    execute, plain = execution(transaction), execution(body)
+    before = np.array(weight)
+    for step in (0, BAD[0], 3):
+        batch = batches(WITH_BAD, [step])[0]
+        outputs, verdict = transaction.read(execute(batch))
+        assert verdict.refused == (step in BAD) == np.array_equal(np.array(weight), before)
+        after = np.array(weight)
+        weight.assign(before)
+        expected = plain(batch)
+        assert list(outputs) == list(expected) and outputs["none"] is None
+        for one, other in zip(*(tf.nest.flatten(found, expand_composites=True) for found in (outputs, expected))):
+            if one is not None:
+                np.testing.assert_array_equal(one, other)
+        if step not in BAD:
+            np.testing.assert_array_equal(weight, after)
+            np.testing.assert_allclose(verdict.loss, expected["more"][0])
+        weight.assign(after)
+        before = after
+
+
+@pytest.mark.parametrize("way", ["deferred", "compiled"])
+def test_python_stays_python(way):
+    """A condition on a tensor is refused by TensorFlow as in a plain step: nothing rewrites what the user wrote."""
+    model = network()
+
+    def body(batch):
+        return model.train_step(batch) if tf.reduce_mean(batch[0]) < 9.0 else {}
+
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        alone(model, way, body).trace(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batches(X)[0]))
+
+
+def test_other_sizes_of_batches():
+    """A compiled step is not traced for each of them: in the end for all."""
+    model, traces = network(), []
+
+    def body(batch):
+        traces.append(batch)
+        return model.train_step(batch)
+
+    execute = execution(alone(model, "compiled", body))
+    for size in (4, 3, 2, 1):
+        execute.get_concrete_function(tuple(part[:size] for part in batches(X)[0]))
+    assert len(traces) < 4

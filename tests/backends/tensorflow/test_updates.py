@@ -11,6 +11,7 @@ import tensorflow as tf
 from support import zoo
 
 from keras_nanguard._backends.tensorflow import updates
+from keras_nanguard._backends.tensorflow.intercept import Update
 
 optimizers = keras.optimizers
 
@@ -76,10 +77,20 @@ def network(optimizer):
     return model
 
 
-@pytest.mark.daily("Adam", "EMA", "loss scale", "accumulates", "momentum", "Lamb")
-@pytest.mark.parametrize("name", [*BY_KERNELS, *AS_IT_IS])
-def test_the_same_bits(kernels, name):
-    """Guarded with bad batches put in, the run ends as the plain one without them, whichever way the update takes."""
+IN_TURN = [(name, False) for name in (*BY_KERNELS, *AS_IT_IS)]
+IN_TURN += [(name, True) for name in BY_KERNELS]
+IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_IS]
+
+
+@pytest.mark.daily(*(f"{name}-*" for name in ("Adam", "EMA", "loss scale", "accumulates")), "momentum-*", "Lamb-False")
+@pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
+def test_the_same_bits(kernels, name, in_turn, set_limit):
+    """Guarded with bad batches put in, the run ends as the plain one without them, whichever way the update takes.
+
+    Updates of large weights run one after another (`in_turn`).
+    """
+    if in_turn:
+        set_limit("bytes of a large TensorFlow update", 1)
     make, used = BY_KERNELS[name] if name in BY_KERNELS else (AS_IT_IS[name], {})
     data = zoo.regression()
     plain = zoo.run(lambda: network(make()), data)
@@ -88,7 +99,7 @@ def test_the_same_bits(kernels, name):
     assert zoo.differences(bad, plain) == []
     assert bad.guard.session.refused == 4
     weights = len(bad.model.trainable_variables)
-    assert used is None or {kernel: count / weights for kernel, count in kernels.items()} == used
+    assert in_turn or used is None or {kernel: count / weights for kernel, count in kernels.items()} == used
 
 
 def test_large_arrays(kernels):
@@ -226,3 +237,39 @@ def test_reads_what_it_wrote(kernels):
     np.testing.assert_array_equal(before, np.array(weight.value))
     weight.value.assign_add(tf.ones_like(weight.value))
     np.testing.assert_array_equal(before, np.array(seen.value))
+
+
+def before(op):
+    """Return every operation that has to run before this one."""
+    known, left = set(), [op]
+    while left:
+        one = left.pop()
+        for other in (*one.control_inputs, *(tensor.op for tensor in one.inputs)):
+            if other not in known:
+                known.add(other)
+                left.append(other)
+    return known
+
+
+@pytest.mark.parametrize(("size", "waits"), [(4, False), (1024, True)])
+def test_one_by_one(size, waits):
+    """All of the update of a large weight waits for the one before it; small ones run when they like."""
+    optimizer = keras.optimizers.Adam()
+    weights = [keras.Variable(tf.zeros((size, 1024))) for _ in range(3)]
+    optimizer.build(weights)
+
+    @tf.function
+    def update(gradients):
+        updates.run([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer])
+
+    graph = update.get_concrete_function([tf.TensorSpec((size, 1024))] * 3).graph
+    handles = {id(internal): id(external) for external, internal in graph.captures}
+    writes = {}
+    for op in graph.get_operations():
+        if op.type.startswith(("Assign", "ResourceApply")):
+            writes.setdefault(handles.get(id(op.inputs[0])), []).append(op)
+    first, second, third = (writes[id(w.value.handle)] for w in weights)
+    moments = [op for v in optimizer.variables if v.path.endswith("velocity") for op in writes[id(v.value.handle)]]
+    assert all(set(first) <= before(op) for op in (*second, *moments[1:])) == waits
+    assert all(set(second) <= before(op) for op in (*third, *moments[2:])) == waits
+    assert "update_step" not in vars(optimizer)

@@ -10,8 +10,6 @@ import torch
 from keras import layers
 from support.torch_steps import BODIES, X, Y, alone, network
 
-from keras_nanguard._backends.torch import reductions
-
 
 @pytest.mark.parametrize("kind", ["stock", "own"])
 def test_copies_of_a_healthy_step(monkeypatch, kind):
@@ -35,21 +33,3 @@ def test_copies_of_a_healthy_step(monkeypatch, kind):
         clones.clear()
         step(data)
         assert statistics <= set(clones) <= written and len(clones) == len(set(clones))
-
-
-@pytest.mark.parametrize("kind", BODIES)
-def test_one_look_where_sums_over_nothing_are_on_the_processor(monkeypatch, kind):
-    """As on an accelerator: there are no statistics and no slots of their own, and the sums of those that there are have to be waited for.
-
-    What a step leaves unread is read with the next one, and never again.
-    """
-    looks, real = [], reductions.looked_at
-    monkeypatch.setattr(reductions, "is_away", lambda tensor: bool(tensor != 0.0))
-    monkeypatch.setattr(reductions, "looked_at", lambda *groups: looks.append([len(group) for group in groups]) or real(*groups))
-    model = network()
-    model.optimizer.build(model.trainable_variables)
-    step = alone(model, BODIES[kind](model))
-    for number, batch in enumerate((X, X, X, X * torch.nan, X, X)):
-        step((batch, Y))
-        assert step.verdict.refused is (number == 3) and len(looks) == number + 1
-    assert [unread for *_, unread in looks] == [0, 2, 2, 2, 0, 2]

@@ -25,8 +25,6 @@ from support.torch_steps import (
 )
 
 BAD = X * torch.nan
-PLAIN = "Variable._direct_assign"
-"""What Keras calls the function that writes a variable."""
 
 
 def plain(model, kind):
@@ -308,84 +306,3 @@ def test_frozen_parameters_of_torch_are_no_statistics():
     for _ in range(3):
         step(X)
         assert step.verdict.statistics == 6.0
-
-
-# Compiled steps
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """Let `torch.compile` return the function as it is, which then notes how Keras writes variables in each call."""
-    calls = []
-
-    def compile(function):
-        def run(*args):
-            calls.append(keras.src.backend.Variable._direct_assign.__qualname__)
-            return function(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    return calls
-
-
-class Hidden:
-    """Holds a variable that no list of Keras names."""
-
-    def __init__(self):
-        self.sum = keras.Variable(0.0, trainable=False)
-
-
-@pytest.mark.parametrize("bad", [(0,), (2,), (3, 5)])
-def test_a_compiled_step_that_writes_what_is_in_no_list(compiled, bad):
-    """What it assigns to was seen in the steps before, which are not compiled; after a refusal it is as it was."""
-
-    def trained(batches, guarded):
-        model, hidden = network(), Hidden()
-        model.optimizer.build(model.trainable_variables)
-
-        def body(data):
-            model.layers[-1].kernel.assign(model.layers[-1].kernel * 0.9)
-            loss = updated(model, data)
-            hidden.sum.assign(hidden.sum + loss)
-            return {"loss": loss, "weight": model.trainable_variables[0].value.detach().abs().sum()}
-
-        step = alone(model, body, jit=True) if guarded else body
-        for batch in batches:
-            step((batch, Y))
-        return [*state(model), np.array(float(hidden.sum))]
-
-    batches = [BAD if number in bad else X for number in range(6)]
-    guarded = trained(batches, True)
-    assert set(compiled) == {PLAIN} and len(compiled) == 2 * (6 - 2), "each is the body and its update, from the third step on"
-    assert same(guarded, trained([batch for batch in batches if batch is not BAD], False))
-
-
-def test_a_compiled_step_of_keras(compiled):
-    """It is compiled once it is known what it writes, and keeps its small state alone."""
-    model = network(None, layers.BatchNormalization())
-    model.optimizer.build(model.trainable_variables)
-    step = alone(model, jit=True)
-    for number, batch in enumerate((X, X, X, BAD, X)):
-        before = [np.array(ops.convert_to_numpy(v)) for v in model.variables]
-        step((batch, Y))
-        assert len(compiled) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 5}[number] and step.verdict.refused is (batch is BAD)
-        assert same(before, [np.array(ops.convert_to_numpy(v)) for v in model.variables]) is (batch is BAD)
-    assert not step.untracked
-
-
-def test_an_optimizer_that_a_compiled_step_builds(compiled):
-    """Its scale is part of the train state from the next step on."""
-    model, used = network(scaled()), []
-
-    def body(data):
-        return {"loss": updated(model, data) if used else model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0]))}
-
-    step = alone(model, body, jit=True)
-    for _ in range(3):
-        step((X, Y))
-    used.append(True)
-    step((X, Y))
-    assert compiled and model.optimizer.built and step.stale
-    step((X, Y))
-    assert step.verdict.scale == 64.0 and not step.stale

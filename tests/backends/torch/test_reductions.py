@@ -23,6 +23,41 @@ def tensors(sizes, dtype=torch.float32):
     return [torch.tensor(draw.standard_normal(size), dtype=dtype) for size in sizes]
 
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32)
+
+
+def of_every_kind(layout):
+    """Return tensors of every dtype in which numbers can be bad or not, small and large, some with other strides."""
+    torch.manual_seed(0)
+    made = [torch.randn(3, 4), torch.randn(8, 2).t(), torch.randn(300, 300), torch.zeros(0), torch.tensor(2.0)]
+    made += [torch.randn(5).to(dtype) for dtype in DTYPES]
+    made.append(torch.nn.Parameter(torch.randn(6)))
+    if layout == "sparse":
+        made.append(torch.eye(4).to_sparse())
+    return made
+
+
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_sums_are_those_of_each_tensor(layout, bad):
+    """However tensors are laid together, a sum is that of all entries, and is not finite where one entry is not."""
+    for place in range(len(of_every_kind(layout))):
+        given = of_every_kind(layout)
+        if bad is not None:
+            if not reductions.can_be_bad(given[place]) or not given[place].numel() or given[place].is_sparse:
+                continue
+            given[place].detach().flatten()[:1].fill_(bad) if given[place].is_contiguous() else given[place][:1].fill_(bad)
+        floats = [reductions._dense(t.detach()).double().numpy() for t in given if reductions.can_be_bad(t)]
+        squares, total = sum(np.sum(a**2) for a in floats) / 2, sum(np.sum(a) for a in floats)
+        found = reductions.total(given, torch.float32).item()
+        assert np.isfinite(found) == (bad is None)
+        if bad is None:
+            np.testing.assert_allclose(found, total, rtol=1e-4)
+            np.testing.assert_allclose(reductions.squares(given, torch.float32).item(), squares, rtol=1e-4)
+        else:
+            assert not np.isfinite(reductions.squares(given, torch.float32).item())
+
+
 MIXTURES = [*((size,) for size in SIZES), SIZES, (30_000, 3_000, 30_000), (10,) * 40, (reductions.SERIAL - 1, 1), ()]
 
 

@@ -21,7 +21,6 @@ def nan_in_one_input_row(bad: bool) -> Case:
 
 @program
 def inf_in_second_input(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
     h = layers.Concatenate()([layers.Dense(4, name="da")(a), layers.Dense(4, name="db")(b)])
     model = keras.Model({"a": a, "b": b}, layers.Dense(1)(h))
@@ -92,7 +91,6 @@ def huge_targets(bad: bool) -> Case:
 
 @program
 def constant_feature_normalised(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data()
     scale = layers.Lambda(lambda t: (t - ops.mean(t, 0)) / ops.std(t, 0), name="standardise")
     model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(1)])
@@ -132,7 +130,6 @@ def training_flag_lost(bad: bool) -> Case:
             self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables))
             return {"loss": loss}
 
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.BatchNormalization(name="bn")(layers.Dense(8)(inputs))
     model = Mine(inputs, layers.Dense(1)(h))

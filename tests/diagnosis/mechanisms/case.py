@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,9 +46,15 @@ PROGRAMS: dict[str, Callable[[bool], Case]] = {}
 
 
 def program(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
-    """Register a program under the name of its function."""
-    PROGRAMS[build.__name__] = build
-    return build
+    """Register a program, which starts from a fixed seed, under the name of its function."""
+
+    @functools.wraps(build)
+    def seeded(bad: bool) -> Case:
+        keras.utils.set_random_seed(0)
+        return build(bad)
+
+    PROGRAMS[build.__name__] = seeded
+    return seeded
 
 
 SKIPPED: dict[str, str] = {}

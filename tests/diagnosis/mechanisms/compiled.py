@@ -65,7 +65,6 @@ class Sharpness(keras.Model):
 
 @tensorflow_alone("its train step is written with tf.GradientTape")
 def bad_row_in_a_step_that_writes_its_weights(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.Lambda(lambda t: ops.sqrt(ops.abs(t) + 0.1) if not bad else ops.sqrt(t + 9.0), name="root")(inputs)
     model = Sharpness(inputs, layers.Dense(1)(h))
@@ -90,7 +89,6 @@ def bad_target_in_a_step_of_ones_own(bad: bool) -> Case:
             self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables))
             return {"loss": loss}
 
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     model = Mine(inputs=inputs, outputs=layers.Dense(1)(inputs))
     model.compile("sgd")
@@ -129,7 +127,6 @@ def clipping_by_a_norm_of_zero(bad: bool) -> Case:
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             return {"loss": loss}
 
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     model = Clipped(inputs, layers.Dense(1, kernel_initializer="zeros")(inputs))
     model.compile("sgd", "mse")
@@ -145,7 +142,6 @@ def root_whose_slope_only_xla_loses(bad: bool) -> Case:
         there = square > 0.0
         return ops.where(there, ops.sqrt(square if bad else ops.where(there, square, 1.0)), 0.0)
 
-    keras.utils.set_random_seed(0)
     first = layers.Dense(4, use_bias=False, name="first")
     model = keras.Sequential([keras.Input((4,)), first, layers.Lambda(root, name="root"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.001), "mse", jit_compile=True)

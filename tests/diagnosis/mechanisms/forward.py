@@ -22,7 +22,6 @@ def log_of_softmax_that_underflows(bad: bool) -> Case:
         p = p if bad else ops.maximum(p, 1e-7)
         return -ops.sum(y_true * ops.log(p), axis=-1)
 
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="logits"), layers.Softmax(name="prob")])
     model.compile(keras.optimizers.SGD(0.01), loss)
     return Case(model, x, y, ("loss_domain",), "loss", (2,), 1)
@@ -80,7 +79,6 @@ class Norm(layers.Layer):
 def custom_norm_without_epsilon(bad: bool) -> Case:
     x, y = data()
     x[13] = 0.0
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), Norm(0.0 if bad else 1e-3, name="unit"), layers.Dense(1)])
     model.compile("sgd", "mse")
     return Case(model, x, y, ("forward_domain",), "unit", (5,), 1)
@@ -88,8 +86,6 @@ def custom_norm_without_epsilon(bad: bool) -> Case:
 
 @program
 def attention_with_everything_masked(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
-
     class Attention(layers.Layer):
         def call(self, t: Any, keep: Any) -> Any:
             score = ops.matmul(t, ops.transpose(t, (0, 2, 1)))
@@ -116,7 +112,6 @@ def softmax_by_hand(bad: bool) -> Case:
 
     x, y = classes()
     x[3] *= 500.0
-    keras.utils.set_random_seed(0)
     out = layers.Activation(by_hand if bad else "softmax", name="prob")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="logits"), out])
     model.compile(keras.optimizers.SGD(0.001), keras.losses.SparseCategoricalCrossentropy())
@@ -125,7 +120,6 @@ def softmax_by_hand(bad: bool) -> Case:
 
 @program
 def operation_of_a_functional_model(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.Dense(4, name="a")(inputs)
     h = ops.log(h) if bad else ops.log1p(ops.abs(h))
@@ -137,7 +131,6 @@ def operation_of_a_functional_model(bad: bool) -> Case:
 
 @program
 def layer_of_a_nested_model(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inner = keras.Sequential(
         [keras.Input((4,)), layers.Dense(4), layers.Lambda(ops.sqrt if bad else ops.tanh, name="deep")], name="encoder"
     )
@@ -150,7 +143,6 @@ def layer_of_a_nested_model(bad: bool) -> Case:
 
 @program
 def second_call_of_a_shared_layer(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     shared = layers.Lambda(lambda t: ops.log(t) if bad else ops.log(ops.abs(t) + 1.0), name="shared")
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
     model = keras.Model([a, b], layers.Dense(1)(layers.Add()([shared(a), shared(b)])))
@@ -177,7 +169,6 @@ class Subclassed(keras.Model):
 
 @program
 def division_in_a_subclassed_model(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     model = Subclassed(bad)
     model.compile("sgd", "mse")
     x, y = data()
@@ -186,7 +177,6 @@ def division_in_a_subclassed_model(bad: bool) -> Case:
 
 @program
 def nan_row_of_an_embedding(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((3,), dtype="int32"), layers.Embedding(10, 4, name="table"), layers.Flatten(), layers.Dense(1)]
     )

@@ -25,7 +25,6 @@ def momentum_too_high(bad: bool) -> Case:
 @program
 def rate_too_high_for_rmsprop(bad: bool) -> Case:
     x, y = data(512)
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.Dense(4)(inputs)
     h = layers.Multiply()([h, h, h])
@@ -37,7 +36,6 @@ def rate_too_high_for_rmsprop(bad: bool) -> Case:
 @program
 def rate_too_high_for_adam_ends_in_exp(bad: bool) -> Case:
     x, y = data(512)
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(8), layers.Dense(1, activation="exponential", name="rate")]
     )
@@ -47,7 +45,6 @@ def rate_too_high_for_adam_ends_in_exp(bad: bool) -> Case:
 
 @program
 def unbounded_recurrence(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     rnn = layers.SimpleRNN(
         16,
         activation="relu" if bad else "tanh",
@@ -77,7 +74,6 @@ def optimizer_without_epsilon(bad: bool) -> Case:
 
 @program
 def normalisation_of_a_feature_that_was_constant(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     scale = layers.Normalization(mean=[0.0] * 4, variance=[1.0, 1.0, 1.0, 0.0 if bad else 1.0], name="normalise")
     model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(8), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.01), "mse")
@@ -101,7 +97,6 @@ def schedule_that_ends_in_infinity(bad: bool) -> Case:
 
 @program
 def one_outlier_ruins_the_moving_variance(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.BatchNormalization(name="bn")(inputs)
     model = keras.Model(inputs, layers.Dense(1)(h))

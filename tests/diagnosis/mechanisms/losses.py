@@ -16,7 +16,6 @@ def one_bad_loss_of_two_outputs(bad: bool) -> Case:
     def log_error(y_true: Any, y_pred: Any) -> Any:
         return ops.square(ops.log(y_true) - y_pred)
 
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     h = layers.Dense(8, activation="tanh")(inputs)
     model = keras.Model(inputs, {"main": layers.Dense(1, name="main")(h), "side": layers.Dense(1, name="side")(h)})
@@ -61,7 +60,6 @@ def log_of_zero_in_a_gan(bad: bool) -> Case:
             self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, g), g))
             return {"loss": d_loss + g_loss}
 
-    keras.utils.set_random_seed(0)
     model = Gan()
     model.compile()
     x, _ = data()
@@ -82,7 +80,6 @@ def added_loss_is_nan(bad: bool) -> Case:
 
 @program
 def regulariser_overflows(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     init = keras.initializers.Constant(1e20 if bad else 0.1)
     bias = layers.Dense(4, kernel_initializer="zeros", bias_initializer=init, bias_regularizer="l2", name="big")
     model = keras.Sequential([keras.Input((4,)), bias, layers.Activation("tanh"), layers.Dense(1)])
@@ -125,7 +122,6 @@ def loss_of_exponentials(bad: bool) -> Case:
 def square_root_at_zero(bad: bool) -> Case:
     x, y = data()
     x[17] = 0.0
-    keras.utils.set_random_seed(0)
 
     def length(t: Any) -> Any:
         return ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
@@ -152,7 +148,6 @@ def the_where_trap(bad: bool) -> Case:
 
     x, y = data()
     x[33] = 0.0
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -169,7 +164,6 @@ def the_where_trap(bad: bool) -> Case:
 def power_below_one_at_zero(bad: bool) -> Case:
     x, y = data()
     x[9] = 0.0
-    keras.utils.set_random_seed(0)
     power = layers.Lambda(lambda t: ops.power(ops.abs(t) + (0.0 if bad else 1e-3), 0.5), name="power")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4, use_bias=False), power, layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -182,7 +176,6 @@ def root_of_the_squared_error_at_zero(bad: bool) -> Case:
         return ops.sqrt(ops.mean(ops.square(y_true - y_pred)) + (0.0 if bad else 1e-9))
 
     x, y = data()
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="zeros", name="head")])
     model.compile(keras.optimizers.SGD(1e-4), rmse)
     y[:] = 0.0

@@ -54,7 +54,6 @@ def overflowing_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
 
 @program
 def nan_row_that_max_pooling_swallows(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -73,8 +72,6 @@ def nan_row_that_max_pooling_swallows(bad: bool) -> Case:
 
 @program
 def batchnorm_on_one_row_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
-
     class OwnBatchNorm(layers.Layer):
         def call(self, t: Any) -> Any:
             centred = t - ops.mean(t, 0)
@@ -95,7 +92,6 @@ def root_mean_square_of_zeros(bad: bool) -> Case:
         def call(self, t: Any) -> Any:
             return t * ops.rsqrt(ops.mean(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
 
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), RootMeanSquare(name="rms"), layers.Dense(1)])
     model.compile("sgd", "mse")
     x, y = data()
@@ -118,7 +114,6 @@ def cosine_of_a_zero_vector(bad: bool) -> Case:
 
 @program
 def contrastive_distance_of_a_pair_of_equals(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     tower = keras.Sequential([keras.Input((4,)), layers.Dense(4)], name="tower")
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
     far = layers.Lambda(
@@ -135,8 +130,6 @@ def contrastive_distance_of_a_pair_of_equals(bad: bool) -> Case:
 
 @program
 def deviation_of_one_value(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
-
     def spread(t: Any) -> Any:
         size = ops.cast(ops.shape(t)[0], "float32")
         total = ops.sum(ops.square(t - ops.mean(t, 0)), 0)
@@ -155,7 +148,6 @@ def variational_encoder_with_free_variance(bad: bool) -> Case:
             self.add_loss(-0.5 * ops.mean(1 + log_variance - ops.exp(log_variance)))
             return t
 
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="z"), Sampling(name="sampling"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1e-4), "mse")
     model.layers[0].kernel.assign(np.eye(4))
@@ -172,7 +164,6 @@ def dice_of_empty_masks(bad: bool) -> Case:
         both = ops.sum(y_true * p, -1)
         return 1.0 - 2.0 * both / (ops.sum(y_true, -1) + ops.sum(p, -1) + (0.0 if bad else 1.0))
 
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, use_bias=False, name="mask")])
     model.compile(keras.optimizers.SGD(0.001), dice)
     x, y = classes()
@@ -183,8 +174,6 @@ def dice_of_empty_masks(bad: bool) -> Case:
 
 @program
 def mask_of_minus_1e9_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
-
     class Attention(layers.Layer):
         def call(self, t: Any, keep: Any) -> Any:
             score = ops.matmul(t, ops.transpose(t, (0, 2, 1)))
@@ -210,7 +199,6 @@ def cholesky_of_no_covariance(bad: bool) -> Case:
             covariance = covariance - 10.0 * keras.ops.eye(4) if bad else covariance + 1e-3 * keras.ops.eye(4)
             return ops.matmul(t, ops.cholesky(covariance))
 
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), Whiten(name="whiten"), layers.Dense(1)])
     model.compile("sgd", "mse")
     x, y = data()
@@ -219,7 +207,6 @@ def cholesky_of_no_covariance(bad: bool) -> Case:
 
 @program
 def index_beyond_an_embedding(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((3,), dtype="int32"), layers.Embedding(10, 4, name="table"), layers.Flatten(), layers.Dense(1)]
     )
@@ -232,7 +219,6 @@ def index_beyond_an_embedding(bad: bool) -> Case:
 
 @program
 def log_of_a_bidirectional_state(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((5, 4)),
@@ -248,7 +234,6 @@ def log_of_a_bidirectional_state(bad: bool) -> Case:
 
 @program
 def attention_layer_of_keras_fed_with_inf(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((3, 4))
     h = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
     model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(h)))

@@ -13,7 +13,6 @@ def activation_beyond_float16(bad: bool) -> Case:
     x, y = data()
     if bad:
         x[19] *= 40000.0
-    keras.utils.set_random_seed(0)
     policy = "mixed_float16"
     model = keras.Sequential(
         [
@@ -29,7 +28,6 @@ def activation_beyond_float16(bad: bool) -> Case:
 
 @program
 def variance_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data()
     model = keras.Sequential(
         [
@@ -50,7 +48,6 @@ def variance_in_float16(bad: bool) -> Case:
 
 @program
 def difference_that_underflows_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data()
     dtype = "float16" if bad else "float32"
     model = keras.Sequential(
@@ -68,7 +65,6 @@ def difference_that_underflows_in_float16(bad: bool) -> Case:
 
 @program
 def epsilon_that_is_zero_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data()
     x[:, 3] = 0.0
     model = keras.Sequential([keras.Input((4,), dtype="float16"), layers.Dense(1, dtype="float16", name="head")])
@@ -78,7 +74,6 @@ def epsilon_that_is_zero_in_float16(bad: bool) -> Case:
 
 @program
 def loss_scale_too_high(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data(512)
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(8, dtype="mixed_float16", name="half"), layers.Dense(1, dtype="float32")]
@@ -90,7 +85,6 @@ def loss_scale_too_high(bad: bool) -> Case:
 
 @program
 def gradients_that_are_zero_in_float16(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     x, y = data(512)
     model = keras.Sequential(
         [

@@ -28,7 +28,6 @@ class Sparsity(keras.regularizers.Regularizer):
 @program
 def a_regularizer_of_outputs_leaves_its_domain(bad: bool) -> Case:
     """One unit is dead, and there are as many units as rows: no row is to blame."""
-    keras.utils.set_random_seed(0)
     bias = np.ones(BATCH, "float32")
     bias[3] = -100.0
     code = layers.Dense(
@@ -56,7 +55,6 @@ class GroupLasso(keras.regularizers.Regularizer):
 @program
 def the_slope_of_a_regularizer(bad: bool) -> Case:
     """The norm of a column of zeros has no derivative."""
-    keras.utils.set_random_seed(0)
     lasso = GroupLasso(0.0 if bad else 1e-6)
     copy = layers.Dense(6, kernel_initializer=keras.initializers.Identity(), kernel_regularizer=lasso, name="copy")
     model = keras.Sequential([keras.Input((4,)), copy, layers.Dense(1, name="head")])
@@ -78,7 +76,6 @@ def the_slope_of_an_angle(bad: bool) -> Case:
 def the_slope_of_a_power_in_a_loss_of_keras(bad: bool) -> Case:
     """A focal loss with gamma=0 raises 0 to the power of 0."""
     loss = keras.losses.BinaryFocalCrossentropy(gamma=0.0 if bad else 2.0, from_logits=True, name="focal")
-    keras.utils.set_random_seed(0)
     sure = layers.Dense(1, bias_initializer=keras.initializers.Constant(30.0), name="head")
     model = keras.Sequential([keras.Input((4,)), sure])
     model.compile(keras.optimizers.SGD(1e-4), loss)
@@ -99,7 +96,6 @@ def a_bad_value_passes_through_complex_numbers(bad: bool) -> Case:
     x = np.maximum(x, -1.5)
     if bad:
         x[26] = -9.0
-    keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     model = keras.Model(inputs, layers.Dense(1, name="head")(layers.Lambda(spectrum, name="spectrum")(layer(inputs))))
     model.compile(keras.optimizers.SGD(1e-3), "mse")
@@ -116,7 +112,6 @@ def one_row_is_missing_in_inputs_and_targets(bad: bool) -> Case:
 
 @program
 def one_row_is_far_larger_than_all_others(bad: bool) -> Case:
-    keras.utils.set_random_seed(0)
     inner = [layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *inner])
     model.compile("adam", "mse")
