@@ -45,9 +45,9 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             `.toml`, `.yaml` or `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for files of this run; `None` writes no files. Use one folder per run.
         verbose: 0 or False prints nothing. 1 or True prints a line for each new kind of incident
-            and for each change, and a table at the end if there were incidents. 2 prints a line for
-            every incident and every epoch with refused steps. Printed steps, epochs and batches
-            count from 1, like the progress bar of Keras.
+            and each change of the run, such as a rollback, and a table at the end if there were
+            incidents. 2 prints a line for every incident and every epoch with refused steps.
+            Printed steps, epochs and batches count from 1, like the progress bar of Keras.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: whether to find the cause of a refused step. It costs nothing until a step is
             refused.
@@ -421,7 +421,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             self.session.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Report results that are not finite, and BatchNorm statistics that lag behind."""
+        """Report results that are not finite, and BatchNormalization statistics that lag behind."""
         bad = results.bad_metrics(logs)
         self._announce_results(bad)
         if self._training and not bad:

@@ -47,7 +47,7 @@ FACTORS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zer
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: what, where and when.
+    """A fault: its kind, its place and its steps.
 
     Attributes:
         site: one of `SITES`.
@@ -56,8 +56,8 @@ class Fault:
         path: glob that matches the Keras path of the variable, consecutive parts of it, or the path
             in the batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
-        entries: number of entries of each tensor (of each row, in a batch), from the first; `None`
-            for all.
+        entries: how many entries of each tensor, or of each row of a batch, starting with the
+            first; `None` for all.
         magnitude: factor of a spike.
     """
 
@@ -102,10 +102,12 @@ def inject(
 ) -> Injection:
     """Return a context that injects a fault into the training of a model.
 
-    A fault in the batch is injected before the step reads the batch; a fault in the state between
-    the previous step and this one, as if other code had written it; a fault in the loss in the
-    result of `compute_loss`, so it reaches all gradients; a fault in the gradients in the backward
-    pass, and the loss does not change. Contexts can be nested.
+    Contexts can be nested. The site determines when the fault is injected:
+
+    - batch: before the step reads the batch;
+    - state: between the previous step and this one, as if other code had written it;
+    - loss: into the result of `compute_loss`, so it reaches all gradients;
+    - gradients: in the backward pass, so the loss does not change.
 
     Args:
         model: a compiled `keras.Model`, guarded or not.
@@ -113,15 +115,15 @@ def inject(
             `"weights"`, `"statistics"`, `"slots"` or `"loss_scale"`.
         kind: `"nan"`, `"inf"`, `"-inf"`, `"overflow"` (the largest finite number), `"spike"` (times
             `magnitude`) or `"zero"`.
-        step: the train step, or several, counted from 0 at the start of the context, over all fits
-            in it.
+        step: one or several train steps, counted from 0 at the start of the context. The count
+            continues over all fits in it.
         count: number of steps in a row, starting at each `step`.
         path: glob that matches the Keras path of the variables or consecutive parts of it, as in a
             policy (`"dense"`, `"dense/kernel"`), or the path in the batch: inputs are `0` or
             `0/name`, targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
-        entries: number of entries of each tensor, or of each row of a batch, from the first; `None`
-            for all.
+        entries: how many entries of each tensor, or of each row of a batch, starting with the
+            first; `None` for all.
         magnitude: factor of a spike.
         require_fired: whether to raise at the end of the context if the fault was never injected.
             Use `False` if training may stop before the step of the fault.
@@ -213,7 +215,7 @@ def corrupt(
     Args:
         variable: a `keras.Variable` of any float dtype.
         kind: as for `inject`.
-        entries: number of entries, from the first; `None` for all.
+        entries: how many entries, starting with the first; `None` for all.
         magnitude: factor of a spike.
 
     Raises:

@@ -102,7 +102,7 @@ class StateLostError(NanGuardError, RuntimeError):
 
 
 class BundleError(FileFormatError):
-    """A bundle of an incident cannot be read, or is rejected as unsafe."""
+    """A bundle of an incident cannot be read, or is not safe to read."""
 
 
 for _error in (

@@ -62,10 +62,10 @@ KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 
 `nonfinite`: NaN or Inf. `explosion`: every entry is finite, but a sum over them overflowed, in a
-step that was refused. `divergence`: the run is proven lost although every number is finite.
+step that was refused. `divergence`: training has diverged although every number is finite.
 `spike`: a moving variance that grew more than 1000-fold between two checks. `out_of_range`: outside
 of a limit. `collapse`: a loss scale below its floor, or invalid. `stuck`: a value that should
-change and does not (BatchNorm statistics, zero gradients).
+change and does not (BatchNormalization statistics, zero gradients).
 """
 
 CAUSES: tuple[str, ...] = get_args(Cause)
@@ -123,7 +123,7 @@ class Diagnosis:
 
     Attributes:
         cause: one of `CAUSES`.
-        culprit: Keras path of the layer or variable, or the name of the loss.
+        culprit: Keras path of the layer or variable, or the name of the input, target or loss.
         samples: row indices within the batch, most suspicious first; empty if no row is to blame.
         evidence: sentences, each an observation or a measurement.
         advice: sentences, each a recommendation.
@@ -153,7 +153,7 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """Cause and culprit, data by the argument of `fit`: `input_nonfinite in 'x'`."""
+        """Cause and culprit, such as `input_nonfinite in 'x'`; data by the argument of `fit`."""
         return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
 
     @property
@@ -234,7 +234,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Incident:
-    """The record of one bad step. It is frozen.
+    """The record of one bad step. Its fields cannot be changed.
 
     `print(incident)` shows the whole incident in one line, as `verbose=2` prints it during
     training. It counts steps, epochs and batches from 1, like the progress bar of Keras; the
@@ -247,8 +247,8 @@ class Incident:
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
         values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`,
-            if they exist; for a divergence `onset`, the step at which it began; and `pole`, the
-            iteration at which a schedule gave no usable learning rate.
+            if they exist. Also `onset`, the step at which a divergence began, and `pole`, the
+            iteration at which a schedule gave NaN, Inf or a rate that overflows the weights.
         diagnosis: the diagnosis, or `None` if none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.

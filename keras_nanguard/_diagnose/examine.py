@@ -116,7 +116,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
         sample_weight: weights of the rows.
 
     Returns:
-        The result; print it.
+        The result. `print` shows it as text.
 
     Raises:
         GuardError: if `model` is not a Keras model.

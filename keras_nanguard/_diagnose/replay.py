@@ -118,19 +118,19 @@ def replay(
         bundle: folder of the bundle, as `Incident.bundle` names it.
         model: a compiled model, or the path of a `.keras` file; by default it is created from the
             configuration in the bundle. Its weights are set to those of the bundle.
-        mode: `"eager"`, `"graph"` or `"xla"`; on JAX both of the latter are XLA, and PyTorch has
-            only the first.
+        mode: `"eager"`, `"graph"` or `"xla"`. On JAX `"graph"` is XLA, too. PyTorch has only
+            `"eager"`.
         dtype: `"float32"` to compute everything in float32; `None`: unchanged.
         device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
         counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a
             time, and report which changes cure the failure. If the bundle contains no earlier steps
             (it has them if training had diverged), a few steps on the same batch are run.
-            Costs six times as many steps, eagerly.
+            Up to six variants of these steps run eagerly.
         custom_objects: custom classes and functions of the model by name, as for
             `keras.saving.load_model`; not needed for those that are registered with Keras.
 
     Returns:
-        The result; print it.
+        The result. `print` shows it as text.
 
     Raises:
         BundleError: if the bundle cannot be read, is unsafe, or does not match the model.

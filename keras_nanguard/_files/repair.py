@@ -42,8 +42,8 @@ def repair(
     """Replace the bad values of a live model or of a file, and nothing else.
 
     A value is bad if it is NaN or infinite, exceeds a limit, or is a negative variance. Healthy
-    values stay bit-identical. A new file is written next to the old one, with its permissions, and
-    checked before it gets its name.
+    values stay bit-identical. A new file is written next to the old one, with its permissions. It
+    gets its name only after it was read back and checked.
 
     Args:
         model_or_path: a built Keras model, which is changed, or the path of a file, which is not.
@@ -51,10 +51,9 @@ def repair(
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
         weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or
-            `"keep"`. By default `"source"` if there is one, else `"keep"`: a weight is not invented
-            unless requested.
-        slots: `"reset"` (all slots of an optimizer with a bad one are reset; its step count and
-            learning rate stay), `"source"` or `"keep"`. By default `"reset"`.
+            `"keep"`. By default `"source"` if there is one, else `"keep"`.
+        slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
+            and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
         only: shell patterns; only variables whose path or location matches one are repaired.
         limit: magnitude above which any value is bad.

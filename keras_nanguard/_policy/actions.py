@@ -183,7 +183,7 @@ class Repair(Change):
 
 
 class ResetBatchnorm(Change):
-    """Reset the moving statistics of BatchNorm layers to mean 0 and variance 1, or to the last
+    """Reset the moving statistics of BatchNormalization to mean 0 and variance 1, or to the last
     good values.
     """
 
@@ -195,7 +195,7 @@ class ResetBatchnorm(Change):
 
 
 class RecalibrateBatchnorm(Change):
-    """Re-estimate the moving statistics of BatchNorm layers over the next batches."""
+    """Re-estimate the moving statistics of BatchNormalization over the next batches."""
 
     name: ClassVar[str] = "recalibrate_batchnorm"
 

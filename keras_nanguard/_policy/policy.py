@@ -124,7 +124,9 @@ class Policy(Record):
     loss_scale: LossScale = Field(
         default=LossScale(), description="the loss scale of mixed_float16"
     )
-    statistics: Statistics = Field(default=Statistics(), description="the statistics of BatchNorm")
+    statistics: Statistics = Field(
+        default=Statistics(), description="the statistics of BatchNormalization"
+    )
     limits: _Limits = Field(default=(), description="limits on the magnitude of finite numbers")
     rules: _Rules = Field(default=(), description="rules for some incidents")
 

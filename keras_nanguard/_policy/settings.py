@@ -110,7 +110,7 @@ class LossScale(Record):
 
 
 class Statistics(Record):
-    """How the moving statistics of BatchNorm are checked."""
+    """How the moving statistics of BatchNormalization are checked."""
 
     stuck_after: Steps = Field(
         default=500, description="unchanged steps after which they are `stuck`, 0 is never"

@@ -313,8 +313,8 @@ class Recording:
         steps: at least the last 8,192 steps in the order in which they ran, as one array for each
             of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`,
             `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale handles,
-            3 skipped) and `undone` (by a rollback). A step that runs again has another row with
-            the same number.
+            3 skipped) and `undone` (by a rollback). A replayed step has a second row with the
+            same number.
         bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the
             smallest and largest value of each measured column (`loss_min`, `loss_max`, ...),
             `loss_mean`, and the `time` of the last step.
