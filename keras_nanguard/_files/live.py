@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files.names import Identity, role_of
-from keras_nanguard._keras.structure import children
+from keras_nanguard._keras.structure import children, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def live_variables(model: Any) -> list[LiveVariable]:
         raise GuardError(expected("a built model", f"model={model.name}", remedy))
     metrics = getattr(model, "metrics_variables", ())
     of_metrics = {id(variable) for variable in metrics}
-    found = [live for live in _walk(model, ()) if id(live.variable) not in of_metrics]
+    found = [live for live in _of_layers(model) if id(live.variable) not in of_metrics]
     for name, optimizer in optimizers(model):
         for variable in optimizer.variables:
             path = _path(variable)
@@ -106,20 +106,18 @@ def optimizers(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _walk(layer: Any, outer: tuple[str, ...]) -> Iterator[LiveVariable]:
-    below = children(layer)
-    inner = {id(variable) for child in below for variable in child.variables}
-    names, kind = "/".join(outer or (str(layer.name),)), type(layer).__name__
-    for variable in layer.variables:
-        if id(variable) not in inner:
-            name = str(variable.name)
-            identity = Identity(names, name, role_of(name, kind), kind)
-            yield LiveVariable(identity, _path(variable), layer, variable)
-    for place, state in enumerate(_states(layer)):
-        identity = Identity(names, f"states/{place}", "other", kind)
-        yield LiveVariable(identity, identity.path, layer, state)
-    for child in below:
-        yield from _walk(child, (*outer, str(child.name)))
+def _of_layers(model: Any) -> Iterator[LiveVariable]:
+    for outer, layer in [((), model), *walk(model)]:
+        inner = {id(variable) for child in children(layer) for variable in child.variables}
+        path, kind = "/".join(outer) or str(layer.name), type(layer).__name__
+        for variable in layer.variables:
+            if id(variable) not in inner:
+                name = str(variable.name)
+                identity = Identity(path, name, role_of(name, kind), kind)
+                yield LiveVariable(identity, _path(variable), layer, variable)
+        for place, state in enumerate(_states(layer)):
+            identity = Identity(path, f"states/{place}", "other", kind)
+            yield LiveVariable(identity, identity.path, layer, state)
 
 
 def _states(layer: Any) -> list[Any]:

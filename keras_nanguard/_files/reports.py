@@ -39,6 +39,11 @@ class Report:
         """Whether nothing is wrong; notes are not."""
         raise NotImplementedError
 
+    @property
+    def clean(self) -> bool:
+        """The same as `ok`."""
+        return self.ok
+
     def _table(self) -> tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
         """Return a headline, further lines, and head and rows of the table."""
         raise NotImplementedError

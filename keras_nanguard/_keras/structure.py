@@ -16,6 +16,7 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,6 +26,16 @@ def children(layer: Any) -> list[Any]:
     if flatten is not None:
         return list(flatten(include_self=False, recursive=False))
     return list(getattr(layer, "layers", ()))
+
+
+def walk(layer: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each layer within a layer, at any depth, with its path: the names of the layers that
+    contain it, outermost first, and its own. A layer that is used twice has two paths.
+    """
+    for child in children(layer):
+        path = (*outer, str(child.name))
+        yield path, child
+        yield from walk(child, path)
 
 
 def graph_operations(layer: Any) -> list[Any]:

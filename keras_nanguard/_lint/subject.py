@@ -3,7 +3,7 @@ data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._keras.structure import (
-    children,
     given_metrics,
     graph_operations,
     source_of,
     symbolic_arguments,
+    walk,
 )
 
 _SHAPE_ONLY = (
@@ -86,7 +86,10 @@ class Subject:
     @cached_property
     def layers(self) -> tuple[Placed, ...]:
         """Every layer of the model, at any depth, once."""
-        return tuple(_walk(self.model, (), set()))
+        found: dict[int, Placed] = {}
+        for path, layer in walk(self.model):
+            found.setdefault(id(layer), Placed("/".join(path), layer))
+        return tuple(found.values())
 
     @cached_property
     def scaler(self) -> Any:
@@ -154,16 +157,6 @@ def activation_name(activation: Any) -> str | None:
         return "linear"
     name = getattr(activation, "__name__", None) or getattr(activation, "name", None)
     return str(name) if name else None
-
-
-def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed]:
-    for child in children(layer):
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        path = (*outer, str(child.name))
-        yield Placed("/".join(path), child)
-        yield from _walk(child, path, seen)
 
 
 def _origin(tensor: Any) -> Any:
