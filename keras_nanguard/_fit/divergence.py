@@ -153,7 +153,7 @@ class _Arm:
 
 
 class Divergence:
-    """Detects a lost run in one fit.
+    """Detects a diverged run in one fit.
 
     Args:
         enabled: whether to check.

@@ -105,7 +105,7 @@ class Rollback(Action):
         default=False, description="restore the newest snapshot from before a divergence began"
     )
     replay_steps: bool = Field(
-        default=False, description="run the undone steps again if their batches are still in memory"
+        default=False, description="replay the undone steps if their batches are still in memory"
     )
 
 
