@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data_names import input_names, named
@@ -179,7 +180,7 @@ class Trials:
         if e.first in ("slots", "weights"):
             self._accept(self._outliers())
             return
-        suspects = bad_rows(self.run, e.count)
+        suspects = blamed_rows(self.run, e.count)
         if self._accept(suspects) or self._accept(self._further(suspects)):
             return
         bad_data = (*e.inputs_bad, *e.targets_bad)
@@ -214,7 +215,7 @@ class Trials:
             return ()
         kept = [row for row in range(self.evidence.count) if row not in suspects]
         rest = batches.without(self.batch, suspects)
-        found = bad_rows(self.step.run(rest, observe=True), batches.row_count(rest))
+        found = blamed_rows(self.step.run(rest, observe=True), batches.row_count(rest))
         more = {kept[row % len(kept)] for row in found}
         return (*suspects, *sorted(more)) if more else ()
 
@@ -351,7 +352,7 @@ MAX_TRIALS = 16
 """Maximum number of replays in the search for a row."""
 
 
-def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
+def blamed_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
     """Return the rows that are bad in a replay, none if all of them are.
 
     The origin of the bad value is the most precise; then the loss values per sample; then the
@@ -363,11 +364,8 @@ def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
     if origin is not None and origin.all_rows and origin.source == "operation":
         return ()
     for _, values in (*run.sample_losses, *run.outputs):
-        array = finiteness.widen(np.asarray(values))
-        if count and array.ndim and array.shape[0] == count:
-            wrong = ~np.isfinite(array).reshape(count, -1).all(axis=1)
-            if wrong.any() and not wrong.all():
-                return tuple(int(i) for i in np.flatnonzero(wrong))
+        if found := bad_rows(np.asarray(values), count)[0]:
+            return found
     return ()
 
 
