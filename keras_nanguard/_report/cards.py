@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,9 @@ def _card(group: Sequence[Incident], directory: Path | None) -> dict[str, Any]:
 
 def snippet(diagnosis: Diagnosis) -> str:
     """Return code to paste, or `""`. It has no name from the data except identifiers."""
-    name, code = diagnosis.culprit_shown, str(CAUSE_WORDS[diagnosis.cause].get("code", ""))
-    return code.replace("{name}", name if name.isidentifier() else "x")
+    name = diagnosis.culprit_shown.rpartition("/")[2]
+    code = str(CAUSE_WORDS[diagnosis.cause].get("code", ""))
+    return code.replace("{name}", name if name.isidentifier() and not iskeyword(name) else "x")
 
 
 def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:

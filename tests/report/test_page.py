@@ -249,7 +249,9 @@ def test_code_to_paste():
             code = snippet(Diagnosis(cause, culprit))
             assert "import os" not in code
             compile(code.replace("loss(..., ", "loss("), cause, "exec")
-    assert "age" not in snippet(Diagnosis("input_nonfinite", "inputs/age b"))
+    assert "isfinite(age)" in snippet(Diagnosis("input_nonfinite", "inputs/age"))
+    for name in ("age b", "class"):
+        assert "isfinite(x)" in snippet(Diagnosis("input_nonfinite", f"inputs/{name}"))
 
 
 OPTIMIZERS = {
