@@ -54,5 +54,4 @@ def test_metadata():
     assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", keras_nanguard.__version__)
     pythons = re.findall(r"Python :: (3\.\d+)", metadata["classifiers"])
     assert settings()["options"]["python_requires"] == f">={pythons[0]}" and len(pythons) >= 3
-    assert "4 - Beta" in metadata["classifiers"]  # until a release has been used on GPUs
     assert all((ROOT / name).is_file() for name in metadata["license_files"].split())

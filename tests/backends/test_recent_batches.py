@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.shared import batch_memory
@@ -158,30 +159,26 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
     large = BATCH * (4 + 1) * 4
     set_limit("bytes of remembered batches", 6 * large)
     x, y = data()
-    sizes, most = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1], []
+    sizes = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1]
 
     def batches():
         for size in sizes:
             yield x[:size], y[:size]
 
-    def held():
+    def held(model):
         session = guard.session
         given = session.recent.last(200, session.transaction.batch)
         return sum(batch_memory.bytes_of(keras.tree.flatten(batch)) for batch in given)
 
-    class Looks(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            most.append(held())
-
-    guard, model = NanGuard(verbose=0, diagnose=False), network(**MODES[mode])
+    guard, model, looks = NanGuard(verbose=0, diagnose=False), network(**MODES[mode]), zoo.After(held)
     source = batches()
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
         source = tf.data.Dataset.from_generator(batches, output_signature=(tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])))
-    model.fit(source, steps_per_epoch=len(sizes) // 4 * 4, verbose=0, callbacks=[guard, Looks()])
-    assert 4 * large <= max(most) <= 6 * large
-    assert max(most[-2:]) > 0, "the last ones are there"
+    model.fit(source, steps_per_epoch=len(sizes) // 4 * 4, verbose=0, callbacks=[guard, looks])
+    assert 4 * large <= max(looks.seen) <= 6 * large
+    assert max(looks.seen[-2:]) > 0, "the last ones are there"
 
 
 def test_what_takes_how_many_bytes():

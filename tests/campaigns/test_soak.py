@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from campaigns import memory, soak
+from campaigns import soak
 
 
 def last(run, *arguments):
@@ -89,38 +89,3 @@ def test_wrong():
     """An incident that is missing, and one that nobody has caused, are both named."""
     found = soak.wrong([(1, True, "a"), (2, True, "b")], [(2, True, "b"), (3, True, "c")])
     assert found == ["missing: (1, True, 'a')", "not made: (3, True, 'c')"]
-
-
-def result(backend, form, steps, memory=1000):
-    """Return the result of a run."""
-    sample = {"memory": memory, "threads": 2, "files": 3, "graphs": 4, "tensors": 5, "objects": 6, "processor_us": 7.0}
-    counted = {"steps": steps, "faults": 2, "incidents": 2, "wrong": [], "finite": True, "done": True}
-    return {"backend": backend, "form": form, "versions": f"{soak.BACKENDS[backend]} 1.2.3, Keras 3.4", "samples": [sample] * 20, **counted}
-
-
-def test_rows_of_other_days_stay():
-    """A table takes the place of an earlier one row by row, in the order of forms and backends; so with the memory campaign's."""
-    earlier = soak.table({("jax", "steps"): result("jax", "steps", 10), ("torch", "same"): result("torch", "same", 10)})
-    found = {("jax", "steps"): result("jax", "steps", 30), ("tensorflow", "same"): result("tensorflow", "same", 30)}
-    text = soak.table(found, earlier)
-    assert [cells[:3] for cells in soak.pages.rows(text)] == [
-        ["JAX", "steps", "30 steps"],
-        ["TensorFlow", "same", "30 steps"],
-        ["PyTorch", "same", "10 steps"],
-    ]
-    assert "JAX 1.2.3, Keras 3.4; PyTorch 1.2.3, Keras 3.4; TensorFlow 1.2.3, Keras 3.4. On disk" in text
-
-
-def test_rows_of_the_memory_campaign(monkeypatch):
-    """The same there: the page as it is, and one size of one backend in its place."""
-    text = memory.pages.read(memory.PAGE, "limits")
-    before = memory.pages.rows(text)
-    monkeypatch.setattr(memory, "records", list)
-    assert memory.pages.rows(memory.table(text)) == before
-    runs = [{"backend": "jax", "gb": 2, "guarded": "", "limit": 3 << 30, "ended": True, "said": []}] * memory.REPEATS
-    runs += [{**runs[0], "guarded": "guard", "said": ["NanGuard: little."], "ended": ended} for ended in (True, False, True)]
-    runs += [{**runs[0], "guarded": "guard", "said": ["NanGuard: more."], "limit": 4 << 30}] * memory.REPEATS
-    monkeypatch.setattr(memory, "records", lambda: runs)
-    after = memory.pages.rows(memory.table(text))
-    changed = ["jax", "2 GB", "3.00 GB", "4.00 GB", "not measured", "not measured", "0.67 GB", "more."]
-    assert after == [changed if cells[:2] == changed[:2] else cells for cells in before]

@@ -79,12 +79,6 @@ def test_hostile(tmp_path, capsys, text, ending):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_missing(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "none.json")]) == 2
-    assert main(["report", str(tmp_path)]) == 2
-    assert "Expected" in capsys.readouterr().err
-
-
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     """An error names the requested file, and not the temporary one."""
     path = tmp_path / "missing" / "run.md"
@@ -121,26 +115,6 @@ def test_a_recording_is_enough(tmp_path, capsys):
         == 2
     )
     assert "Traceback" not in capsys.readouterr().err
-
-
-ODD = {
-    "step": "seven",
-    "findings": ["x"],
-    "diagnosis": "d",
-    "values": {"loss": []},
-    "bundle": 3,
-    "outcomes": [{"action": "skip", "status": 1}],
-}
-
-
-@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
-@pytest.mark.parametrize("field", ODD)
-def test_a_field_of_another_type(tmp_path, capsys, field):
-    """It is an error that names the file and the field's content, and no traceback."""
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps({**INCIDENTS[1].to_dict(), field: ODD[field]}) + "\n")
-    assert main(["report", str(path)]) == 2
-    assert "malformed field" in (reported := capsys.readouterr().err) and "bad.jsonl" in reported
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):

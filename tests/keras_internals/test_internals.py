@@ -113,19 +113,14 @@ def test_the_width_of_a_progress_bar(capsys):
 
 def test_arrays_of_a_fit():
     """While `fit` trains on arrays they are its local variables `x` and `y`, and its data adapter is one for arrays."""
-    seen = []
-
-    class Probe(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(fitting.running_arrays())
-
+    probe = zoo.After(lambda model: fitting.running_arrays())
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
     model.compile("sgd", "mse")
     x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
-    model.fit(x, y, batch_size=4, verbose=0, callbacks=[Probe()])
-    assert seen[0][0] is x and seen[0][1] is y
-    model.fit(((x, y) for _ in range(1)), verbose=0, callbacks=[Probe()])
-    assert seen[1] == (None, None) and fitting.running_arrays() == (None, None)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[probe])
+    assert probe.seen[0][0] is x and probe.seen[0][1] is y
+    model.fit(((x, y) for _ in range(1)), verbose=0, callbacks=[probe])
+    assert probe.seen[1] == (None, None) and fitting.running_arrays() == (None, None)
 
 
 def test_writer_of_tensorboard():

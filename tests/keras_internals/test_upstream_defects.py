@@ -78,18 +78,13 @@ def _without_batchnorm():
 def test_unsound_loss_scale_never_comes_back(value):
     """A stock scale of 0, Inf or NaN stays so, and nothing is learned or all is lost; the guard starts it again."""
 
-    class Set(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 3:
-                self.model.optimizer.dynamic_scale.assign(value)
-
     data = zoo.regression()
-    model, _ = fit(_without_batchnorm, data, Set())
+    model, _ = fit(_without_batchnorm, data, zoo.Before(lambda model: model.optimizer.dynamic_scale.assign(value), 3))
     scale = float(model.optimizer.dynamic_scale.numpy())
     assert zoo.bad_entries(model) or not (scale > 0 and np.isfinite(scale))
 
     guard = NanGuard(verbose=0)
-    model, _ = fit(_without_batchnorm, data, Set(), guard)
+    model, _ = fit(_without_batchnorm, data, zoo.Before(lambda model: model.optimizer.dynamic_scale.assign(value), 3), guard)
     scale = float(model.optimizer.dynamic_scale.numpy())
     assert scale > 0 and np.isfinite(scale) and zoo.bad_entries(model) == []
     assert guard.incidents[0].step == 3 and "loss_scale" in guard.incidents[0].sites

@@ -21,14 +21,9 @@ def often(set_limit):
 
 def test_a_fit_that_dies_leaves_no_copies():
     """A guard whose fit ended with an exception in the first step holds no copies of the weights."""
-
-    class Dies(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            raise RuntimeError("enough")
-
     guard, data = NanGuard(**QUIET), zoo.regression()
     with pytest.raises(RuntimeError, match="enough"):
-        zoo.plain(keras.optimizers.Adam(0.01)).fit(*data.all, verbose=0, callbacks=[guard, Dies()])
+        zoo.plain(keras.optimizers.Adam(0.01)).fit(*data.all, verbose=0, callbacks=[guard, zoo.After(zoo.raising(RuntimeError("enough")))])
     held = [value for value in vars(guard.session.layer_looks).values() if isinstance(value, dict) and value]
     assert held == []
 
@@ -81,24 +76,14 @@ def test_gradients_that_cannot_be_told(optimizer, often):
     assert trained and all(np.isnan(found["gradient_norm"]).all() and np.isfinite(found["weight_norm"]).all() for found in trained)
 
 
-class Weights(keras.callbacks.Callback):
-    """Keeps all variables after each execution."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen[batch] = {v.path: np.array(keras.ops.convert_to_numpy(v)).astype("float64") for v in self.model.variables}
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_looks_say_what_the_weights_say(mode, often):
     """Norms, changes and ranges are those of the weights that a callback sees."""
     zoo.supported(zoo.MODES[mode])
     if zoo.BACKEND == "jax" and mode == "steps4":
         pytest.skip("each step of an execution is guarded by itself on JAX, and callbacks see only the last")
-    weights, guard = Weights(), NanGuard(**QUIET)
+    weights = zoo.After(lambda model: {v.path: np.array(v.numpy()).astype("float64") for v in model.variables})
+    guard = NanGuard(**QUIET)
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.05), **zoo.MODES[mode]), zoo.regression(), guard=guard, epochs=1, callbacks=[weights])
     layers, width = guard.recording.layers, zoo.MODES[mode].get("steps_per_execution", 1)
     paths = {path.rpartition("/")[2] for path in layers}
@@ -107,11 +92,12 @@ def test_looks_say_what_the_weights_say(mode, often):
         steps = found["step"].tolist()
         assert steps and steps == sorted(set(steps)) and (np.array(steps) % width == width - 1).all()
         for place, step in enumerate(steps):
-            now = weights.seen[step][path]
+            last = step // width  # among the executions
+            now = weights.seen[last][path]
             if "low" in found:
                 np.testing.assert_allclose([found["low"][place], found["high"][place]], [now.min(), now.max()], rtol=1e-6)
                 continue
-            norm, moved = np.linalg.norm(now), np.linalg.norm(now - weights.seen[step - width][path]) / width
+            norm, moved = np.linalg.norm(now), np.linalg.norm(now - weights.seen[last - 1][path]) / width
             np.testing.assert_allclose(found["weight_norm"][place], norm, rtol=1e-5)
             np.testing.assert_allclose(found["update_ratio"][place], moved / norm, rtol=1e-3)
             assert width == 1 or np.isnan(found["gradient_norm"][place]), "several steps tell no single gradient"

@@ -71,23 +71,13 @@ def test_gradient_norm_is_that_of_the_gradient():
     assert guard.recording.steps["loss"] == pytest.approx([np.square(y).mean()], rel=1e-5)
 
 
-class Rates(keras.callbacks.Callback):
-    """Sets another rate in the middle of the second epoch, and notes the rate of each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.seen.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
-
-
 @pytest.mark.parametrize("rate", ["number", "schedule"])
 def test_learning_rate_is_true_or_unknown(rate):
     """What is recorded as the rate of a step is the one it had; of a number that changes between epochs all are known."""
     given = 0.02 if rate == "number" else keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
     lower = keras.callbacks.LearningRateScheduler(lambda epoch, now: 0.02 / (epoch + 1))
-    observer, guard = Rates(), NanGuard(**QUIET)
+    observer = zoo.Before(lambda model: float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
+    guard = NanGuard(**QUIET)
     zoo.run(
         lambda: zoo.plain(keras.optimizers.SGD(given)),
         zoo.regression(),
@@ -131,14 +121,10 @@ def test_rollback():
 
 def test_steps_that_are_run_again():
     """Steps that a rollback undoes and that are run again are there twice: undone, and then as they stand."""
-
-    class Damages(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 10:
-                self.model.layers[0].bias.assign(np.full(8, np.nan, "float32"))
-
+    damages = zoo.Before(lambda model: model.layers[0].bias.assign(np.full(8, np.nan, "float32")), 10)
     guard = NanGuard(snapshot={"every": 4, "verify_after": 1}, **QUIET)
-    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.regression(), guard=guard, epochs=1, callbacks=[Damages()])
+    build = lambda: zoo.plain(keras.optimizers.SGD(0.02))  # noqa: E731
+    zoo.run(build, zoo.regression(), guard=guard, epochs=1, callbacks=[damages])
     steps = counted(guard)
     (event,) = (event for event in guard.recording.events if event.kind == "rollback")
     assert event.data == {"to": 8, "undone": 2, "run_again": 3} and guard.session.refused == 0
@@ -196,18 +182,14 @@ def test_model_that_guards_itself_and_fails():
     class Own(NanGuardModel):
         nanguard_verbose = 0
 
-    class Dies(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 6:
-                raise KeyboardInterrupt
-
+    dies = zoo.Before(zoo.raising(KeyboardInterrupt), 6)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     model = Own(inputs, keras.layers.Dense(1)(inputs))
     model.compile(keras.optimizers.SGD(0.01), "mse")
     data = zoo.poison(zoo.regression(), 3)
     with pytest.raises(KeyboardInterrupt):
-        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[Dies()])
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[dies])
     recording = model.nanguard.recording
     assert recording.meta["status"] == "failed" and len(recording) == 6 and recording.events[-1].data == {"status": "failed"}
     model.nanguard.policy = NanGuard("raise").policy
@@ -254,21 +236,13 @@ def test_numbers_of_numpy(tmp_path):
 
 def test_resumed(tmp_path):
     """A run that was cut short and resumed is one recording, of which the steps that were lost are undone."""
-    data = zoo.regression()
-
-    class Dies(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if self.epoch == 1 and batch == 6:
-                raise KeyboardInterrupt
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
+    data, dies = zoo.regression(), zoo.Before(zoo.raising(KeyboardInterrupt), 6, epoch=1)
 
     def guard():
         return NanGuard(directory=tmp_path, resume=True, snapshot={"every": 5, "verify_after": 1}, **QUIET)
 
     with pytest.raises(KeyboardInterrupt):
-        zoo.run(zoo.plain, data, guard=guard(), epochs=3, callbacks=[Dies()])
+        zoo.run(zoo.plain, data, guard=guard(), epochs=3, callbacks=[dies])
     before = Recording.read(tmp_path)
     assert before.meta["status"] == "failed" and len(before) == 18
     last = guard()

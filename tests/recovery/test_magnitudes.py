@@ -24,23 +24,17 @@ def build(optimizer=lambda: optimizers.Adam(1e-3), norm=False):
     return made
 
 
-class Write(keras.callbacks.Callback):
-    """Writes a number into one entry of a variable after a batch of the second epoch."""
+def writes(path, number):
+    """Return a callback that writes a number into one entry of a variable in the second epoch."""
 
-    def __init__(self, path, value, batch=5):
-        super().__init__()
-        self.path, self.value, self.batch, self.epoch = path, value, batch, 0
+    def write(model):
+        known = [*model.variables, *model.optimizer.variables]
+        variable = next(v for v in known if v.path.endswith(path))
+        value = np.array(keras.ops.convert_to_numpy(variable))
+        value.flat[0] = number
+        variable.assign(value)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) == (1, self.batch):
-            known = [*self.model.variables, *self.model.optimizer.variables]
-            variable = next(v for v in known if v.path.endswith(self.path))
-            value = np.array(keras.ops.convert_to_numpy(variable))
-            value.flat[0] = self.value
-            variable.assign(value)
+    return zoo.After(write, batch=5, epoch=1)
 
 
 def actions(guard):
@@ -74,7 +68,7 @@ def test_statistics_of_large_inputs():
 @pytest.mark.parametrize("statistic", ["moving_mean", "moving_variance"])
 def test_settled_statistics_that_leap(statistic):
     """A statistic that is 1e36 at once, after it was about 1, is restored with the steps since."""
-    write = Write(f"norm/{statistic}", 1e36)
+    write = writes(f"norm/{statistic}", 1e36)
     run = zoo.run(build(norm=True), zoo.regression(), guard=NanGuard(verbose=0), callbacks=[write])
     (incident,) = run.guard.incidents
     assert {(f.site, f.kind) for f in incident.findings} == {("statistics", "out_of_range")}
@@ -101,7 +95,7 @@ def test_second_moments_that_no_gradient_explains(path, make, capsys):
     data = zoo.regression()
     expected = zoo.run(build(lambda: make(1e-3)), data)
     run = zoo.run(
-        build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[Write(path, 3e38)]
+        build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[writes(path, 3e38)]
     )
     (incident,) = run.guard.incidents
     assert {(f.site, f.kind) for f in incident.findings} == {("slots", "out_of_range")}
@@ -152,7 +146,7 @@ def test_a_limit_of_the_policy(limits):
     data = zoo.regression(batches=60)
     data.x[:, 0] = 0.0  # so that the first row of the first kernel has no effect on the loss
     run = zoo.run(
-        build(lambda: optimizers.SGD(1e-3)), data, guard=guard, callbacks=[Write("dense/kernel", 1e5)]
+        build(lambda: optimizers.SGD(1e-3)), data, guard=guard, callbacks=[writes("dense/kernel", 1e5)]
     )
     kernel = next(v for path, v in run.state if path.endswith("kernel"))
     if not limits:

@@ -81,18 +81,16 @@ def test_rate_after_which_weights_are_finite_and_huge():
 def test_replay_after_a_later_rollback_passes_over_it(capsys):
     """A later rollback to an earlier state replays its steps without meeting the pole again."""
 
-    class Spoil(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == POLE + 4:
-                kernel = self.model.layers[-1].kernel
-                kernel.assign(np.full(kernel.shape, np.nan, "float32"))
+    def spoil(model):
+        kernel = model.layers[-1].kernel
+        kernel.assign(np.full(kernel.shape, np.nan, "float32"))
 
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(Pole()), "mse")
     guard = NanGuard()
-    model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard, Spoil()])
+    model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard, zoo.Before(spoil, POLE + 4)])
     assert [incident.step for incident in guard.incidents] == [POLE, POLE + 4]
     assert zoo.bad_entries(model) == []
     assert "the learning rate was inf at iteration 21" in capsys.readouterr().out

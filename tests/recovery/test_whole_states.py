@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._keras import variables as keras_variables
@@ -17,17 +18,6 @@ EXHAUSTED = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 def rules(*do):
     """Return rules that do this at the third bad batch in a row."""
     return [{"name": "back", "site": "inputs", "after": 3, "do": list(do)}]
-
-
-class Weights(keras.callbacks.Callback):
-    """All weights after each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.after = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.after.append([w.copy() for w in self.model.get_weights()])
 
 
 class Failing:
@@ -56,7 +46,7 @@ def trained(monkeypatch, error, at, *do, room=True, **arguments):
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
     bad = x.copy()
     bad[BAD.start * BATCH : BAD.stop * BATCH] = np.nan
-    failing, seen = Failing(error, at), Weights()
+    failing, seen = Failing(error, at), zoo.After(lambda model: [w.copy() for w in model.get_weights()])
     arm = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: setattr(failing, "armed", batch >= BAD.start)
     )
@@ -70,7 +60,7 @@ def trained(monkeypatch, error, at, *do, room=True, **arguments):
         model.fit(bad, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard, seen, arm])
     except BaseException as raised:  # noqa: BLE001  the interrupt, too
         ended = raised
-    return model, guard, seen.after, ended
+    return model, guard, seen.seen, ended
 
 
 def same(one, other):

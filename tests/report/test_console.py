@@ -165,13 +165,6 @@ def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
     assert "\x1b" not in tee.text.split("Details: ")[-1], "no colours in the table"
 
 
-def test_without_a_standard_output(monkeypatch):
-    """A program that has no console prints nothing, and trains on."""
-    guard = NanGuard()
-    train(monkeypatch, None, guard=guard, verbose=0)
-    assert len(guard.incidents) == 6
-
-
 def test_a_name_from_the_data():
     """What a row is called comes from the data: it stands in one line, and commands no terminal."""
     recorder = Recorder()

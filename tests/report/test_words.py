@@ -133,11 +133,6 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
             "Details: " + DETAILS,
         ),
         (
-            incident(diagnosis=Diagnosis("input_scale", "inputs")),
-            [],
-            "skipped step 6 (epoch 1): huge values in 'x'. Scale 'x'. Details: " + DETAILS,
-        ),
-        (
             incident(
                 diagnosis=Diagnosis("optimizer_domain", "AdamW/learning_rate"),
                 values={"pole": 60.0, "learning_rate": math.inf},
@@ -145,20 +140,6 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
             [],
             "skipped step 6 (epoch 1): the learning rate was inf at iteration 60. "
             "Details: " + DETAILS,
-        ),
-        (
-            incident(
-                diagnosis=Diagnosis("optimizer_domain", "AdamW/learning_rate"),
-                values={"learning_rate": math.nan},
-            ),
-            [],
-            "skipped step 6 (epoch 1): the learning rate was nan. Details: " + DETAILS,
-        ),
-        (
-            incident(diagnosis=Diagnosis("batchnorm_statistics", LONG), refused=False),
-            [],
-            "step 6 (epoch 1): wrong BatchNormalization statistics in "
-            "'.../batch_normalization_17/moving_variance'.",
         ),
     ],
 )

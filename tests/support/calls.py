@@ -6,8 +6,6 @@ import gc
 import sys
 from collections.abc import Callable
 
-__all__ = ["calls_of"]
-
 
 def calls_of(function: Callable[..., object], *arguments: object) -> list[str]:
     """Call a function, and return the names of all Python and C functions that run for it, in order, itself first."""

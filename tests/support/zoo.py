@@ -152,6 +152,48 @@ def trap(data: Data) -> Data:
     return Data(data.x, np.concatenate([data.y, np.ones_like(data.y)], 1), data.more)
 
 
+# Callbacks
+
+
+class _Acts(keras.callbacks.Callback):
+    """Calls a function with the model at one batch, or at all of them, and keeps what it returns."""
+
+    def __init__(self, act: Callable[[Any], Any], batch: int | None = None, epoch: int | None = None):
+        super().__init__()
+        self.act, self.batch, self.epoch = act, batch, epoch
+        self.now, self.seen = 0, []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.now = epoch
+
+    def _at(self, batch: int) -> None:
+        if self.batch in (None, batch) and self.epoch in (None, self.now):
+            self.seen.append(self.act(self.model))
+
+
+class Before(_Acts):
+    """Acts before the batch."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._at(batch)
+
+
+class After(_Acts):
+    """Acts after the batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._at(batch)
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[[Any], None]:
+    """Return an act that raises."""
+
+    def act(model: Any) -> None:
+        raise error
+
+    return act
+
+
 # Runs
 
 

@@ -114,16 +114,11 @@ class Test:
     @pytest.mark.parametrize("how", COPIES)
     def test_during_a_fit(self, how):
         """So has one that is at work, seen from a callback; the fit goes on as if nobody had looked."""
-        found = []
-
-        class Copies(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if batch == 7:
-                    found.append(COPIES[how](guard))
-
+        copies = zoo.After(lambda model: COPIES[how](guard), 7)
         plain = zoo.run(zoo.plain, BAD, guard=NanGuard(verbose=0, diagnose=False), epochs=2)
         guard = NanGuard(verbose=0, diagnose=False)
-        run = zoo.run(zoo.plain, BAD, guard=guard, epochs=2, callbacks=[Copies()])
+        run = zoo.run(zoo.plain, BAD, guard=guard, epochs=2, callbacks=[copies])
+        found = copies.seen
         assert zoo.differences(run, plain) == []
         assert [len(other.incidents) for other in found] == ([0, 0] if how in FRESH else [1, 2])
         assert ("0 steps" if how in FRESH else "8 steps, 1 skipped") in found[0].summary()
@@ -183,19 +178,12 @@ def test_model(build, how, tmp_path):
         return keras.models.load_model(tmp_path / "model.keras")
 
     make = {**COPIES, "clone_model": keras.models.clone_model, "save": saved}[how]
-    found = []
-
-    class Copies(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 7:
-                found.append((make(self.model), [np.array(w) for w in self.model.get_weights()]))
-
+    copies = zoo.After(lambda model: (make(model), [np.array(w) for w in model.get_weights()]), 7)
     model = build()
     guard = NanGuard(verbose=0, diagnose=False) if build is zoo.plain else model.nanguard
-    callbacks = [*([guard] if build is zoo.plain else []), Copies()]
+    callbacks = [*([guard] if build is zoo.plain else []), copies]
     model.fit(BAD.x, BAD.y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
-    found.append((make(model), [np.array(w) for w in model.get_weights()]))
-    for other, weights in found:
+    for other, weights in (*copies.seen, copies.act(model)):
         assert type(other) is type(model) and not (SET | {"_nanguard_kept_step"}) & set(vars(other))
         for one, expected in zip(other.get_weights(), weights if how != "clone_model" else ()):
             np.testing.assert_array_equal(one, expected)

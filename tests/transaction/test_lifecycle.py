@@ -214,17 +214,12 @@ def test_saved_models_are_plain_keras(tmp_path):
 
 def test_optimizer_stays_as_it_was():
     """Class, config and variable list of the optimizer are those of an unguarded run, during the fit and after it."""
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            o = self.model.optimizer
-            seen.append((type(o), o.get_config(), [v.name for v in o.variables]))
-
+    look = zoo.After(lambda model: (type(o := model.optimizer), o.get_config(), [v.name for v in o.variables]))
     for guards in ([NanGuard(verbose=0)], []):
         keras.utils.set_random_seed(0)
         keras.backend.clear_session()
-        fit(zoo.plain("adam"), zoo.regression(batches=2), *guards, Look())
+        fit(zoo.plain("adam"), zoo.regression(batches=2), *guards, look)
+    seen = look.seen
     assert seen[0] == seen[2] and seen[1] == seen[3]
 
 

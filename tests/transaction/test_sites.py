@@ -159,14 +159,12 @@ class TestOutsideWrites:
     def test_seen_and_healed(self, what, kind):
         """A weight, statistic or slot that another callback makes bad is reported of in the next step, and healed."""
 
-        class Vandal(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if batch == 5:
-                    known = [*self.model.variables, *self.model.optimizer.variables]
-                    corrupt(next(v for v in known if v.path.endswith(what)), kind)
+        def spoil(model):
+            known = [*model.variables, *model.optimizer.variables]
+            corrupt(next(v for v in known if v.path.endswith(what)), kind)
 
         data = zoo.regression()
-        run = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True, callbacks=[Vandal()], epochs=1)
+        run = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True, callbacks=[zoo.After(spoil, 5)], epochs=1)
         assert run.steps[0] == 6
         assert zoo.bad_entries(run.model) == []
 

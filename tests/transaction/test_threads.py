@@ -45,12 +45,6 @@ def net():
     return model
 
 
-class Fails(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 6:
-            raise RuntimeError("disk full")
-
-
 def fit(model, data, *callbacks, epochs=4):
     model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
     return [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
@@ -71,7 +65,7 @@ def test_guarded_and_plain_fits_at_a_time():
         found = together(
             partial(fit, models[0], bad, NanGuard(verbose=0)),
             partial(fit, models[1], data),
-            partial(fit, models[2], data, NanGuard(verbose=0), Fails()),
+            partial(fit, models[2], data, NanGuard(verbose=0), zoo.After(zoo.raising(RuntimeError("disk full")), 6)),
             partial(fit, models[3], bad, NanGuard(verbose=0)),
         )
         assert same(found[0], guarded) and same(found[1], plain) and same(found[3], guarded)

@@ -34,38 +34,23 @@ def done(guard, action):
     return [i.step for i in guard.incidents for o in i.outcomes if o.action == action and o.status == "done"]
 
 
-class Before(keras.callbacks.Callback):
-    """Calls a function with the model before one batch."""
-
-    def __init__(self, batch, function):
-        super().__init__()
-        self.batch, self.function = batch, function
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == self.batch:
-            self.function(self.model)
-
-
 @pytest.mark.usefixtures("snapshots_kept")
 def test_01_rolling_back_to_a_checkpoint_that_is_nan():
     """A state that is bad when a snapshot is due is never kept, so a rollback never lands in it."""
 
-    class Late(keras.callbacks.Callback):
-        """Damages the state when the step is over, so that only the snapshot can see it."""
+    def late(model):
+        """Damage the state when the step is over, so that only the snapshot can see it."""
+        slot, promote = model.optimizer.variables[-1], guard.session.ring.promote
 
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 8:
-                slot, promote = self.model.optimizer.variables[-1], guard.session.ring.promote
+        def damaged(committed):
+            guard.session.sync_variables()
+            corrupt(slot)
+            promote(committed)
 
-                def damaged(committed):
-                    guard.session.sync_variables()
-                    corrupt(slot)
-                    promote(committed)
-
-                guard.session.ring.promote = damaged  # the last that is done before a snapshot is taken
+        guard.session.ring.promote = damaged  # the last that is done before a snapshot is taken
 
     guard = guarded()
-    run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[Late()])
+    run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[zoo.Before(late, 8)])
     assert done(guard, "rollback")
     assert zoo.bad_entries(run.model) == []
     for snapshot in guard.session.ring.snapshots:
@@ -80,7 +65,7 @@ def test_04_restoring_in_inference_mode():
         return lambda model: seen.update({name: [v.numpy() for v in model.layers[1].weights[2:]]})
 
     guard = guarded()
-    callbacks = [Before(9, note("restored")), Before(10, note("after"))]
+    callbacks = [zoo.Before(note("restored"), 9), zoo.Before(note("after"), 10)]
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1, callbacks=callbacks)
     assert done(guard, "rollback") == [8]
     assert all((one != other).all() for one, other in zip(seen["restored"], seen["after"]))
@@ -140,13 +125,9 @@ def test_11_the_stop_path_on_a_bad_model(policy, tmp_path):
         damaged = False
         on_train_batch_begin = on_train_batch_end = on_epoch_end = on_train_end = _look
 
-    class Vandal(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 6:
-                corrupt(self.model.layers[0].kernel)
-
+    vandal = zoo.Before(lambda model: corrupt(model.layers[0].kernel), 6)
     file = tmp_path / "last.weights.h5"
-    callbacks = [Witness(), Vandal(), keras.callbacks.ModelCheckpoint(file, save_weights_only=True)]
+    callbacks = [Witness(), vandal, keras.callbacks.ModelCheckpoint(file, save_weights_only=True)]
     guard = guarded(policy)
     run = zoo.run(eager, overflowing(*range(8, 24), count=24), guard=guard, epochs=1, callbacks=callbacks)
     assert run.model.stop_training
@@ -208,20 +189,14 @@ def test_14_forensics_on_the_wrong_batch(tmp_path):
 
 def test_16_guard_state_that_does_not_survive(tmp_path):
     """A run that goes bad at the same place after every restart stops in the end: budgets outlive the process."""
-
-    class Crash(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 9:
-                raise KeyboardInterrupt
-
-    last = None
+    crash, last = zoo.After(zoo.raising(KeyboardInterrupt), 9), None
     for restart in range(12):
         keras.backend.clear_session()
         guard = guarded(directory=tmp_path, snapshot={"storage": "disk", **OFTEN}, resume=True)
         model = eager()
         data = overflowing(6, 7, 8)
         try:
-            model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, Crash()])
+            model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, crash])
         except KeyboardInterrupt:
             last = restart
         if model.stop_training:

@@ -18,23 +18,11 @@ from keras_nanguard.testing import inject  # noqa: E402
 VARIABLE = keras.src.backend.Variable
 
 
-class At(keras.callbacks.Callback):
-    """Acts on the model after one batch."""
-
-    def __init__(self, batch, act):
-        super().__init__()
-        self.batch, self.act = batch, act
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.batch:
-            self.act(self.model)
-
-
 def test_the_class_is_changed_once_for_a_fit():
     """Python forgets what it knows of the attributes of a class that is changed; so the hooks stay while a fit runs, and go with it."""
     before, during = VARIABLE._direct_assign, set()
-    seen = At(3, lambda model: during.add(VARIABLE._direct_assign))
-    again = At(4, lambda model: during.add(VARIABLE._direct_assign))
+    seen = zoo.After(lambda model: during.add(VARIABLE._direct_assign), 3)
+    again = zoo.After(lambda model: during.add(VARIABLE._direct_assign), 4)
     run = zoo.run(zoo.plain, zoo.regression(), guard=True, epochs=1, callbacks=[seen, again])
     assert len(during) == 1 and before not in during and VARIABLE._direct_assign is before
     reference = weakref.ref(run.guard.session.transaction)

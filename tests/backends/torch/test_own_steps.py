@@ -263,18 +263,6 @@ def test_an_exception_before_the_update(refuse):
 # Tensors that Keras does not list
 
 
-def test_a_buffer_that_is_infinite_on_purpose():
-    """Nobody writes it, so it is a constant, though torch does not say so."""
-    model = network()
-    model.mask = torch.nn.Module()
-    model.mask.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    assert list(model.buffers()) == [model.mask.mask]
-    step = alone(model)
-    for _ in range(4):
-        step((X, Y))
-        assert not step.verdict.refused and step.verdict.statistics == 0.0
-
-
 def test_a_frozen_weight_that_a_layer_holds_a_second_time():
     """It is no more of a statistic than one that is held once."""
     frozen = layers.Dense(3, use_bias=False, trainable=False)
