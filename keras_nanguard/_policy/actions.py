@@ -178,7 +178,7 @@ class Repair(Change):
     name: ClassVar[str] = "repair"
 
     source: Literal["last_good", "zeros", "ones", "initializer"] = Field(
-        default="last_good", description="what replaces bad entries"
+        default="last_good", description="replacement of bad entries"
     )
 
 
@@ -190,7 +190,7 @@ class ResetBatchnorm(Change):
     name: ClassVar[str] = "reset_batchnorm"
 
     source: Literal["initial", "last_good"] = Field(
-        default="initial", description="where the values come from"
+        default="initial", description="source of the values"
     )
 
 
