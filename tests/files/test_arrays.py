@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
+from keras_nanguard._core.plain_arrays import save_arrays, typed
 from keras_nanguard._files import scanner
 from keras_nanguard._files.problems import ArrayStats
 from keras_nanguard._files.scanner import FLOAT16_MAX, statistics
@@ -146,3 +147,14 @@ def test_tiles_cover_an_array_once(data, shape):
         met[part] += 1
         assert met[part].size <= math.prod(tile)
     assert (met == 1).all()
+
+
+def test_saved_arrays_keep_their_names_and_dtypes(tmp_path):
+    """Any name is one of an array, and nothing else is in the file; NumPy before 2.1 reads it, too."""
+    arrays = {"file": np.ones(2), "0": np.ones(3, ml_dtypes.bfloat16), "a/b": np.array("text")}
+    save_arrays(tmp_path / "saved.npz", arrays)
+    with np.load(tmp_path / "saved.npz", allow_pickle=False) as found:
+        assert set(found) == set(arrays)
+        for name, array in arrays.items():
+            read = typed(found[name], array.dtype.name)
+            assert read.dtype == array.dtype and (read == array).all()
