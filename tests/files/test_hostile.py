@@ -197,7 +197,7 @@ def test_an_encrypted_member_is_refused(make):
 )
 def test_a_shard_outside_of_its_folder_is_refused(make, name):
     """Shards can only be in the folder of their index."""
-    assert "leads out" in refusal(
+    assert "outside the folder" in refusal(
         make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json")
     )
 
