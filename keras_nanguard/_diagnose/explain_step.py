@@ -2,7 +2,8 @@
 it.
 
 Every replay restores the state from before it. Nothing here can break training: an error inside
-becomes evidence of the cause `unknown`.
+becomes evidence of the cause `unknown`. A `run` is that of the host (`_fit/run.py::Run`): its
+model, transaction, history, snapshots and remembered batches.
 """
 
 from __future__ import annotations

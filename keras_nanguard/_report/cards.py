@@ -45,11 +45,11 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 
 def layer_table(folder: Path | None) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
+    if folder is None:
+        return ""
     from keras_nanguard._files.bundles import regular  # with h5py
 
     try:
-        if folder is None:
-            return ""
         file = regular(folder / "layers.txt", MAX_TABLE_BYTES)
         return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
