@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ from keras_nanguard import GuardError, NanGuard
 from keras_nanguard.testing import KINDS, SITES, corrupt, inject
 
 STEP, STEPS = 2, 4
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
 def build(site="inputs", **mode):
@@ -188,12 +186,3 @@ def test_corrupt_refuses(bad):
         corrupt(bad)
     with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):
         corrupt(bad, "x")
-
-
-def test_page_runs():
-    """Every block of docs/testing.md runs, one after the other."""
-    names: dict = {"__name__": "page"}
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)

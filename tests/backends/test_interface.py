@@ -32,9 +32,6 @@ CLASSES = {
 }
 """The classes that implement a declared one."""
 
-MODULES = ("intercept", "execution", "reductions", "origins", "faults", "attach")
-"""Modules that each backend has besides those of `CLASSES`."""
-
 HELD = {"transaction", "attachment", "_attachment", "hook", "_hook", "placed"}
 """How the rest of the library calls what belongs to a backend."""
 
@@ -92,13 +89,6 @@ def test_nothing_is_left_out(place):
 
 def test_every_declared_class_is_tested():
     assert set(interface.__all__) == set(CLASSES)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_modules_of_a_backend(backend):
-    """Each backend has the same modules under the same names."""
-    names = {*MODULES, "replay", "host", "step"}
-    assert names <= {path.stem for path in (PACKAGE / "_backends" / backend).glob("*.py")}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.recordings import synthetic, written
 
-from keras_nanguard import Diagnosis, Finding, GuardError, Incident
+from keras_nanguard import Diagnosis, Finding, Incident
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files
@@ -47,36 +47,11 @@ def test_command(tmp_path, capsys):
     assert "loss_domain in 'mse'" in capsys.readouterr().out
     assert main(["report", str(path), "--json"]) == 1
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [7, 9]
+    (tmp_path / "none.jsonl").write_text("")
+    assert main(["report", str(tmp_path / "none.jsonl")]) == 0
     for ending in ("md", "html"):
         assert main(["report", str(path), "-o", str(tmp_path / f"out.{ending}")]) == 1
         assert "dense/kernel" in (tmp_path / f"out.{ending}").read_text()
-
-
-HOSTILE = [
-    "",
-    "[",
-    "[" * 100_000,
-    "null",
-    "[1]",
-    '{"format": 99}',
-    '{"format": 1, "incidents": [{"format": 1}]}',
-    "\x00",
-    '{"format": 1}',
-]
-
-
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("ending", ["json", "jsonl"])
-def test_hostile(tmp_path, capsys, text, ending):
-    path = tmp_path / f"bad.{ending}"
-    path.write_text(text)
-    if text == "" and ending == "jsonl":
-        assert files.read(path) == []
-        return
-    with pytest.raises(GuardError):
-        files.read(path)
-    assert main(["report", str(path)]) == 2
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):

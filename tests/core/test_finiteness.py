@@ -13,12 +13,19 @@ from hypothesis import given, strategies as st
 from keras_nanguard._core import finiteness
 
 FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
+OTHERS = ("int8", "uint8", "int32", "int64", "bool", "string")
+NATIVE = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
 SIZES = (1, 7, 4095, 4096, 4097, 9000)
 """On both sides of the size from which on a dot product decides."""
 
 
 def array(dtype, values):
     return np.asarray(values).astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def test_which_dtypes_can_be_bad():
+    assert all(map(finiteness.is_float, FLOATS)) and not any(map(finiteness.is_float, OTHERS))
+    assert finiteness.is_float(np.dtype("float32")) and not finiteness.is_float(np.dtype("int32"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -29,6 +36,22 @@ def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
     assert finiteness.is_finite(array(dtype, [1.0, 0.5])) and finiteness.counts(array(dtype, [1.0, 0.5])) == (0, 0, 2)
     if dtype != "float8_e4m3fn":
         assert finiteness.counts(array(dtype, [np.inf, -np.inf, 1.0, 2.0])) == (0, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_what_numpy_computes_with_is_not_copied(dtype):
+    given = np.ones(3, dtype)
+    assert finiteness.widen(given) is given
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_the_others_are_computed_with_as_float32(dtype):
+    assert finiteness.widen(array(dtype, [1.0, 2.0])).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "S3"])
+def test_what_has_no_wider_dtype_stays_as_it_is(dtype):
+    assert finiteness.widen(np.zeros(2, dtype)).dtype == np.dtype(dtype)
 
 
 @given(

@@ -3,28 +3,11 @@
 import pathlib
 import re
 
-import numpy as np
 from support.public_api import listed
 
 from keras_nanguard.__main__ import main
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-
-
-def test_the_programs_on_the_page_run(keras, nested, task, tmp_path, monkeypatch):
-    """Every Python block of the page runs, one after the other, in a folder with a ruined and a
-    good model."""
-    model = nested()
-    model.save(tmp_path / "good.keras")
-    model.get_layer("backbone").get_layer("post_bn").moving_variance.assign(np.full(6, np.nan))
-    model.save(tmp_path / "model.keras")
-    monkeypatch.chdir(tmp_path)
-    made = {"keras": keras, "x_train": task[0]}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
-    for block in blocks:
-        exec(block, made)
-    assert made["fixed"].ok
 
 
 def test_every_problem_and_every_choice_stands_on_the_page():

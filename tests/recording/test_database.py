@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.recordings import COMMITTED, NAME, BadSample, File, begun, event_of, insert, push, same
+from support.recordings import NAME, BadSample, File, begun, event_of, insert, push, same
 
 from keras_nanguard import GuardError, Recording
 
@@ -74,30 +74,6 @@ def test_a_disk_that_is_too_slow(tmp_path, set_limit):
     made.undo(20)
     made.end("finished", 550, 0)
     same(made.recording, Recording.read(tmp_path))
-
-
-def test_a_second_run_goes_on_in_it(tmp_path):
-    """Another process appends: steps count on, and those after the snapshot that it resumes from are undone."""
-    first = begun(tmp_path)
-    push(first, 100)
-    first.event("incident", 50, 0, **event_of(recordings.incident(50, 0, 50)))
-    first.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
-    first.end("failed", 100, 0)
-    second = begun(tmp_path, resumed=80)
-    assert second.base == 80 and ("ab" * 32, "x[7]") in second.samples
-    push(second, 30)
-    second.end("finished", 30, 0)
-    found = Recording.read(tmp_path)
-    same(second.recording, found)
-    assert len(found) == 130 and found.steps["step"].tolist() == [*range(100), *range(80, 110)]
-    committed = found.steps["status"] == COMMITTED
-    assert found.steps["undone"].tolist() == [n >= 80 and n < 100 and bool(committed[n]) for n in range(130)]
-    assert [e.kind for e in found.events] == ["begin", "incident", "end", "resume", "end"] and found.events[3].step == 80
-    assert found.events[1].data == first.recording.events[1].data
-    third = begun(tmp_path)
-    push(third, 5)
-    third.end("finished", 5, 0)
-    assert Recording.read(tmp_path).steps["step"].tolist() == [*range(100), *range(80, 110), *range(110, 115)]
 
 
 def test_the_last_run_owns_the_file(tmp_path):

@@ -129,19 +129,6 @@ class TestRecorder:
         assert len(found) == 100_000 and found.events[-1].kind == "snapshot"
         assert sum(event.kind == "incident" for event in found.events) > 1000
 
-    def test_a_long_run_has_all_its_steps(self):
-        """The number of steps and of refused ones is exact, however many there were."""
-        made = recorder(by=1e-4)
-        whole = pushed(made, 200_000)
-        recording = made.recording
-        steps, bins = recording.steps, recording.bins
-        assert len(recording) == 200_000
-        refused = bins["refused"].sum() + (steps["status"] == REFUSED).sum()
-        assert refused == (whole["status"] == REFUSED).sum()
-        step, low, high = recording.series("loss", 500)
-        assert len(step) <= 500 and np.all(np.diff(step) > 0)
-        assert (low.min(), high.max()) == (np.nanmin(whole["loss"]), np.nanmax(whole["loss"]))
-
     def test_a_recording_is_a_copy(self):
         """What a recording holds does not change while the run goes on."""
         made = recorder()

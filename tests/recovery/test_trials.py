@@ -76,29 +76,6 @@ def test_none_where_the_policy_refuses_nothing():
     assert trial.found == [None]
 
 
-def test_rates_are_given_back():
-    """A plain rate after a trial is exactly the one from before."""
-    rate = Rate(optimizers.SGD(0.3))
-    with rate.tried(0.1):
-        assert rate.value == pytest.approx(0.03)
-    assert rate.value == np.float32(0.3)
-
-
-def test_factor_is_applied_once():
-    """A callback that sets the rate before each batch meets the same factor each time."""
-    optimizer = optimizers.SGD(3.0)
-    rate = Rate(optimizer)
-    rate.lower(0.1, 0.0)
-    for step in range(2000):
-        optimizer.learning_rate = 3.0 * (1 - step / 4000)
-        rate.hold()
-        rate.hold()
-        assert rate.value == pytest.approx(0.3 * (1 - step / 4000), rel=1e-5)
-        assert rate.factor == pytest.approx(0.1, rel=1e-5)
-    rate.give_back()
-    assert rate.value == pytest.approx(1.50075, rel=1e-4)
-
-
 @pytest.mark.parametrize("shift", [0.0, 0.1, 0.3, 1.0])
 def test_clearly_lower_is_a_paired_test(shift):
     """Batches that differ a hundredfold do not hide a difference that each of them shows; the oracle is NumPy's t statistic."""

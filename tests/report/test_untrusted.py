@@ -213,6 +213,7 @@ def test_an_incident_is_taken_or_refused(name, value, within):
         inner[sorted(inner)[0]] = value
     else:
         data[name] = value
+    assert html.page(Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),)), [], "")
     try:
         found = Incident.from_dict(data)
     except FileFormatError as error:
@@ -222,6 +223,7 @@ def test_an_incident_is_taken_or_refused(name, value, within):
     line = console.incident_line(found)
     assert all(c.isprintable() for c in line.replace("\n", " "))
     assert console.summary([found], 1, 1, 0) and console.markdown([found], "") and found._repr_html_()
+    assert html.page(Recording(), [found], "")
 
 
 CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
