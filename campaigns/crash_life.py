@@ -111,7 +111,7 @@ def _marked(phase: Any, pause: float) -> None:
 
     mark(snapshots_on_disk.DiskRing, "_write", WRITE)
     mark(snapshots_on_disk.DiskRing, "_prune", REMOVE)
-    mark(snapshots_on_disk.DiskRing, "_mark_verified", RECORD)
+    mark(snapshots_on_disk.SnapshotFile, "mark_verified", RECORD)
     mark(atomic_files, "publish", RENAME)
     mark(atomic_files, "flush_to_disk", RENAME)
 

@@ -122,7 +122,7 @@ TARGETS: dict[str, Target] = {
             (
                 "keras_nanguard._fit.snapshots_on_disk",
                 "keras_nanguard._fit.resume",
-                "keras_nanguard._fit.guard_state",
+                "keras_nanguard._fit.recovery",
                 "keras_nanguard._policy.state",
             ),
             runs.snapshots,

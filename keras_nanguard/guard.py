@@ -19,16 +19,24 @@ from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._fit import arguments, results
-from keras_nanguard._fit.arguments import policy_lines
-from keras_nanguard._fit.callbacks import Firewall, hide_from_progress_bar, shielded
+from keras_nanguard._fit.callbacks import (
+    Firewall,
+    Fit,
+    callbacks_deferred,
+    hide_from_progress_bar,
+    outside,
+    shielded,
+    surrounding,
+)
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.reports import Reporter, ReportMixin
 from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
+from keras_nanguard._policy.warnings import warnings_about
 
 __all__ = ["NanGuard"]
 
@@ -104,8 +112,6 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._unnamed = self._resumed = False
-        self._start_settled = True  # whether it is decided from which state the run begins
-        self._epoch_begun = False  # whether the next epoch has begun before all callbacks
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -183,14 +189,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
 
     def _attach(self, model: Any) -> None:
         """Attach to the fit that is calling this code."""
-        self._fit = Fit(
-            surrounding(),
-            self._detach,
-            self._around_epoch_end,
-            self._settle_start,
-            self._restore_before_epoch,
-        )
-        other = attached_to(model)
+        self._fit, other = None, attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
                 text = (
@@ -200,15 +199,14 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
+        around = (self._around_epoch_end, self._settle_start, self._begin_epoch)
+        self._fit = Fit(surrounding(), self._detach, *around)
         self.session = self._session(model)
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
         self._reporter.begin()
-        session, callbacks = self.session, self._fit.callbacks
-        self._firewall = Firewall(
-            session, session.logs, lambda: session.seen_outside([]), callbacks
-        )
+        self._firewall = Firewall(self.session, self._fit.callbacks)
 
     def _at_work(self, strictly: bool = False) -> bool:
         """Whether the fit is still running.
@@ -284,9 +282,15 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         """
         if self.session is None or not self.verbose:
             return
-        self._unnamed = not getattr(self.session.model, "built", True)
-        for line in policy_lines(self, self.session.model, self.session.optimizers):
-            self._reporter.once(line)
+        model, paths = self.session.model, None
+        self._unnamed = not getattr(model, "built", True)
+        if getattr(model, "built", False):
+            state = TrainState.of(model, self.session.optimizers)
+            variables = (*state.trainable, *state.statistics, *state.slots)
+            paths = tuple(str(variable.path) for variable in variables)
+        name = str(getattr(model, "name", "")) or type(model).__name__
+        for line in warnings_about(self.policy, name, paths, self):
+            self._reporter.once(f"NanGuard: {line}")
 
     # Resuming: the state is chosen after all callbacks have restored theirs
 
@@ -297,7 +301,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         session, directory = self.session, self.directory
         if session is None or directory is None or not self.resume or self._resumed:
             return
-        self._resumed, self._start_settled = True, False
+        self._resumed = True
         session.resuming = found = find(directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.agreed(-1 if found is None else found.record.step, what)
@@ -308,8 +312,8 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
         `on_train_begin` was missed.
         """
-        session, self._start_settled = self.session, True
-        if session is None or session.resuming is None:
+        session = self.session
+        if session is None or session.resuming is None or session.resuming.settled:
             return
         theirs = keras_fitting.restored_epoch(self.model) if epoch is None else epoch
         session.resuming = resuming = session.resuming.after(theirs)
@@ -318,21 +322,6 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             keras_fitting.begin_at(self.model, resuming.epoch)
             if resuming.leaves_nothing_of(self._epochs()):
                 self._restore_at_once()
-
-    def _restore_before_epoch(self, epoch: int) -> None:
-        """Restore the state to resume from, if its variables exist, before other callbacks begin
-        the epoch.
-
-        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
-        that of the next.
-        """
-        session = self.session
-        if session is None or session.resuming is None or self._attachment is None:
-            return
-        self._begin_epoch(session, epoch)
-        self._epoch_begun = True
-        if session.resuming.with_state and self._attachment.prepare():
-            session.begin_early()
 
     def _epochs(self) -> int | None:
         """Return the number of epochs of the running fit, or `None` if unknown."""
@@ -348,18 +337,28 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
     # The epochs
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch."""
-        if self.session is not None and not self._epoch_begun:
-            self._begin_epoch(self.session, epoch)
-        self._epoch_begun = False
+        """Begin an epoch, if no `CallbackList` has."""
+        if self._fit is None or not self._fit.known:
+            self._begin_epoch(epoch)
 
-    def _begin_epoch(self, session: Session, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch before other callbacks do, and restore the state to resume from, if its
+        variables exist.
+
+        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
+        that of the next.
+        """
+        session = self.session
+        if session is None:
+            return
         session.begin_epoch(epoch)
-        if not self._start_settled:
-            self._settle_start(epoch)
+        self._settle_start(epoch)
         if session.resuming is not None:
             session.counts.resume_epoch(session.resuming.batch)
             keras_fitting.begin_at(self.model, None)
+            placed = self._attachment if session.resuming.with_state else None
+            if placed is not None and placed.prepare():
+                session.begin_early()
 
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
@@ -369,7 +368,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         session = self.session
         callbacks: Iterable[Any] = ()
         if session is not None:
-            session.resolve_pending()
+            session.access.resolve_pending()
             session.note_rate()
             if session.counts.idle and isinstance(logs, dict):
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
@@ -389,12 +388,8 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             self._print_policy_warnings()
         self._warn_unless_begun()
         self._add_counts(logs)
-        self._reporter.epoch(
-            self.session.counts,
-            epoch,
-            self.session.logs.unmeasured,
-            self.session.logs.known is not None,
-        )
+        seen = self.session.logs
+        self._reporter.epoch(self.session.counts, epoch, seen.unmeasured, seen.known is not None)
         self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -418,22 +413,17 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Read all pending verdicts before a validation."""
         if self.session is not None:
-            self.session.resolve_pending()
+            self.session.access.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Report results that are not finite, and BatchNormalization statistics that lag behind."""
-        bad = results.bad_metrics(logs)
+        bad, session = results.bad_metrics(logs), self.session
         self._announce_results(bad)
-        if self._training and not bad:
-            self._look_for_lag(logs)
+        if self._training and not bad and session is not None and self.diagnose:
+            found = self._lagging.look(session, logs, results.one_batch, self.params or {})
+            if found is not None:
+                session.seen_outside(*found)
         self._leave()
-
-    def _look_for_lag(self, logs: Any) -> None:
-        if self.session is None or not self.diagnose:
-            return
-        found = self._lagging.look(self.session, logs, results.one_batch, self.params or {})
-        if found is not None:
-            self.session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Find predictions that are not finite. The first ones are reported at the end of the

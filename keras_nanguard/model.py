@@ -17,11 +17,6 @@ from keras_nanguard.guard import NanGuard
 __all__ = ["NanGuardModel"]
 
 
-def _has_callback(model: Any) -> bool:
-    """Whether a `NanGuard` among the callbacks of a fit guards this model."""
-    return attached_to(model) is not None
-
-
 def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the arguments create a functional model, by the rule of keras/src/models/model.py."""
     return (
@@ -35,9 +30,8 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _functional() -> type:
     """Return the class of Keras' functional models."""
     x = keras.Input((1,), name="x")
-    return type(
-        keras.Model(x, keras.layers.Identity(name="same")(x), name="model")
-    )  # Keras 3.12 rejects models without layers
+    same = keras.layers.Identity(name="same")  # Keras 3.12 rejects models without layers
+    return type(keras.Model(x, same(x), name="model"))
 
 
 class _OfTensors:
@@ -120,14 +114,9 @@ class NanGuardModel(keras.Model):
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
-        guard, wanted = (
-            self.__dict__.get("_nanguard"),
-            (self.nanguard_policy, self.nanguard_verbose),
-        )
-        made_of, given = (
-            self.__dict__.get("_nanguard_made_of"),
-            self.__dict__.get("_nanguard_given", False),
-        )
+        own, wanted = self.__dict__, (self.nanguard_policy, self.nanguard_verbose)
+        guard, made_of = own.get("_nanguard"), own.get("_nanguard_made_of")
+        given = own.get("_nanguard_given", False)
         # loading a model reads this property before the policy can be set
         if guard is None or (not given and guard.session is None and made_of != wanted):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
@@ -162,7 +151,7 @@ class NanGuardModel(keras.Model):
         """Make the train function of `keras.Model`, with the transaction around the train step."""
         if self.train_function is not None and not force:
             return self.train_function
-        if _has_callback(self):  # a NanGuard among the callbacks guards this fit
+        if attached_to(self) is not None:  # a NanGuard among the callbacks guards this fit
             return super().make_train_function(force=force)
         guard = self.nanguard
         if guard.session is not None:  # of an earlier fit, or of another compile()

@@ -145,7 +145,7 @@ def _save_approach(
     `None` if they do not fit.
     """
     approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
-    snapshot = approach.snapshot if approach is not None else run.ring.oldest()
+    snapshot = approach.snapshot if approach is not None else next(iter(run.ring.snapshots), None)
     if snapshot is None or not run.ring.at_hand(snapshot):
         return None
     then = [snapshot.value(v) for v in variables]

@@ -13,7 +13,7 @@ budgets. A process that trains alone exchanges nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -22,13 +22,10 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.data_names import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.snapshots import Rerun, Ring, Snapshot
 from keras_nanguard._keras import spread_arrays
-
-__all__ = ["Agreement"]
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
 """Limits of an incident in a message: findings, rows in a path, sentences, samples, and characters
@@ -54,8 +51,6 @@ class Agreement:
         self.rank, self.count = (processes.index(), processes.count()) if together else (0, 1)
         self.news = False
         self._kept: list[Finding] = []
-        self._own: set[str] = set()
-        self._of = 0
 
     def _exchange(self, value: Any, what: str) -> list[Any]:
         return [value] if self.count == 1 else processes.exchange(value, what)
@@ -98,43 +93,45 @@ class Agreement:
         """Return the findings of all processes in a step; `report` has the batch of this one."""
         if self.count == 1:
             return list(findings)
-        self._own = {f.site for f in findings}
         labelled = _with_rows(findings, report, self.rank)
         ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
-        own = [_short(asdict(f)) for f in ordered]
+        own = [_cut(asdict(f)) for f in ordered]
         found = self._exchange(own, "the findings of a step")
         return united([[Finding(**f) for f in part] for part in found])
 
-    def diagnosis(self, incident: Incident, report: Report | None) -> Incident:
-        """Return the incident with the diagnosis of the best informed process; `report` has the
+    def diagnosis(
+        self, own: Diagnosis | None, sites: Container[str], report: Report | None
+    ) -> tuple[Diagnosis | None, bool]:
+        """Return the diagnosis of the best informed process, and whether its rows belong to the
         batch of this one.
+
+        Args:
+            own: the diagnosis of this process.
+            sites: the sites of the findings of this process.
+            report: the report with the batch of this process.
         """
         if self.count == 1:
-            return incident
-        own = incident.diagnosis
-        sites = [site for site in OF_ITS_OWN if site in self._own]
-        known = self._exchange(
-            [sites[:1], None if own is None else _short(asdict(own))], "the diagnosis of a step"
-        )
-        self._of = rank = informed([(site, (given or {}).get("cause")) for site, given in known])
-        given = known[rank][1]
+            return own, True
+        separate = [site for site in OF_ITS_OWN if site in sites]
+        message = [separate[:1], None if own is None else _cut(asdict(own))]
+        known = self._exchange(message, "the diagnosis of a step")
+        rank = informed([(site, (given or {}).get("cause")) for site, given in known])
+        spreads, given = current.host().SPREADS_ARRAYS, known[rank][1]
+        ours = rank == self.rank or spreads  # all read a spread batch
         if given is None:
-            return incident
+            return own, ours
         fields: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
         }
         chosen = Diagnosis(**fields)
         if chosen.samples:
             rows: Mapping[int, Sequence[int]] = {rank: chosen.samples}
-            if current.host().SPREADS_ARRAYS and report is not None:
+            if spreads and report is not None:
                 rows = _by_process(report, chosen.samples, rank)
-            place = _located(_place(chosen), rows)
+            of_batch = chosen.cause.startswith(("input", "target"))
+            place = _located(chosen.culprit_shown if of_batch else "batch", rows)
             chosen = replace(chosen, evidence=(f"{place}.", *chosen.evidence))
-        return incident.with_(diagnosis=chosen)
-
-    def is_of(self, incident: Incident) -> bool:
-        """Return whether the rows of an incident belong to the batch of this process."""
-        return self._of == self.rank or current.host().SPREADS_ARRAYS  # all read a spread batch
+        return chosen, ours
 
     def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Return the outcomes of the actions on all processes.
@@ -144,19 +141,16 @@ class Agreement:
         """
         if self.count == 1:
             return outcomes
-        known = self._exchange(
-            [[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcomes of the actions"
-        )
+        own = [[o.status, o.detail[:MAX_TEXT]] for o in outcomes]
+        known = self._exchange(own, "the outcomes of the actions")
         for number, outcome in enumerate(outcomes):
             done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
             if done and len(done) < self.count:
                 other = next(rank for rank in range(self.count) if rank not in done)
                 reason = known[other][number][1]
                 received = f"done on rank {done[0]}, and not on rank {other}: {reason}"
-                what, remedy = (
-                    f"{outcome.action} on all processes",
-                    "Restart them from a checkpoint.",
-                )
+                what = f"{outcome.action} on all processes"
+                remedy = "Restart them from a checkpoint."
                 raise GuardError(expected(what, received, remedy))
         return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
 
@@ -253,16 +247,10 @@ def _rows(rows: Sequence[int]) -> str:
     return f", row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
-def _place(diagnosis: Diagnosis) -> str:
-    return diagnosis.culprit_shown if diagnosis.cause.startswith(("input", "target")) else "batch"
-
-
-def _short(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record with texts short enough for a message."""
-    return {name: _cut(value) for name, value in values.items()}
-
-
 def _cut(value: Any) -> Any:
+    """Return the fields of a record with texts short enough for a message."""
+    if isinstance(value, dict):
+        return {name: _cut(part) for name, part in value.items()}
     if isinstance(value, str):
         return value[:MAX_TEXT]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Checks the arguments of `NanGuard`, and its policy against the model."""
+"""Checks the arguments of `NanGuard`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
-from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import SECTIONS, Policy
 from keras_nanguard._policy.problems import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
-from keras_nanguard._policy.warnings import warnings_about
-
-__all__ = [
-    "ARGUMENTS",
-    "flag",
-    "folder",
-    "functions",
-    "policy",
-    "policy_lines",
-    "require_instance",
-    "sample_ids",
-    "verbosity",
-]
-
-
-def policy_lines(guard: Any, model: Any, optimizers: Any = None) -> tuple[str, ...]:
-    """Return a line for each rule and setting of its policy without effect for a guard.
-
-    Args:
-        guard: the guard.
-        model: the model to be trained; an unbuilt one has no names yet.
-        optimizers: the optimizers of a loop without a trainer; by default those of the model.
-    """
-    paths = None
-    if getattr(model, "built", False):
-        train_state = TrainState.of(model, optimizers)
-        variables = (*train_state.trainable, *train_state.statistics, *train_state.slots)
-        paths = tuple(str(variable.path) for variable in variables)
-    name = str(getattr(model, "name", "")) or type(model).__name__
-    return tuple(f"NanGuard: {line}" for line in warnings_about(guard.policy, name, paths, guard))
-
 
 ARGUMENTS = (
     *("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids"),

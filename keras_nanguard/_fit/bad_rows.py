@@ -20,13 +20,11 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import argument_path, leaves
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_text import printable
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report import console
-
-__all__ = ["BadRows", "indices"]
 
 Array = np.ndarray[Any, Any]
 ArrayKey = tuple[str, str]
@@ -111,10 +109,13 @@ class BadRows:
             places = indices(arrays, list(new.values()), *data, self._seconds)
             self._seconds -= time.perf_counter() - began
         for (key, row), found in zip(new.items(), places):
-            known[key] = self._found(arrays, row, key, found, incident)
+            known[key] = self._found(key, found, _why(arrays, row, incident))
+        step = incident.step + self._recorder.base
         for key in dict.fromkeys(keys.values()):
             for sample in known.get(key, ()):
-                self._count(sample, incident)
+                if not sample.times or step not in sample.steps:  # else a replay of the same step
+                    steps = (*sample.steps, step)[:MAX_STEPS]
+                    self._recorder.sample(replace(sample, times=sample.times + 1, steps=steps))
 
     def _known(self) -> dict[Key, list[BadSample]]:
         """Return the bad rows so far by their keys. Rows with the same contents share a key."""
@@ -131,23 +132,13 @@ class BadRows:
         key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
         return None if key is None else arrays.pop(key)
 
-    def _count(self, sample: BadSample, incident: Incident) -> None:
-        step = incident.step + self._recorder.base
-        if sample.times and step in sample.steps:  # a replay of the same step
-            return
-        steps = (*sample.steps, step)[:MAX_STEPS]
-        self._recorder.sample(replace(sample, times=sample.times + 1, steps=steps))
-
-    def _found(
-        self, arrays: Arrays, row: int, key: Key, places: tuple[int, ...], incident: Incident
-    ) -> list[BadSample]:
+    def _found(self, key: Key, places: tuple[int, ...], why: str) -> list[BadSample]:
         """Return a new bad row, once for each of its places in the training arrays."""
         mark, name = key
-        why = _why(arrays, row, incident)
-        room = MAX_SAMPLES - len(self._recorder.samples)
+        room = max(MAX_SAMPLES - len(self._recorder.samples), 0)
         return [
             BadSample(name or self._label(mark, place), place, mark, 0, (), why)
-            for place in (places or (None,))[: max(room, 0)]
+            for place in (places or (None,))[:room]
         ]
 
     def _label(self, mark: str, place: int | None) -> str:
@@ -164,14 +155,10 @@ class BadRows:
             return ""
         self._reported = len(found)
         more = ", ..." if len(found) > LISTED else ""
-        listed = ", ".join(_shown(sample.label) for sample in found[:LISTED]) + more
+        labels = (" ".join(sample.label.splitlines()) for sample in found[:LISTED])
+        listed = ", ".join(printable(label) for label in labels) + more
         rows = "row" if len(found) == 1 else "rows"
         return f"NanGuard: {len(found)} distinct bad {rows} so far: {listed}"
-
-
-def _shown(label: str) -> str:
-    """Return a name from the data in a form that is safe for a terminal."""
-    return console.printable(" ".join(label.splitlines()))
 
 
 def _name(value: Any) -> str:

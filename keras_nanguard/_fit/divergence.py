@@ -53,8 +53,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-__all__ = ["Divergence", "Lost"]
-
 SHORTEST, LONGEST = 32, 1000
 """Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
 batches.

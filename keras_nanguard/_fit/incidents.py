@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import processes
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.data_names import argument_path, input_names, named
 from keras_nanguard._core.history import WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     SITES,
@@ -16,41 +19,44 @@ from keras_nanguard._core.incident import (
     NonFiniteError,
     Outcome,
 )
+from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit import perform, recorded
 from keras_nanguard._fit.agreement import Agreement
+from keras_nanguard._fit.perform import HEALING, perform
 from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
-from keras_nanguard._fit.run import Run, in_batch, measurements
-from keras_nanguard._fit.trial import trial
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.trial import Trial, trial
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.state import is_of_data
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
 
-__all__ = ["Incidents"]
-
 Poles = Mapping[int, tuple[int, float]]
 """Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
-def _has_onset(incident: Incident) -> bool:
-    """Whether an incident is a fault that began earlier than it was noticed."""
-    return "divergence" in incident.causes
+def _in_batch(report: Report | None, model: Any = None) -> list[Finding]:
+    """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
+    `x/age`, `y`.
+    """
+    if report is None or report.batch is None:
+        return []
+    findings, names = [], input_names(model)
+    for part in batches.parts(report.batch):
+        nan, inf, size = finiteness.counts(keras_variables.dense(part.value))
+        if nan or inf:
+            site: Site = "inputs" if part.role == "inputs" else "targets"
+            place = named(argument_path(part.path), names)
+            findings.append(Finding(site, "nonfinite", place, nan, inf, size))
+    return findings
 
 
-def _goes_back(incident: Incident) -> bool:
-    """Whether a rollback has advanced the random generators, or restored them to replay steps."""
-    return any(o.action == "rollback" and o.status == "done" for o in incident.outcomes)
-
-
-def _of_data(incident: Incident) -> bool:
-    """Whether the batch itself is bad."""
-    named = not incident.causes.isdisjoint(
-        ("input_nonfinite", "target_nonfinite", "target_out_of_range")
-    )
-    return named or any(f.site in ("inputs", "targets") for f in incident.findings)
+def _findings(verdict: Verdict, report: Report | None) -> list[Finding]:
+    """Return the findings of a report, or of a verdict without one."""
+    return (report or Report(verdict, (), ())).findings()
 
 
 class Incidents:
@@ -81,67 +87,58 @@ class Incidents:
 
     # Detect
 
-    def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
+    def refused(self, verdict: Verdict, report: Report | None) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
-        run, report = self._run, reports[-1] if reports else None
+        run, step = self._run, self._run.step
         run.counts.refuse()
         left = report is not None and report.left_by_previous
-        left = left or self._postponed == run.step - 1
-        left, extraordinary = run.agreement.any_of(
-            left, not self._is_ordinary_overflow(verdict, report)
-        )
+        left = left or self._postponed == step - 1
+        extraordinary = not self._is_ordinary_overflow(verdict, report)
+        left, extraordinary = run.agreement.any_of(left, extraordinary)
         overflow = not (left or extraordinary)
-        run.recorder.push(
-            run.step,
-            verdict.loss,
-            verdict.gradients,
-            verdict.scale,
-            OVERFLOW if overflow else REFUSED,
-        )
+        run.record(verdict, OVERFLOW if overflow else REFUSED)
         if left:
-            self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
+            self.raise_incident(step - 1, run.scan("weights"), verdict=verdict)
             return
+        run.recent.push(step, run.transaction.given, refused=True)
         if overflow:
             run.counts.overflows += 1
-            run.recent.push_refused(run.step, run.transaction.given)
             return
-        of_batch, of_state = in_batch(report, run.model), run.scan("state")
+        of_batch, of_state = _in_batch(report, run.model), run.scan("state")
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
-        findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
+        findings = [*of_batch, *of_state, *_findings(verdict, report)]
         if verdict.scale > run.policy.loss_scale.ceiling:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        run.recent.push_refused(run.step, run.transaction.given)
-        args = self._given()
-        state = (run.counts.committed, run.counts.rollbacks)
-        incident = self.raise_incident(
-            run.step, findings, refused=True, report=report, verdict=verdict
-        )
-        if not _of_data(incident):
-            again = run.step - 1 == self._last_unexplained
-            if not _goes_back(incident) and (again or self._is_bad_by_noise(args)):
+        args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
+        incident = self.raise_incident(step, findings, refused=True, report=report, verdict=verdict)
+        back = any(o.action == "rollback" and o.status == "done" for o in incident.outcomes)
+        if not is_of_data(incident):
+            again = step - 1 == self._last_unexplained
+            # A rollback has advanced the random generators, or restored them to replay steps.
+            if not back and (again or self._is_bad_by_noise(args)):
                 draw_anew(run)  # else the next step draws the same noise once more
-            self._last_unexplained = run.step
-        if _has_onset(incident):
+            self._last_unexplained = step
+        same_state = self._diverged == state  # which is still bad, whatever the batch
+        if "divergence" in incident.causes:
             self._diverged = state
-        elif _goes_back(incident):  # its batch is gone, or was replayed and is good
-            pass
-        elif self._diverged != state or _of_data(incident):  # else the state is still bad
-            run.recent.blame(incident.step)
+        elif not back and (is_of_data(incident) or not same_state):
+            run.recent.blame(incident.step)  # after a rollback it is gone, or good in a replay
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
         """Whether dynamic loss scaling handles this step: only its gradients are bad.
 
         After a streak of such steps the step must also be finite at a loss scale of 1.
         """
-        run, counts = self._run, self._run.counts
+        run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
         counts.streak = counts.streak + 1 if scaled else 0
-        if not scaled or in_batch(report, run.model) or (counts.streak == 1 and run.scan("state")):
+        if not scaled or _in_batch(report, run.model) or (counts.streak == 1 and run.scan("state")):
             return False
-        if run.policy.loss_scale.is_expected_overflow(counts.streak, verdict.scale):
+        if scaling.is_expected_overflow(counts.streak, verdict.scale):
             return True
-        ordinary = run.policy.loss_scale.can_fall(verdict.scale) and self._is_finite_unscaled()
+        ordinary = scaling.can_fall(verdict.scale)
+        ordinary = ordinary and self._tried(Trial.is_finite_unscaled, self._given())
         counts.streak = 0 if ordinary else counts.streak
         return ordinary
 
@@ -153,19 +150,17 @@ class Incidents:
         gone = processes.count() > 1 or not run.access.can_run_again
         return None if gone else run.transaction.batch(run.step, run.transaction.given)
 
-    def _is_finite_unscaled(self) -> bool:
-        args = self._given()
+    def _is_bad_by_noise(self, args: Any) -> bool:
+        """Whether the random numbers of a refused step made it bad."""
+        seeds = keras_variables.seeds(self._run.train_state().other)
+        return bool(seeds) and self._tried(Trial.is_bad_by_noise, args)
+
+    def _tried(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
+        """Whether a method of `Trial` finds that something holds for a step on these arguments."""
         if args is None:
             return False
         with trial(self._run, rates=False) as trying:
-            return trying is not None and trying.is_finite_unscaled(args)
-
-    def _is_bad_by_noise(self, args: Any) -> bool:
-        """Whether the random numbers of a refused step made it bad."""
-        if args is None or not keras_variables.seeds(self._run.train_state().other):
-            return False
-        with trial(self._run, rates=False) as trying:
-            return trying is not None and trying.is_bad_by_noise(args)
+            return trying is not None and holds(trying, args)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is not finite. Return `False` if every
@@ -173,7 +168,7 @@ class Incidents:
         """
         run, findings = self._run, self._run.scan("weights")
         if findings:
-            run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale)
+            run.record(verdict)
             batch = run.transaction.batch(run.step, run.transaction.given)
             report = Report(verdict, (), (), batch)
             self.raise_incident(run.step, findings, report=report, verdict=verdict)
@@ -187,46 +182,33 @@ class Incidents:
         self._postponed = self._run.step
         return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
 
-    def observed(self, verdict: Verdict, reports: Sequence[Report]) -> None:
+    def observed(self, verdict: Verdict, report: Report | None) -> None:
         """Handle a bad step under a policy that changes nothing: report it once until the next
         finite step.
         """
-        run, report = self._run, reports[-1] if reports else None
+        run = self._run
+        run.record(verdict)
         if run.counts.streak:
             return
         run.counts.streak = 1
-        findings = [
-            *in_batch(report, run.model),
-            *(report.findings() if report else ()),
-            *run.scan("weights"),
-        ]
-        self.raise_incident(
-            run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict
-        )
+        reported = report.findings() if report else ()
+        findings = [*_in_batch(report, run.model), *reported, *run.scan("weights")]
+        findings = findings or _findings(verdict, None)
+        self.raise_incident(run.step, findings, report=report, verdict=verdict)
 
-    def between_steps(
-        self,
-        findings: Sequence[Finding],
-        diagnosis: Diagnosis | None = None,
-        act: bool = True,
-        values: Mapping[str, float] | None = None,
-    ) -> Incident:
+    def between_steps(self, findings: Sequence[Finding], **about: Any) -> Incident:
         """Raise an incident for findings between two steps, and return it. It counts for the step
-        before.
+        before. The other arguments are those of `raise_incident`.
         """
-        step = max(self._run.step - 1, 0)
-        return self.raise_incident(step, findings, diagnosis=diagnosis, act=act, values=values)
+        return self.raise_incident(max(self._run.step - 1, 0), findings, **about)
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
         run, counts = self._run, self._run.counts
         found = self._explain.of_error(run, error) if self._explain is not None else None
         if found is not None:
-            self._report(
-                Incident(
-                    run.step, counts.epoch, counts.batch(run.step), (found[0],), diagnosis=found[1]
-                )
-            )
+            place = (run.step, counts.epoch, counts.batch(run.step))
+            self._report(Incident(*place, (found[0],), diagnosis=found[1]))
 
     # Explain, decide, perform, report
 
@@ -255,20 +237,23 @@ class Incidents:
             values: additional measurements for the incident.
         """
         run = self._run
-        measured = self._measured(verdict, refused) | dict(values or {})
         agreement = run.agreement if act else Agreement()  # a report needs no other process
+        measured = self._measured(verdict, refused) | dict(values or {})
         found = sorted(agreement.findings(findings, report), key=lambda f: SITES.index(f.site))
         replicas = report.replicas if report else ()
         place = run.counts.place(step)
         incident = Incident(step, *place, tuple(found), refused, measured, replicas=replicas)
         incident = incident.with_(committed=run.counts.committed)
-        incident, poles = self._explained(incident, report, diagnosis, agreement)
-        if not act:
-            self._report(incident)
-            return incident
-        decision, state = decide(run.policy, run.recovery.policy_state, incident)
-        run.recovery.policy_state = state
-        incident = self._performed(incident.with_(decision=decision), report, poles)
+        if diagnosis is None and self._explain is not None:
+            diagnosis = self._explain(run, incident, report)
+        sites = {finding.site for finding in findings}
+        chosen, ours = agreement.diagnosis(diagnosis, sites, report)
+        own = report if ours else None
+        incident, poles = self._completed(incident.with_(diagnosis=chosen), own)
+        if act:
+            decision, state = decide(run.policy, run.recovery.policy_state, incident)
+            run.recovery.policy_state = state
+            incident = self._performed(incident.with_(decision=decision), report, poles)
         self._report(incident)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
@@ -278,28 +263,24 @@ class Incidents:
         """Return the measurements of a step for its incident."""
         if verdict is None:
             return {}
-        run = self._run
-        measured = measurements(verdict, run.train_state().optimizers, not refused)
-        if refused and "learning_rate" in measured:
-            run.recorder.rate(measured["learning_rate"])
+        optimizers = self._run.train_state().optimizers
+        measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
+        for optimizer in optimizers[:1]:  # it has counted a step that committed
+            rate = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
+            measured["learning_rate"] = rate(optimizer)
+            if refused:
+                self._run.recorder.rate(measured["learning_rate"])
+        if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
+            measured["loss_scale"] = verdict.scale
         return measured
 
-    def _explained(
-        self,
-        incident: Incident,
-        report: Report | None,
-        diagnosis: Diagnosis | None,
-        agreement: Agreement,
-    ) -> tuple[Incident, Poles]:
-        """Return the incident with its diagnosis and its bundle, and the poles of schedules."""
-        run = self._run
-        if diagnosis is None and self._explain is not None:
-            diagnosis = self._explain(run, incident, report)
-        incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis), report)
-        own = report if agreement.is_of(incident) else None
-        run.bad_rows.note(incident, own)
-        values = dict(incident.values)
-        if _has_onset(incident):
+    def _completed(self, incident: Incident, report: Report | None) -> tuple[Incident, Poles]:
+        """Return an incident with a diagnosis with what follows from it, and the poles of
+        schedules. `report` has the batch of this process if the diagnosis is about it.
+        """
+        run, values = self._run, dict(incident.values)
+        run.bad_rows.note(incident, report)
+        if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
         poles = find_poles(run, incident)
         if poles:
@@ -307,40 +288,38 @@ class Incidents:
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
         if self._explain is not None:
-            incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
+            incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
         return incident, poles
 
     def _performed(self, incident: Incident, report: Report | None, poles: Poles) -> Incident:
         """Perform the decision; return the incident with the outcomes."""
         run = self._run
-        outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
+        outcomes = run.agreement.outcomes(perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
-        recorded.acted(run, outcomes)
-        outcomes = pass_poles(run, poles, self._with_result(incident, outcomes))
-        run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
+        run.record_actions(outcomes)
+        if run.rerun is not None and not run.running_again:
+            outcomes = self._run_again(incident.with_(outcomes=outcomes))
+        outcomes = pass_poles(run, poles, outcomes)
+        run.healed |= any(o.status == "done" and o.action in HEALING for o in outcomes)
         run.checks_fully |= run.recovery.active
-        run.ring.note()
+        run.ring.note(run.changes)
         return incident.with_(outcomes=outcomes)
 
-    def _with_result(
-        self, incident: Incident, outcomes: tuple[Outcome, ...]
-    ) -> tuple[Outcome, ...]:
+    def _run_again(self, incident: Incident) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
         run = self._run
-        if run.rerun is None or run.running_again:
-            return outcomes
-        before = level_of(run.history.undone)
+        before, result = level_of(run.history.undone), ""
         try:
             run_again(run, self._after)
         except BaseException:
-            self._report(incident.with_(outcomes=outcomes))
+            self._report(incident)
             raise
         after = level_of(run.history.last(WINDOW))
-        result = ""
         if before is not None and after is not None:
             result = f": loss {before.value:.3g} -> {after.value:.3g}"
         return tuple(
-            replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes
+            replace(o, detail=o.detail + result) if o.action == "rollback" else o
+            for o in incident.outcomes
         )
 
     def _report(self, incident: Incident) -> None:

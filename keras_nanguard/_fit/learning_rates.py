@@ -22,8 +22,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._policy.records import Record
 
-__all__ = ["Rate", "RateChange"]
-
 Factor = Annotated[float, Field(ge=sys.float_info.min)]
 
 
@@ -71,20 +69,22 @@ class Rate:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
 
-    @property
-    def adjustable(self) -> bool:
-        """Whether the compiled step reads the factor."""
-        return self.plain or self._scale is not None
-
     def make_adjustable(self) -> bool:
         """Make the compiled step read the factor; return whether it has to be compiled again."""
-        if self.adjustable:
+        if self.plain or self._scale is not None:
             return False
-        self._install()
+        name = "nanguard_rate_factor"
+        scale = self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name=name)
+
+        def scaled(real: Callable[[], Any]) -> Any:
+            rate = keras.ops.convert_to_tensor(real())
+            return rate * keras.ops.cast(scale if self.given is None else self.given, rate.dtype)
+
+        keras_optimizers.set_rate(self.optimizer, scaled, self._overrides)
         return True
 
     def restore(self, factor: float) -> None:
-        """Set the factor to an earlier value."""
+        """Set the factor to an earlier value; 1 is the rate of a run without the guard."""
         self.hold()
         self._set(factor)
 
@@ -117,37 +117,15 @@ class Rate:
         retrace = after < before and self._set(self.factor * after / before)
         return before, after, retrace
 
-    def raise_to(self, factor: float) -> None:
-        """Raise the factor to this value, at most 1."""
-        self.hold()
-        self._set(max(min(factor, 1.0), self.factor))
-
-    def give_back(self) -> None:
-        """Restore the rate of a run without the guard."""
-        self.hold()
-        self._set(1.0)
-
     def _set(self, factor: float) -> bool:
         ratio, self.factor = factor / self.factor, factor
         self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)
         if self.plain:
             self._assign(self.value * ratio)
             return False
-        first = self._scale is None
-        if first:
-            self._install()
+        retrace = self.make_adjustable()
         self._scale.assign(factor)
-        return first
-
-    def _install(self) -> None:
-        name = "nanguard_rate_factor"
-        scale = self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name=name)
-
-        def scaled(real: Callable[[], Any]) -> Any:
-            rate = keras.ops.convert_to_tensor(real())
-            return rate * keras.ops.cast(scale if self.given is None else self.given, rate.dtype)
-
-        keras_optimizers.set_rate(self.optimizer, scaled, self._overrides)
+        return retrace
 
     def _assign(self, value: float | None) -> None:
         keras_optimizers.rate_variable(self.optimizer).assign(value)

@@ -14,8 +14,6 @@ from keras_nanguard._fit.reports import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["LoopMixin"]
-
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._fit.run import HUGE, Run, beyond_limits
+from keras_nanguard._fit.run import HUGE, Run, beyond, checked
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     layers as keras_layers,
@@ -35,7 +35,7 @@ from keras_nanguard._keras import (
 from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots, second_moments
 from keras_nanguard._policy.policy import Policy
 
-__all__ = ["LayerLooks", "Monitors"]
+Array = np.ndarray[Any, Any]
 
 SHARE = 0.005
 """Maximum share of the training time."""
@@ -85,6 +85,22 @@ ZEROS = 30
 # Layers
 
 
+class _Copies(NamedTuple):
+    """What a measurement compares with.
+
+    Attributes:
+        values: the values of weights, by `id`.
+        slots: for weights whose gradient follows from a slot, the slot and its value, by `id`.
+        updates: the counts of updates of these slots, by `id` of the counter.
+        at: the numbers of steps, committed steps and rollbacks.
+    """
+
+    values: dict[int, Array]
+    slots: dict[int, tuple[GradientSlot, Array]]
+    updates: dict[int, int]
+    at: tuple[int, int, int]
+
+
 class LayerLooks:
     """The measurements of one fit.
 
@@ -94,12 +110,8 @@ class LayerLooks:
 
     def __init__(self) -> None:
         self.next_step: float = 1
-        self._next_time, self._cost = 0.0, 0.0
-        self._copies: dict[int, np.ndarray[Any, Any]] = {}
-        self._slots: dict[int, tuple[GradientSlot, np.ndarray[Any, Any]]] = {}
-        self._updates: dict[int, int] = {}
-        self._at: tuple[int, int, int] = (0, 0, 0)
-        self._half = False  # whether copied weights are still to be compared
+        self._next_time = self._cost = 0.0
+        self._copies: _Copies | None = None
 
     def look(self, run: Run) -> float:
         """Copy the weights, or compare them with the copies.
@@ -109,86 +121,86 @@ class LayerLooks:
             too large a share of the time.
         """
         began, alone = time.monotonic(), processes.count() == 1
-        if alone and not self._half and began < self._next_time:
+        copies, self._copies = self._copies, None
+        if alone and copies is None and began < self._next_time:
             return inf
         try:
             with run.access.variables_readable():
-                self._compare(run) if self._half else self._copy(run)
+                if copies is None:
+                    self._copies = _copied(run)
+                else:
+                    _compare(run, copies)
         except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
-            self._copies, self._slots, self.next_step = {}, {}, inf
+            self.next_step = inf
             return inf
         self._cost += time.monotonic() - began
-        if self._half:
+        if self._copies is not None:
             return run.step + 1
-        self._copies, self._slots = {}, {}
         self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
         self.next_step = run.step + (MIN_STEPS if alone else TOGETHER)
         return inf
 
     def release(self) -> None:
         """Release the copies of a measurement that is not complete."""
-        self._copies, self._slots, self._updates, self._half = {}, {}, {}, False
+        self._copies = None
 
-    def _copy(self, run: Run) -> None:
-        train_state = run.train_state()
-        most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
-        left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
-        slots = gradient_slots(train_state.optimizers)
-        for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
-            value, slot = keras_variables.view(variable), slots.get(id(variable))
-            left -= 2 * value.nbytes
-            if left < 0:
-                break
-            copied = self._copies[id(variable)] = np.array(value)
-            if slot is not None:
-                same = slot.variable is variable
-                own = copied if same else keras_variables.read(slot.variable)
-                self._slots[id(variable)] = slot, own
-        self._updates = self._counted()
-        self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
-        self._half = True
 
-    @np.errstate(all="ignore")  # the values may not be finite
-    def _compare(self, run: Run) -> None:
-        self._half = False
-        step, committed, rollbacks = self._at
-        steps = run.counts.step - step
-        undisturbed = run.counts.committed - committed == steps
-        if steps < 1 or not undisturbed or run.counts.rollbacks != rollbacks:
-            return  # a step in between was refused or undone
-        counted = self._counted()
-        once = {
-            counter for counter, count in counted.items() if count == self._updates[counter] + 1
-        }
-        variables, values = [], []
-        for variable in run.train_state().trainable:
-            value, before = keras_variables.view(variable), self._copies.get(id(variable))
-            norm, moved = sizes(value)[0], np.nan
-            if before is not None:
-                moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
-            variables.append((str(getattr(variable, "path", "")), "trainable"))
-            gradient = self._gradient_norm(variable, once)
-            values.append((gradient, norm, moved / norm if norm else np.nan))
-        for layer in keras_layers.batchnorms(run.model):
-            for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
-                value = finiteness.widen(keras_variables.view(variable))
-                variables.append((str(variable.path), "statistics"))
-                values.append((float(value.min()), float(value.max()), np.nan))
-        run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
+def _copied(run: Run) -> _Copies:
+    """Copy the smallest weights, and the slots from which their gradients follow."""
+    train_state, counts = run.train_state(), run.counts
+    most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
+    left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
+    gradients = gradient_slots(train_state.optimizers)
+    values: dict[int, Array] = {}
+    slots: dict[int, tuple[GradientSlot, Array]] = {}
+    for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
+        value, slot = keras_variables.view(variable), gradients.get(id(variable))
+        left -= 2 * value.nbytes
+        if left < 0:
+            break
+        copied = values[id(variable)] = np.array(value)
+        if slot is not None:
+            same = slot.variable is variable
+            slots[id(variable)] = slot, copied if same else keras_variables.read(slot.variable)
+    at = (counts.step, counts.committed, counts.rollbacks)
+    return _Copies(values, slots, _counted(slots), at)
 
-    def _counted(self) -> dict[int, int]:
-        """Return the counts of updates of the copied slots, by `id` of the counter."""
-        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
-        return {number: int(keras_variables.read(v)) for number, v in counters.items()}
 
-    def _gradient_norm(self, variable: Any, once: set[int]) -> float:
-        """Return the norm of the gradient that follows from the slots of a weight, NaN if it is
-        unknown: `once` has the counters of those that were updated exactly once since the copy.
-        """
-        slot, before = self._slots.get(id(variable), (None, None))
-        if slot is None or before is None or id(slot.updates) not in once:
-            return np.nan
-        return float(slot.norm(before, keras_variables.view(slot.variable)))
+@np.errstate(all="ignore")  # the values may not be finite
+def _compare(run: Run, copies: _Copies) -> None:
+    """Record what has changed since the copies were made, unless a step in between was refused or
+    undone.
+    """
+    step, committed, rollbacks = copies.at
+    steps, counts = run.counts.step - step, run.counts
+    undisturbed = counts.committed - committed == steps and counts.rollbacks == rollbacks
+    if steps < 1 or not undisturbed:
+        return
+    counted = _counted(copies.slots)
+    variables, values = [], []
+    for variable in run.train_state().trainable:
+        value, before = keras_variables.view(variable), copies.values.get(id(variable))
+        norm, moved, gradient = sizes(value)[0], np.nan, np.nan
+        if before is not None:
+            moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
+        slot, own = copies.slots.get(id(variable), (None, None))
+        number = id(slot.updates) if slot is not None else 0
+        if slot is not None and own is not None and counted[number] == copies.updates[number] + 1:
+            gradient = float(slot.norm(own, keras_variables.view(slot.variable)))
+        variables.append((str(getattr(variable, "path", "")), "trainable"))
+        values.append((gradient, norm, moved / norm if norm else np.nan))
+    for layer in keras_layers.batchnorms(run.model):
+        for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
+            value = finiteness.widen(keras_variables.view(variable))
+            variables.append((str(variable.path), "statistics"))
+            values.append((float(value.min()), float(value.max()), np.nan))
+    run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
+
+
+def _counted(slots: Mapping[int, tuple[GradientSlot, Array]]) -> dict[int, int]:
+    """Return the counts of updates of copied slots, by `id` of the counter."""
+    counters = {id(slot.updates): slot.updates for slot, _ in slots.values()}
+    return {number: int(keras_variables.read(v)) for number, v in counters.items()}
 
 
 # Finite faults
@@ -222,19 +234,18 @@ class Monitors:
     def look(self, run: Run) -> list[Finding]:
         """Run all checks and return their findings, each kind once."""
         step = run.step
-        self.ceiling = (
-            max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP)
-            * LEAP
-        )
+        least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
+        self.ceiling = max(abs(self.statistics), least) * LEAP
         is_huge, self.highest = abs(self.updated) > HUGE, max(abs(self.updated) * LEAP, HUGE)
-        self._note_gradients(run)
+        norms = [norm for _, _, norm in run.history.since(min(self._seen, step - 1))]
+        self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
+        self._seen = step
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
             self._reported.clear()
-        self.due = next(
-            (self._since + at for at in LOOKS if self._since + at > step), step + LOOK_INTERVAL
-        )
+        coming = (self._since + at for at in LOOKS if self._since + at > step)
+        self.due = next(coming, step + LOOK_INTERVAL)
         found: list[Finding] = []
         watches = {
             "range": self._range,
@@ -261,8 +272,10 @@ class Monitors:
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
-        if self.policy.limits:
-            yield from beyond_limits(run.train_state(), self.policy)
+        for site, variable in checked(run.train_state()) if self.policy.limits else ():
+            limit = self.policy.max_abs(variable.path, site)
+            if limit is not None and finiteness.is_finite(keras_variables.view(variable)):
+                yield from beyond(limit, site, variable)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
         """Find gradients that are exactly zero for many steps, in a model that computes in
@@ -270,10 +283,8 @@ class Monitors:
         """
         if not run.history.zeros(run.step, ZEROS):
             return
-        if any(
-            str(getattr(layer, "compute_dtype", "")) == "float16"
-            for layer in keras_layers.layers_of(run.model)
-        ):
+        layers = keras_layers.layers_of(run.model)
+        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in layers):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, run: Run) -> Iterator[Finding]:
@@ -283,13 +294,11 @@ class Monitors:
         patience = self.policy.statistics.stuck_after
         if not patience or run.counts.committed < min(MIN_COMMITTED, patience):
             return
-        first = run.ring.oldest()
+        first = next(iter(run.ring.snapshots), None)
         for layer in _learning(run.model) if first is not None else ():
             if _never_moved(run, layer, first):
-                path = layer.moving_mean.path
-                yield Finding(
-                    "statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0
-                )
+                path, size = layer.moving_mean.path, int(layer.moving_mean.shape[0])
+                yield Finding("statistics", "stuck", path, 0, 0, size, 0.0)
 
     def _leap(self, run: Run) -> Iterator[Finding]:
         """Find settled moving statistics that have grown by orders of magnitude since the last
@@ -310,12 +319,6 @@ class Monitors:
                     yield Finding("statistics", "out_of_range", statistic.path, 0, 0, size, now)
                 elif statistic is layer.moving_variance:
                     yield Finding("statistics", "spike", statistic.path, value=now)
-
-    def _note_gradients(self, run: Run) -> None:
-        """Store the largest norm of a gradient so far; steps that are undone later count, too."""
-        norms = [norm for _, _, norm in run.history.since(min(self._seen, run.step - 1))]
-        self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
-        self._seen = run.step
 
     def _moments(self, run: Run) -> Iterator[Finding]:
         """Find second moments beyond 1e30 that other code has written.
@@ -356,10 +359,8 @@ def _learning(model: Any) -> list[Any]:
 
 def _never_moved(run: Run, layer: Any, first: Any) -> bool:
     """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
-    mean, variance = (
-        keras_variables.view(layer.moving_mean),
-        keras_variables.view(layer.moving_variance),
-    )
+    mean = keras_variables.view(layer.moving_mean)
+    variance = keras_variables.view(layer.moving_variance)
     if np.any(mean != 0) or np.any(variance != 1) or not run.ring.at_hand(first):
         return False
     for variable in (layer.gamma, layer.beta):

@@ -27,8 +27,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.whole_writes import write_all
 
-__all__ = ["HEALING", "PERFORMERS", "arrays_of", "keep_batch", "perform"]
-
 HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
 """Actions that replace the state."""
 
@@ -58,19 +56,12 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
     return tuple(outcomes)
 
 
-def _skip(order: Order) -> Answer:
-    return "done", "the step was skipped; the state did not change"
-
-
-def _warn(order: Order) -> Answer:
-    return "done", order.p.get("message", "")
-
-
 def _lower_lr(order: Order) -> Answer:
     run, incident, p = order.run, order.incident, order.p
-    last = run.recovery.lowered_at
-    if _before_update(incident) and not run.recovery.tried(run.counts.committed):
-        since = "yet" if last is None else "since it was lowered"
+    before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
+    tried = run.recovery.tried(run.counts.committed)
+    if incident.refused and before_update and not tried:
+        since = "yet" if run.recovery.lowered_at is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate has no effect"
     changed = []
     retrace = False
@@ -85,24 +76,12 @@ def _lower_lr(order: Order) -> Answer:
         run.access.rebuild()
     if not changed:
         return "skipped", f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}"
-    run.recovery.diverged |= _diverged(incident)
+    diverged = any(f.kind == "divergence" for f in incident.findings)
+    run.recovery.diverged |= diverged or "divergence" in incident.causes
     returns = p.get("recover_after") and not run.recovery.diverged
-    way_back = (p["recover_after"], p.get("ramp", 0)) if returns else None
-    run.recovery.lowered(run.step, run.counts.committed, way_back)
+    run.recovery.returns = (p["recover_after"], p.get("ramp", 0)) if returns else None
+    run.recovery.lowered_at = run.step, run.counts.committed
     return "done", "learning rate of " + ", ".join(changed)
-
-
-def _diverged(incident: Incident) -> bool:
-    return "divergence" in incident.causes or any(f.kind == "divergence" for f in incident.findings)
-
-
-def _before_update(incident: Incident) -> bool:
-    """Whether a step was refused for a finding before its update. Then another learning rate would
-    not change it.
-    """
-    return incident.refused and any(
-        SITES.index(f.site) < SITES.index("weights") for f in incident.findings
-    )
 
 
 def _clip(order: Order) -> Answer:
@@ -241,24 +220,10 @@ def _reset_slots(order: Order) -> Answer:
     return ("done", f"{len(slots)} slots reset") if slots else ("skipped", "no slot is bad")
 
 
-def _quarantine(order: Order) -> Answer:
-    directory, report, p = order.run.directory, order.report, order.p
-    if directory is None:
-        return "skipped", "NanGuard has no directory"
-    if report is None or report.batch is None:
-        return "skipped", "there is no batch to save"
-    limits = p["max_batches"], p["max_mb"]
-    return keep_batch(directory, order.incident, report.batch, *limits)
-
-
 def _stop(order: Order) -> Answer:
     order.run.model.stop_training = True
     order.run.failed = order.p.get("log_worst_metrics", False)
     return "done", f"training stops; {_ended(order)}"
-
-
-def _raise_error(order: Order) -> Answer:
-    return "done", f"NonFiniteError is raised; {_ended(order)}"
 
 
 def _ended(order: Order) -> str:
@@ -277,7 +242,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             continue
         lowered, which = rate.value, f"the learning rate of {optimizer.name}"
         if restore:
-            rate.give_back()
+            rate.restore(1.0)
             changed.append(f"{which} is reset to {rate.value:.3g} (from {lowered:.3g})")
         else:
             share = f"{rate.factor:.3g} times the configured rate"
@@ -296,25 +261,6 @@ def _call(order: Order) -> Answer:
     return "done", "" if result is None else str(result)
 
 
-PERFORMERS: dict[str, Callable[[Order], Answer]] = {
-    "skip": _skip,
-    "rollback": roll_back,
-    "lower_lr": _lower_lr,
-    "clip": _clip,
-    "fix_loss_scale": _fix_loss_scale,
-    "repair": _repair,
-    "reset_batchnorm": _reset_batchnorm,
-    "recalibrate_batchnorm": _recalibrate_batchnorm,
-    "reset_slots": _reset_slots,
-    "quarantine": _quarantine,
-    "warn": _warn,
-    "stop": _stop,
-    "raise_error": _raise_error,
-    "call": _call,
-}
-"""The function of each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""
-
-
 # Bad batches on disk: plain arrays without pickle, written atomically. A file is named
 # `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by `/name` or
 # `/number` if the data are nested. Sparse and ragged tensors are stored by their parts (`x/values`,
@@ -329,45 +275,34 @@ _SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested
 _NAMES = ("x", "y", "sample_weight")
 
 
-def keep_batch(
-    directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float
-) -> tuple[str, str]:
-    """Write a batch to disk; return `("done", path)`, or `("skipped", reason)` if a limit is
-    reached.
-
-    Args:
-        directory: the guard's directory.
-        incident: its incident.
-        batch: the arguments of the step.
-        max_batches: maximum number of batches.
-        max_mb: maximum size of all of them in megabytes.
-    """
-    folder = Path(directory) / FOLDER
+def _quarantine(order: Order) -> Answer:
+    run, report, incident = order.run, order.report, order.incident
+    if run.directory is None:
+        return "skipped", "NanGuard has no directory"
+    if report is None or report.batch is None:
+        return "skipped", "there is no batch to save"
+    max_batches, max_mb = order.p["max_batches"], order.p["max_mb"]
+    folder = Path(run.directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.sweep(folder)
     kept = sorted(folder.glob("step-*.npz"))
     if len(kept) >= max_batches:
         there = f"{folder} already has {len(kept)} batches"
         return "skipped", f"{there}, and max_batches is {max_batches}"
-    arrays = arrays_of(batch)
+    arrays = arrays_of(report.batch)
     arrays["incident"] = np.array(incident.to_json())
     size = sum(array.nbytes for array in arrays.values())
     size += sum(path.stat().st_size for path in kept)
     if size > max_mb * 1e6:
         return "skipped", f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
-    path = _free(folder, f"step-{incident.step:08d}")
+    name, number = f"step-{incident.step:08d}", 1
+    path = folder / f"{name}.npz"
+    while path.exists():  # an earlier run may have the same step
+        number += 1
+        path = folder / f"{name}-{number}.npz"
     with atomic_files.beside(path) as unfinished:
         plain_arrays.save_arrays(unfinished, arrays)
     return "done", f"the batch is in {path}"
-
-
-def _free(folder: Path, name: str) -> Path:
-    """Return an unused path. An earlier run may have the same step."""
-    path, number = folder / f"{name}.npz", 1
-    while path.exists():
-        number += 1
-        path = folder / f"{name}-{number}.npz"
-    return path
 
 
 def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -409,3 +344,22 @@ def _plain(value: Any) -> np.ndarray[Any, Any]:
     if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
         return array.astype(np.float32)
     return array
+
+
+PERFORMERS: dict[str, Callable[[Order], Answer]] = {
+    "skip": lambda order: ("done", "the step was skipped; the state did not change"),
+    "rollback": roll_back,
+    "lower_lr": _lower_lr,
+    "clip": _clip,
+    "fix_loss_scale": _fix_loss_scale,
+    "repair": _repair,
+    "reset_batchnorm": _reset_batchnorm,
+    "recalibrate_batchnorm": _recalibrate_batchnorm,
+    "reset_slots": _reset_slots,
+    "quarantine": _quarantine,
+    "warn": lambda order: ("done", order.p.get("message", "")),
+    "stop": _stop,
+    "raise_error": lambda order: ("done", f"NonFiniteError is raised; {_ended(order)}"),
+    "call": _call,
+}
+"""The function of each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""

@@ -1,7 +1,8 @@
-"""The changes of the policy in a fit, besides the state of the model.
+"""The changes of the policy in a fit, besides the state of the model, and the record of them that
+outlives the fit and the process.
 
-Some continue over several steps: a lowered rate returns, a loss scale stays within its bounds,
-BatchNorm statistics are re-estimated. Usually there are none.
+Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
+bounds, BatchNorm statistics are re-estimated. Usually there are none.
 
 An estimate of BatchNorm statistics is the cumulative average over the next batches. BatchNorm
 updates its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps
@@ -16,19 +17,27 @@ the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import Field, ValidationError
 
-from keras_nanguard._fit.learning_rates import Rate
-from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.incident import Whole
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._fit.learning_rates import Rate, RateChange
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.records import Record
 from keras_nanguard._policy.state import PolicyState
-
-__all__ = ["Recalibration", "Recovery", "initial_statistics", "learning"]
 
 # BatchNorm statistics
 
@@ -101,14 +110,8 @@ def learning(model: Any) -> list[Any]:
 
 def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
     """Return the statistics of BatchNormalization layers with their initial values."""
-    pairs = [
-        (variable, initializer)
-        for layer in layers
-        for variable, initializer in (
-            (layer.moving_mean, layer.moving_mean_initializer),
-            (layer.moving_variance, layer.moving_variance_initializer),
-        )
-    ]
+    pairs = [(layer.moving_mean, layer.moving_mean_initializer) for layer in layers]
+    pairs += [(layer.moving_variance, layer.moving_variance_initializer) for layer in layers]
     return [
         (v, keras_variables.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
         for v, initializer in pairs
@@ -126,8 +129,8 @@ class Recovery:
         rates: the changes of the learning rate of each optimizer, by `id`.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
         diverged: whether a rate was lowered because training diverged.
-        lowered_at: the step at which the rate was last lowered, or `None`.
-        lowered_good: number of good steps until then.
+        lowered_at: the numbers of steps and of good steps when the rate was last lowered, or
+            `None`.
         returns: `(after, ramp)` while a lowered rate is to return.
         undone: for each rollback the number of good steps until then, and how many it undid.
         scale_bounds: floor and ceiling of the loss scale.
@@ -139,8 +142,7 @@ class Recovery:
         self.rates: dict[int, Rate] = {}
         self.changed: list[tuple[Any, str, Any]] = []
         self.diverged = False
-        self.lowered_at: int | None = None
-        self.lowered_good = 0
+        self.lowered_at: tuple[int, int] | None = None
         self.returns: tuple[int, int] | None = None
         self.undone: list[tuple[int, int]] = []
         self.scale_bounds: tuple[float, float] | None = None
@@ -185,6 +187,66 @@ class Recovery:
             for reader in readers:
                 reader.given = None
 
+    # For the next fit, and another process
+
+    def saved(
+        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
+    ) -> GuardState:
+        """Return the record of all changes. Its numbers may be invalid: the user may have set them.
+
+        Args:
+            optimizers: those of the run.
+            step, committed, rollbacks: the counts of the run.
+        """
+        rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
+        touched = {(id(target), name) for target, name, _ in self.changed}
+        settings = [
+            {
+                name: getattr(target, name)
+                for target in (optimizer, keras_optimizers.inner(optimizer))
+                for name in get_args(Setting)
+                if (id(target), name) in touched
+            }
+            for optimizer in optimizers
+        ]
+        estimate, lowered = self.recalibration, None
+        if self.lowered_at is not None:
+            lowered = (step - self.lowered_at[0], committed - self.lowered_at[1])
+        return GuardState.model_construct(
+            policy_state=self.policy_state,
+            rates=tuple(rate.change() if rate is not None else None for rate in rates),
+            settings=tuple(settings),
+            rollbacks=rollbacks,
+            recovery=self.returns,
+            lowered=lowered,
+            scale_bounds=self.scale_bounds,
+            recalibration=None if estimate is None else (estimate.left, estimate.seen),
+        )
+
+    def resume(self, state: GuardState, optimizers: Sequence[Any], model: Any, write: bool) -> None:
+        """Apply a record before the first step.
+
+        Args:
+            state: the record.
+            optimizers: those of the run.
+            model: its model.
+            write: whether the model is new, so that its optimizers do not have the changes yet.
+                Otherwise they are the same optimizers, and values that the user has set since the
+                last fit are kept.
+        """
+        self.policy_state = state.policy_state.resumed()
+        for optimizer, done, settings in zip(optimizers, state.rates, state.settings):
+            if done is not None:
+                self.rate(optimizer).resume(done, write)
+            both = (keras_optimizers.inner(optimizer), optimizer)
+            for name, value in settings.items():
+                self.change(next(t for t in both if hasattr(t, name)), name, value)
+        self.returns, self.scale_bounds = state.recovery, state.scale_bounds
+        if state.lowered is not None:
+            self.lowered_at = (-state.lowered[0], -state.lowered[1])
+        if state.recalibration is not None:
+            self.estimate(model, *state.recalibration)
+
     def end(self) -> None:
         """Undo the changes to the optimizers."""
         for target, name, value in reversed(self.changed):
@@ -195,14 +257,9 @@ class Recovery:
 
     # Changes that continue over several steps
 
-    def lowered(self, step: int, committed: int, returns: tuple[int, int] | None) -> None:
-        """Store that the rate was lowered now, and how it will return."""
-        self.lowered_at, self.lowered_good = step, committed
-        self.returns = returns
-
     def tried(self, committed: int) -> bool:
         """Whether a step has committed at the present rate."""
-        return committed > max(self.lowered_good if self.lowered_at is not None else 0, 0)
+        return committed > max(self.lowered_at[1] if self.lowered_at is not None else 0, 0)
 
     def estimate(self, model: Any, batches: int, seen: int = 0) -> int:
         """Start to re-estimate the statistics of all layers that update theirs; return the number
@@ -229,10 +286,13 @@ class Recovery:
         """
         if self.returns is not None:
             after, ramp = self.returns
-            since = committed - self.lowered_good - after
+            since = committed - (self.lowered_at[1] if self.lowered_at is not None else 0) - after
             if since >= 0:
                 train_state()
-                self._raise_rates(1.0 if ramp <= 0 else min(since / ramp, 1.0))
+                share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
+                for rate in self.rates.values():
+                    rate.restore(max(rate.lowest ** (1.0 - share), rate.factor))
+                self.returns = None if share >= 1.0 else self.returns
         if self.scale_bounds is not None:
             floor, ceiling = self.scale_bounds
             for scale, _ in train_state().scales:
@@ -244,37 +304,87 @@ class Recovery:
             if self.recalibration.step(committed):
                 self.recalibration = None
 
-    def _raise_rates(self, share: float) -> None:
-        """Return lowered rates by a share of the way to the user's choice, from 0 to 1."""
-        for rate in self.rates.values():
-            rate.raise_to(rate.lowest ** (1.0 - share))
-        if share >= 1.0:
-            self.returns = None
-
     # Rollbacks
 
-    def rolled_back_to(self, snapshot: Snapshot, good: int) -> int:
-        """Store that a snapshot was restored after `good` good steps; return the number of those
-        that this undoes.
+    def rolled_back(self, good: int, snapshot: int) -> int:
+        """Store that after `good` good steps a snapshot was restored; return how many of them this
+        undoes.
+
+        Args:
+            good: number of good steps so far.
+            snapshot: the same when the snapshot was taken.
         """
-        earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
-        steps = max(good - snapshot.good - earlier, 0)
+        earlier = sum(steps for then, steps in self.undone if then > snapshot)
+        steps = max(good - snapshot - earlier, 0)
         self.undone.append((good, steps))
         return steps
 
     def return_to(self, step: int, committed: int) -> None:
         """Continue counting from an earlier step."""
         if self.lowered_at is not None:
-            self.lowered_at = min(self.lowered_at, step)
-            self.lowered_good = min(self.lowered_good, committed)
+            self.lowered_at = min(self.lowered_at[0], step), min(self.lowered_at[1], committed)
         self.undone = [entry for entry in self.undone if entry[0] <= committed]
         self.policy_state = self.policy_state.rewound()
 
-    def values_to_start_over(self) -> list[tuple[Any, Any]]:
-        """Return the initial statistics of an estimate in progress."""
-        return [] if self.recalibration is None else initial_statistics(self.recalibration.layers)
 
-    def start_over(self) -> None:
-        """Restart an estimate after another state was written."""
-        if self.recalibration is not None:
-            self.recalibration.restart()
+# What outlives the fit
+
+FORMAT = 2
+"""Version of the JSON format of a `GuardState`."""
+
+Pair = tuple[Whole, Whole]
+Setting = Literal["global_clipnorm", "dynamic_growth_steps"]
+"""A setting of an optimizer that an action may change during a fit."""
+
+Value = Annotated[int | float, Field(ge=0, le=sys.float_info.max)]
+
+
+class GuardState(Record):
+    """The state of the guard besides the state of the model.
+
+    Attributes:
+        policy_state: the state of the policy.
+        rates: the changes of each optimizer's rate; `None` for an unchanged one.
+        settings: the changed settings of each optimizer by name, with their present values.
+        rollbacks: number of rollbacks.
+        recovery: `(after, ramp)` if a lowered rate is to return.
+        lowered: steps and good steps since the rate was last lowered.
+        scale_bounds: floor and ceiling of the loss scale.
+        recalibration: remaining and past batches of an estimate of BatchNorm statistics.
+    """
+
+    policy_state: PolicyState
+    rates: tuple[RateChange | None, ...] = ()
+    settings: tuple[dict[Setting, Value | None], ...] = ()
+    rollbacks: Whole = 0
+    recovery: Pair | None = None
+    lowered: Pair | None = None
+    scale_bounds: tuple[float, float] | None = None
+    recalibration: Pair | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values with a format number."""
+        state = {"policy_state": self.policy_state.to_dict()}
+        return {"format": FORMAT, **self.model_dump(mode="json", warnings=False), **state}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> GuardState:
+        """Rebuild a state from `to_dict()`.
+
+        Raises:
+            FileFormatError: if it is of another format, or a field is missing, unknown or of a
+                wrong type.
+        """
+        names = {"format", *cls.model_fields}
+        if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != names:
+            received = sorted(data) if isinstance(data, dict) else type(data).__name__
+            what = f"a guard state of format {FORMAT}"
+            raise FileFormatError(expected(what, received, "Start without resume=True."))
+        state = PolicyState.from_dict(data["policy_state"])
+        try:
+            plain = {name: value for name, value in data.items() if name != "format"}
+            plain["policy_state"] = state.model_dump(mode="json")
+            return cls.model_validate_json(json.dumps(plain))
+        except (ValidationError, TypeError, ValueError, RecursionError) as error:
+            text = f"The guard state has a malformed field: {plain_text(error)}"
+            raise FileFormatError(text) from error

@@ -18,7 +18,6 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.callbacks import OWN, REFUSED, numbers
-from keras_nanguard._fit.recorded import say_problem
 from keras_nanguard._fit.run import Counts, Totals
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
@@ -27,8 +26,6 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import closing, console, files, html, plots
-
-__all__ = ["ReportMixin", "Reporter", "Trackers"]
 
 # Trackers
 
@@ -311,7 +308,7 @@ class ReportMixin:
         counts = self.session.counts
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
-        say_problem(self.session)
+        self.session.say_problem()
 
     # Reports
 

@@ -35,8 +35,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-__all__ = ["Lagging", "bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
-
 BATCHES = 64
 """Maximum number of batches that are read."""
 
@@ -160,12 +158,17 @@ class Lagging:
             batch: returns `(x, y, sample_weight)` of one batch of it, or `None`.
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
-        steps = plan.get("steps") or run.step - run.counts.epoch_start
+        model, start = run.model, run.counts.epoch_start
+        steps = plan.get("steps") or run.step - start
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
-        layers = learning(run.model)
-        trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
+        losses = [m.loss for m in run.history.before(run.step) if m.step >= start][-LAST:]
+        trained = statistics.median(losses) if losses else math.nan
+        layers, loss = learning(model), numbers(logs).get("loss", math.nan)
         far = 0.0 < FAR * trained < loss < math.inf
-        if self._done or not layers or not far or _spread_out(run.model):
+        strategy = getattr(model, "distribute_strategy", None)
+        spread_out = getattr(strategy, "num_replicas_in_sync", 1) > 1
+        spread_out = spread_out or keras.distribution.distribution() is not None
+        if self._done or not layers or not far or spread_out:  # or one batch cannot run alone
             return None
         if not self._looks and remaining:
             return None
@@ -179,21 +182,6 @@ class Lagging:
         self._done = True
         finding = Finding("validation", "out_of_range", "loss", value=loss)
         return [finding], _diagnosis(run, layers, found, loss, trained)
-
-
-def _trained(run: Run) -> float:
-    """Return the typical loss of the last steps of this epoch, NaN if there are none."""
-    start = run.counts.epoch_start
-    losses = [m.loss for m in run.history.before(run.step) if m.step >= start]
-    return statistics.median(losses[-LAST:]) if losses else math.nan
-
-
-def _spread_out(model: Any) -> bool:
-    """Whether the model trains on several devices or processes, so that one batch cannot run
-    alone.
-    """
-    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
-    return replicas > 1 or keras.distribution.distribution() is not None
 
 
 def _measured(

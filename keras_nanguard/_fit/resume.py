@@ -11,13 +11,13 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots_on_disk import (
     FOLDER,
     GUARD_STATE,
+    SnapshotFile,
     SnapshotRecord,
-    StoredState,
     build_optimizers,
     read,
     signature,
@@ -26,8 +26,6 @@ from keras_nanguard._fit.snapshots_on_disk import (
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.state import PolicyState
-
-__all__ = ["Resumed", "find"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,7 @@ class Resumed:
         batch: number of complete batches of this epoch.
         with_state: whether the state of the model is restored. Another callback may have restored a
             later one.
+        settled: whether this is decided.
     """
 
     path: Path
@@ -50,6 +49,7 @@ class Resumed:
     epoch: int
     batch: int
     with_state: bool = True
+    settled: bool = False
 
     def restore(self, run: Run) -> None:
         """Write the state into the model of a run that has not begun, and restore the policy.
@@ -63,7 +63,7 @@ class Resumed:
         """
         if self.with_state:
             self._restore_state(run)
-        self.guard_state.apply(run, write=True)
+        run.adopt(self.guard_state, write=True)
 
     def _restore_state(self, run: Run) -> None:
         before = run.train_state()
@@ -81,7 +81,7 @@ class Resumed:
     def _write(self, train_state: TrainState) -> None:
         variables, metrics = train_state.everything, train_state.metrics
         try:
-            stored = StoredState(self.path, self.record, variables)
+            stored = SnapshotFile(self.path, self.record, variables)
             for variable in variables:
                 keras_variables.write(variable, stored[id(variable)])
             if self.batch and len(metrics) == self.record.metrics:
@@ -101,15 +101,15 @@ class Resumed:
                 raise GuardError(expected(what, plain_text(error), remedy)) from error
 
     def after(self, epoch: int | None) -> Resumed:
-        """Return the remaining state to restore after another callback has restored the start of an
-        epoch.
+        """Return the remaining state to restore after other callbacks have restored theirs, which
+        is that of the start of an `epoch`, if any.
 
         The later of the two states is used. In the same epoch this is the snapshot, which may be
         from within it.
         """
         if epoch is None or epoch <= self.epoch:
-            return self
-        return replace(self, epoch=epoch, batch=0, with_state=False)
+            return replace(self, settled=True)
+        return replace(self, epoch=epoch, batch=0, with_state=False, settled=True)
 
     def leaves_nothing_of(self, epochs: int | None) -> bool:
         """Whether a fit of this many epochs has nothing left to train."""

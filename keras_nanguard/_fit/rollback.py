@@ -22,26 +22,12 @@ from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.causes import MAX_RATE
-from keras_nanguard._fit import recorded
-from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.recovery import initial_statistics
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.snapshots import Rerun, Snapshot
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.optimizers import scheduled_iteration
 from keras_nanguard._keras.whole_writes import write_all
-
-__all__ = [
-    "Answer",
-    "Order",
-    "draw_anew",
-    "find_poles",
-    "moved_seeds",
-    "newest",
-    "pass_over",
-    "pass_poles",
-    "restore_for_good",
-    "roll_back",
-    "run_again",
-]
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -150,7 +136,10 @@ def _from_before_onset(order: Order) -> Snapshot | None:
     snapshot = run.ring.before(onset)
     if snapshot is not None and not snapshot.step and _known_since(run, snapshot, incident) is None:
         kept = run.ring.with_least_loss()
-        if kept is not None and _is_progress(run, kept) and run.ring.at_hand(kept):
+        first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+        level = kept.level if kept is not None else None
+        progress = level is not None and level.value + level.spread < first
+        if kept is not None and progress and run.ring.at_hand(kept):
             return kept
     return snapshot if snapshot is not None and run.ring.at_hand(snapshot) else run.ring.newest()
 
@@ -162,12 +151,6 @@ def _improved_since(run: Run, restored: int) -> bool:
     since = [loss for step, loss in run.history.series if step >= restored]
     found = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
     return found is not None and found.value < min(before, default=math.inf)
-
-
-def _is_progress(run: Run, snapshot: Snapshot) -> bool:
-    """Whether the loss at a snapshot was clearly lower than in the first steps."""
-    first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
-    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < first
 
 
 def _known_since(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
@@ -214,28 +197,41 @@ def _put_back(order: Order, snapshot: Snapshot, rerun: Rerun | None, reseed: boo
     """
     run, incident, train_state = order.run, order.incident, order.run.train_state()
     variables = train_state.restorable if rerun is None else train_state.kept
-    changed = run.recovery.values_to_start_over()
+    estimate = run.recovery.recalibration
+    changed = initial_statistics(estimate.layers) if estimate is not None else []
     if reseed:
         changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
     run.ring.write(snapshot, variables, changed, undo=processes.count() == 1)
-    if rerun is not None:
-        snapshot.draw_again()
-    elif reseed:
+    if rerun is not None and snapshot.generator is not None:
+        current.host().set_generator_state(snapshot.generator)
+    elif rerun is None and reseed:
         current.host().advance_generator()
     committed_bad = not incident.refused and order.report is not None
     spoilt = committed_bad and any(f.kind == "nonfinite" for f in incident.findings)
-    undone = run.recovery.rolled_back_to(snapshot, run.counts.committed) + spoilt
+    undone = run.recovery.rolled_back(run.counts.committed, snapshot.good) + spoilt
     run.ring.forget_after(snapshot.step)
     if rerun is None:
         run.recent.restart(run.step + 1, snapshot)
     else:
         run.rerun = rerun
         run.recent.return_to(snapshot.step)
-    recorded.rolled_back(run, snapshot, undone, rerun)
+    _record(run, snapshot, undone, rerun)
     run.history.undo(snapshot.step)
     run.counts.restored = snapshot.step
-    run.recovery.start_over()
+    if estimate is not None:
+        estimate.restart()
     return undone
+
+
+def _record(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
+    """Record that a snapshot was restored."""
+    batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
+    again = frozenset(step for step, args in batches if args is not None)
+    run.recorder.undo(snapshot.step, again)
+    data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
+    then = f"; {len(again)} steps replayed" if again else ""
+    text = f"Restored the state {_moment(snapshot)}{then}."
+    run.recorder.event("rollback", run.step, run.counts.epoch, text, data)
 
 
 def draw_anew(run: Run) -> None:
@@ -279,7 +275,12 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
                 plan, run.rerun = run.rerun, None
                 run.reruns += 1
                 metrics = _metrics_from(run, plan)
-                _return_to(run, plan)
+                at, good, every = plan.snapshot.step, plan.snapshot.good, run.policy.snapshot.every
+                run.counts.return_to(at, good, plan.refused)
+                run.recovery.return_to(at, good)
+                for task in ("checks", "proof"):  # they are due again
+                    run.plan(task, at + 1)
+                run.plan("snapshot", at + every if every else math.inf)
                 batches.extendleft(reversed(plan.batches))
                 continue
             args = batches.popleft()
@@ -287,7 +288,7 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
                 _begin_metrics(run)
             pass_over(run)
             if args is None:
-                run.recent.push_refused(run.counts.step, None)
+                run.recent.push(run.counts.step, None, refused=True)
                 run.counts.step += 1
             else:
                 after(run.access.run_again(args))
@@ -298,16 +299,6 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
     run.access.sync_variables()
     for variable, value in metrics:
         keras_variables.write(variable, value)
-
-
-def _return_to(run: Run, plan: Rerun) -> None:
-    """Continue counting from a snapshot. Tasks between two steps are due again."""
-    step, good, every = plan.snapshot.step, plan.snapshot.good, run.policy.snapshot.every
-    run.counts.return_to(step, good, plan.refused)
-    run.recovery.return_to(step, good)
-    for task in ("checks", "proof"):
-        run.plan(task, step + 1)
-    run.plan("snapshot", step + every if every else math.inf)
 
 
 def _metrics_from(run: Run, plan: Rerun) -> list[tuple[Any, Any]]:
@@ -359,7 +350,7 @@ def find_poles(run: Run, incident: Incident) -> dict[int, tuple[int, float]]:
     ago = 1 if not incident.refused or "state" in incident.sites else 0
     poles = {}
     for optimizer in run.train_state().optimizers:
-        iteration = _next(optimizer, ago)
+        iteration = scheduled_iteration(optimizer, ago)
         rate = 0.0 if iteration is None else _rate(optimizer, iteration)
         if iteration is not None and not (math.isfinite(rate) and abs(rate) <= highest):
             poles[id(optimizer)] = iteration, rate
@@ -378,7 +369,7 @@ def pass_poles(
         return outcomes
     last = {key: iteration for key, (iteration, _) in poles.items()}
     pass_over(run, last)  # if the replay has not
-    after = [(o, _next(o)) for o in run.train_state().optimizers if id(o) in poles]
+    after = [(o, scheduled_iteration(o)) for o in run.train_state().optimizers if id(o) in poles]
     past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
     words = ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
     main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
@@ -396,7 +387,7 @@ def pass_over(run: Run, beyond: Mapping[int, int] | None = None) -> None:
     """
     for optimizer in run.train_state().optimizers if run.poles else ():
         known = run.poles.get(id(optimizer), set())
-        first = _next(optimizer) if known else None
+        first = scheduled_iteration(optimizer) if known else None
         if first is None:
             continue
         # Accumulated gradients are applied at each of these.
@@ -404,19 +395,13 @@ def pass_over(run: Run, beyond: Mapping[int, int] | None = None) -> None:
         last = (beyond or {}).get(id(optimizer), -1)
         iteration = first + every * max(math.ceil((last + 1 - first) / every), 0)
         poles = 0
-        while poles <= MAX_PASSED and _is_pole(optimizer, iteration, known):
+        while poles <= MAX_PASSED and (
+            iteration in known or not math.isfinite(_rate(optimizer, iteration))
+        ):
             poles, iteration = poles + 1, iteration + every
         if iteration > first and poles <= MAX_PASSED:
             counter = keras_optimizers.iterations(optimizer)
             write_all([(counter, np.asarray(iteration, str(counter.dtype)))])
-
-
-def _is_pole(optimizer: Any, iteration: int, known: set[int]) -> bool:
-    return iteration in known or not math.isfinite(_rate(optimizer, iteration))
-
-
-def _next(optimizer: Any, ago: int = 0) -> int | None:
-    return keras_optimizers.scheduled_iteration(optimizer, ago)
 
 
 def _rate(optimizer: Any, iteration: int) -> float:

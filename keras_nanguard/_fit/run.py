@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
-from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness, memory
-from keras_nanguard._core.data_names import argument_path, input_names, named
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.incident import Finding, Outcome
 from keras_nanguard._core.literals import Site
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_rows import BadRows
-from keras_nanguard._fit.recent_batches import Recent, Rerun
-from keras_nanguard._fit.recovery import Recovery
-from keras_nanguard._fit.snapshots import Ring, compact
+from keras_nanguard._fit.recovery import GuardState, Recovery
+from keras_nanguard._fit.snapshots import Recent, Rerun, Ring, compact
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import BUDGET_WINDOW
+from keras_nanguard._recording import database
 from keras_nanguard._recording.recorder import Recorder
-
-__all__ = [
-    *("HUGE", "Counts", "Run", "Totals", "bad_state", "beyond_limits", "in_batch", "measurements"),
-]
+from keras_nanguard._recording.records import COMMITTED
 
 # Counters
 
@@ -115,16 +115,11 @@ class Counts:
         here = sum(number >= self.epoch_start for number in again)
         self.epoch_refused = max(self.epoch_refused - here, 0)
 
-    def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if batches are to be skipped."""
-        if self.skip_batches <= 0:
-            return False
-        for _ in range(batches):
-            next(iterator)
-            self.skip_batches = max(self.skip_batches - 1, 0)
-            self.epoch_start -= 1
-            self.epoch_passed += 1
-        return True
+    def skip_batch(self) -> None:
+        """Count a batch of this epoch that is not trained on."""
+        self.skip_batches = max(self.skip_batches - 1, 0)
+        self.epoch_start -= 1
+        self.epoch_passed += 1
 
     def batch(self, step: int) -> int:
         """Return the batch of a step within the epoch, from 0."""
@@ -160,53 +155,14 @@ class Counts:
         return self.epoch_committed <= 0
 
 
-# Findings of the host
+# Findings in the state
 
 
 HUGE = 1e30
 """Magnitude above which a value counts as overflowed, unless the policy has another limit."""
 
 
-def bad_state(
-    train_state: TrainState,
-    site: str,
-    tolerated: Container[int],
-    marks: Container[int],
-    policy: Policy,
-) -> list[Finding]:
-    """Read the whole state and return a finding for each variable with NaN or Inf.
-
-    Args:
-        train_state: the state.
-        site: `"state"` reports all findings as present before the step, and includes finite values
-            so large that sums over them overflow. Any other value reports each finding under its
-            own site.
-        tolerated: `id` of variables that may be infinite.
-        marks: `id` of variables that may be NaN.
-        policy: the policy, for its limits.
-    """
-    findings = []
-    for own, variable in _of_state(train_state):
-        nan, inf, size = finiteness.counts(keras_variables.view(variable))
-        if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
-            place: Site = "state" if site == "state" else own
-            findings.append(Finding(place, "nonfinite", variable.path, nan, inf, size))
-            continue
-        limited = own != "statistics" or keras_variables.is_statistic(variable)
-        if site == "state" and limited and not (nan or inf):
-            findings += _beyond(policy.max_abs(variable.path, own) or HUGE, "state", variable)
-    return findings
-
-
-def beyond_limits(train_state: TrainState, policy: Policy) -> Iterator[Finding]:
-    """Yield a finding for each finite variable of the state beyond its limit in the policy."""
-    for site, variable in _of_state(train_state):
-        limit = policy.max_abs(variable.path, site)
-        if limit is not None and finiteness.is_finite(keras_variables.view(variable)):
-            yield from _beyond(limit, site, variable)
-
-
-def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
+def checked(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
     """Yield each checked variable of the state after its site."""
     groups: dict[Site, Any] = {
         "weights": train_state.trainable,
@@ -218,42 +174,12 @@ def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
             yield own, variable
 
 
-def _beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
+def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
     """Yield a finding of `site` if the magnitude of a finite variable is above a limit."""
     value = keras_variables.view(variable)
     largest = finiteness.largest(value)
     if largest > limit:
         yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
-
-
-def measurements(verdict: Verdict, optimizers: Iterable[Any], committed: bool) -> dict[str, float]:
-    """Return the measurements of one step for its incident.
-
-    `committed` is whether the optimizers have counted the step.
-    """
-    measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
-    for optimizer in list(optimizers)[:1]:
-        rate = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
-        measured["learning_rate"] = rate(optimizer)
-    if any(keras_optimizers.is_loss_scaled(o) for o in optimizers):
-        measured["loss_scale"] = verdict.scale
-    return measured
-
-
-def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
-    `x/age`, `y`.
-    """
-    if report is None or report.batch is None:
-        return []
-    findings, names = [], input_names(model)
-    for part in batches.parts(report.batch):
-        nan, inf, size = finiteness.counts(keras_variables.dense(part.value))
-        if nan or inf:
-            site: Site = "inputs" if part.role == "inputs" else "targets"
-            place = named(argument_path(part.path), names)
-            findings.append(Finding(site, "nonfinite", place, nan, inf, size))
-    return findings
 
 
 # The run
@@ -317,8 +243,7 @@ class Run:
         self.history, self.recent = History(), Recent()
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
-        kept = policy.snapshot
-        self.ring = Ring(kept.keep, kept.good_steps, self.agreement.room)
+        self.ring = self._ring()
         self.poles: dict[int, set[int]] = {}
         self.due: dict[str, float] = {}
         self.next_due = inf
@@ -329,6 +254,17 @@ class Run:
         self.short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
+
+    def _ring(self) -> Ring:
+        kept = self.policy.snapshot
+        limits = (kept.keep, kept.good_steps, self.agreement.room)
+        if self.directory is None or kept.storage != "disk":
+            return Ring(*limits)
+        if current.host().is_sharded(self.model):
+            remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
+            received = 'storage = "disk" for a module that fully_shard has split'
+            raise GuardError(expected("a model that one process can save", received, remedy))
+        return DiskRing(self.directory, self.say, *limits)
 
     @property
     def step(self) -> int:
@@ -376,20 +312,14 @@ class Run:
             self._created, self.checks_fully = {}, True
         self._created[id(native)] = compact(value) if isinstance(value, np.ndarray) else value
 
-    def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while tracing, each with its first value."""
+    def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
+        """Return the variables that were created while tracing, each with its first value; empty
+        after the first step of a trace, which `ends` it.
+        """
         created = self._created or {}
-        return [
-            (v, created[id(v.value)])
-            for v in self.train_state().everything
-            if id(v.value) in created
-        ]
-
-    def end_trace(self) -> list[tuple[Any, Any]]:
-        """Return and forget the same, after the first step of a trace."""
-        created = self.first_values() if self._created is not None else []
-        self._created = None
-        return created
+        variables = self.train_state().everything if created else ()
+        self._created = None if ends else self._created
+        return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 
     def tolerate(self, train_state: TrainState) -> list[Any]:
         """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
@@ -403,11 +333,28 @@ class Run:
         return [v for v in constants if id(v) in self.tolerated]
 
     def scan(self, site: str) -> list[Finding]:
-        """Read the whole state; see `bad_state`."""
-        train_state = self.train_state()
+        """Read the whole state and return a finding for each variable with NaN or Inf.
+
+        Args:
+            site: `"state"` reports all findings as present before the step, and includes finite
+                values so large that sums over them overflow. Any other value reports each finding
+                under its own site.
+        """
+        train_state, before = self.train_state(), site == "state"
         if not self.began:
             self.tolerate(train_state)
-        return bad_state(train_state, site, self.tolerated, self.nan_markers, self.policy)
+        findings = []
+        for own, variable in checked(train_state):
+            nan, inf, size = finiteness.counts(keras_variables.view(variable))
+            place: Site = "state" if before else own
+            bad_nan = nan and id(variable) not in self.nan_markers
+            if bad_nan or (inf and id(variable) not in self.tolerated):
+                findings.append(Finding(place, "nonfinite", variable.path, nan, inf, size))
+            elif before and not (nan or inf):
+                limit = self.policy.max_abs(variable.path, own) or HUGE
+                if own != "statistics" or keras_variables.is_statistic(variable):
+                    findings += beyond(limit, place, variable)
+        return findings
 
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and what there is without it."""
@@ -415,3 +362,104 @@ class Run:
             self.short_of_memory.add(what)
             needed, free = memory.readable(size), memory.readable(memory.room())
             self.say(f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free.")
+
+    # The changes of the policy, for the next fit and for another process
+
+    def changes(self) -> GuardState:
+        """Return the present changes of the policy."""
+        counts, optimizers = self.counts, self.train_state().optimizers
+        return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
+
+    def adopt(self, changes: GuardState, write: bool) -> None:
+        """Apply changes before the first step; for `write` see `Recovery.resume`."""
+        self.counts.rollbacks = changes.rollbacks
+        self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
+
+    # The recording
+
+    def record(self, verdict: Verdict, status: int = COMMITTED) -> None:
+        """Record the present step, with its verdict."""
+        measured = (verdict.loss, verdict.gradients, verdict.scale)
+        self.recorder.push(self.counts.step, *measured, status)
+
+    def begin_recording(self, resumed: int | None) -> None:
+        """Begin the recording of a fit, which resumes from the snapshot of step `resumed`, if
+        any.
+        """
+        optimizers = self.train_state().optimizers
+        path = None
+        if self.directory is not None and processes.index() == 0:
+            path = Path(self.directory) / database.NAME
+        meta = {
+            "model": str(getattr(self.model, "name", type(self.model).__name__)),
+            "backend": current.name(),
+            "versions": current.versions(),
+            "policy": self.policy.to_toml(),
+            "budgets": self._budgets(),
+        }
+        scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
+        epoch = self.counts.epoch
+        self.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed, epoch=epoch)
+        self.recorder.factor = self.recovery.rate_factor
+        self.say_problem()
+
+    def say_problem(self) -> None:
+        """Print once that the recording is no longer written to its file, and why."""
+        if problem := self.recorder.problem():
+            self.say(f"NanGuard: {problem}")
+
+    def record_rate(self, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer, for the last step or for the next one
+        (`ahead`).
+
+        The variables have the present state, or read as it.
+        """
+        for optimizer in self.train_state().optimizers[:1]:
+            try:
+                rate = keras_optimizers.learning_rate(optimizer)
+            except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step
+                return
+            plain = keras_optimizers.rate_variable(optimizer) is not None
+            before = self.recorder.rate(rate, ahead or not plain)
+            if not ahead and self.recorder.factor != self.recovery.rate_factor:
+                self._record_factor()
+            elif before is not None and plain and not ahead:
+                data = {"before": before, "after": rate, "by": "callback"}
+                text = f"{optimizer.name}: {before:.3g} -> {rate:.3g}"
+                self.recorder.event("learning_rate", self.step, self.counts.epoch, text, data)
+
+    def record_actions(self, outcomes: tuple[Outcome, ...]) -> None:
+        """Record the budgets after an incident, and a learning rate that its actions have
+        changed.
+        """
+        self.recorder.note(budgets=self._budgets())
+        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+        if self.recovery.rate_factor != self.recorder.factor or lowered:
+            self._record_factor("; ".join(lowered))
+            self.record_rate(ahead=True)
+
+    def record_return(self) -> None:
+        """Record that a lowered rate has returned, and at intervals its way there."""
+        changed = self.recovery.rate_factor != self.recorder.factor
+        if changed and (self.recovery.returns is None or self.recorder.wants_rate):
+            self._record_factor()
+            self.record_rate(ahead=True)
+
+    def _record_factor(self, text: str = "") -> None:
+        """Record the present factor of the guard on learning rates."""
+        before, after = self.recorder.factor, self.recovery.rate_factor
+        self.recorder.factor = after
+        text = text or f"The learning rate is {after:.3g} times the configured rate."
+        data = {"factor_before": before, "factor": after, "by": "guard"}
+        self.recorder.event("learning_rate", self.step, self.counts.epoch, text, data)
+
+    def _budgets(self) -> list[dict[str, Any]]:
+        """Return how often each change was made, and how often the policy allows it within a window
+        of steps.
+        """
+        state, times = self.recovery.policy_state, self.policy.action_budget
+        used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
+        return [
+            {"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW}
+            for name, n in used.items()
+        ]

@@ -1,30 +1,35 @@
-"""Snapshots of the train state in host memory.
+"""Snapshots of the train state in host memory, and the batches of the last steps.
 
 A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
 because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
 copies of the train state, the one before the first step, and the one with the lowest loss. If a
 copy does not fit into memory, it reuses the buffers of an older one or is not made
 (`Taken.missing`).
+
+The batches are references that are released as new ones arrive. Remembering a batch costs an append
+and a look at the shapes of its arrays, because batches may differ in size. All of them together
+never exceed a fixed number of bytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._backends import current
+from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
+from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import variables as keras_variables, whole_writes
-
-__all__ = ["Ring", "Snapshot", "Taken", "compact", "first_bad", "missing_bytes", "size_of"]
+from keras_nanguard._keras.train_state import TrainState
 
 FIRST_STEP = 3
 """Additional memory of the first step, in multiples of the train state: gradients and the program.
@@ -36,6 +41,10 @@ NOISE = 1.5
 _BLOCK = 1 << 20
 """Number of entries that are compared at a time."""
 
+MAX_APPROACH = 256
+"""Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
+
+Agree = Callable[[float, str], tuple[float, str]]
 Array = np.ndarray[Any, Any]
 Values = list[tuple[Any, Array]]
 """Variables, each with its value."""
@@ -48,32 +57,25 @@ class Snapshot:
     Attributes:
         step: number of complete steps when it was taken.
         good: number of good steps of the fit until then.
+        position: the epoch, and the number of its complete batches.
         verified: whether enough good steps have followed.
-        proof: number of good steps that verify it.
-        arrays: the values, by `id` of the variable. Those of a snapshot on disk are read each time.
-        drawn: the state of the generator that belongs to no variable, or `None`.
+        level: the level of the loss when it was taken, or `None` if unknown.
+        arrays: the values, by `id` of the variable: arrays in memory, or `file`.
+        file: its files on disk, a `SnapshotFile`, or `None`.
+        generator: the state of the generator that belongs to no variable, or `None`.
         metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
-        level: the level of the loss when it was taken, or `None` if unknown.
-        path: its folder on disk, `None` if it is only in memory.
-        noted: whether its file says that it is verified, if it is.
     """
 
     step: int
     good: int
+    position: tuple[int, int] = (0, 0)
     verified: bool = False
-    proof: int = 0
-    arrays: Mapping[int, Array] = field(default_factory=dict)
-    drawn: Array | None = field(default_factory=lambda: current.host().generator_state())
-    metrics: dict[int, Array] = field(default_factory=dict)
     level: Level | None = None
-    path: Path | None = None
-    noted: bool = False
-
-    def draw_again(self) -> None:
-        """Restore the generator that belongs to no variable."""
-        if self.drawn is not None:
-            current.host().set_generator_state(self.drawn)
+    arrays: Mapping[int, Array] = field(default_factory=dict)
+    file: Any = None
+    generator: Array | None = field(default_factory=lambda: current.host().generator_state())
+    metrics: Mapping[int, Array] = field(default_factory=dict)
 
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
@@ -86,21 +88,12 @@ class Snapshot:
 
 
 class Taken(NamedTuple):
-    """The result of taking a snapshot.
-
-    Attributes:
-        bad: the path of the first variable that is not finite, `""` if all are. Then nothing is
-            stored.
-        missing: the bytes of the copy if it does not fit, else 0.
-        snapshot: the snapshot, `None` if there is none.
+    """Why a snapshot was not taken: the path of a variable that is not finite, or the bytes of a
+    copy that does not fit. Without a reason it was taken.
     """
 
     bad: str = ""
     missing: float = 0.0
-    snapshot: Snapshot | None = None
-
-
-Agree = Callable[[float, str], tuple[float, str]]
 
 
 class Ring:
@@ -121,81 +114,114 @@ class Ring:
         self.keep, self.good_after, self._agree = max(keep, 1), good_after, agree
         self.snapshots: list[Snapshot] = []
 
+    # Taking one
+
     def take(
         self,
-        variables: Iterable[Any],
+        state: TrainState,
         step: int,
         good: int,
         verified: bool = False,
         tolerated: Container[int] = (),
         level: Level | None = None,
+        position: tuple[int, int] = (0, 0),
     ) -> Taken:
         """Copy the state, if it is finite and the copy fits into memory.
 
         Args:
-            variables: the variables to copy.
+            state: the train state.
             step, good: numbers of complete steps and of good steps.
             verified: whether the copy counts as verified immediately.
             tolerated: the `id` of each variable that may be infinite.
             level: the level of the loss.
+            position: see `Snapshot`.
         """
         self.promote(good)
-        variables, proof = list(variables), self.good_after
+        variables = state.kept
         missing = self._missing(variables, step, level)
         views = ((v, keras_variables.view(v)) for v in variables)
-        values = None if missing else list(views)
-        bad = first_bad(views if values is None else values, tolerated)
-        missing, bad = self._agree(missing, bad)
-        if values is None or bad or missing:
+        values = [] if missing else list(views)
+        missing, bad = self._agree(missing, _first_bad(values or views, tolerated))
+        if bad or missing:
             return Taken(bad, missing)
-        fresh = Snapshot(step, good, verified or proof == 0, proof, level=level)
+        fresh = Snapshot(step, good, position, verified or not self.good_after, level)
+        metrics = state.metrics if step else ()  # they are reset before the first step
+        fresh.metrics = {id(v): keras_variables.read(v) for v in metrics}
         try:
-            self._store(values, fresh)
+            self._store(fresh, values, state)
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             return Taken(missing=float(size_of(variables)))
-        return Taken(snapshot=next((s for s in self.snapshots if s.step == step), None))
+        return Taken()
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
         """Return the bytes of a copy that does not fit; 0 if it fits or reuses buffers."""
         others = [s for s in self.snapshots if s.step]
         if step and self.replaced(others, level) is not None:
             return 0.0
-        missing = missing_bytes(variables, step)
+        missing = missing_bytes(variables, not step)
         if missing and step and others:
             self.keep = len(others)
             return 0.0
         return missing
 
-    def _store(self, values: Values, fresh: Snapshot) -> None:
+    def _store(self, fresh: Snapshot, values: Values, state: TrainState) -> None:
         """Copy the values into an empty snapshot, and add it."""
-        spare = self._give_up(fresh.level)
-        arrays = dict(spare.arrays) if spare is not None and spare.path is None else {}
+        spare: Snapshot | None = None
+        while gone := self.replaced([s for s in self.snapshots if s.step], fresh.level):
+            self.snapshots, spare = [s for s in self.snapshots if s is not gone], gone
+        arrays = dict(spare.arrays) if spare is not None and spare.file is None else {}
         while values:
             variable, value = values.pop(0)  # on an accelerator a copy in itself
             same = value if fresh.step else compact(value)
-            buffer = arrays.get(id(variable))
-            arrays[id(variable)] = same if same is not value else _copy(value, buffer)
+            copied = _copy(value, arrays.get(id(variable))) if same is value else same
+            arrays[id(variable)] = copied
         fresh.arrays = arrays
         self.snapshots.append(fresh)
 
-    def promote(self, good: int) -> None:
-        """Mark snapshots as verified, given the present number of good steps."""
-        for snapshot in self.snapshots:
-            snapshot.verified |= good - snapshot.good >= snapshot.proof
+    def replaced(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
+        """Return the snapshot that one taken at this level replaces, or `None`.
 
-    def next_proof(self, good: int) -> float:
-        """Return the number of good steps until the next snapshot is verified; infinity if none is
-        pending.
+        An unverified one is replaced first, then the oldest, except the one with the lowest loss if
+        the loss is clearly higher in all later ones.
         """
-        waiting = [s.proof - (good - s.good) for s in self.snapshots if not s.verified]
-        return max(min(waiting), 1) if waiting else math.inf
+        best = self.with_least_loss()
+        if best is not None and best.level is not None and self.keep > 1:
+            later = [s.level for s in others if s.step > best.step] + [level]
+            clearly = best.level.value + NOISE * best.level.spread
+            if all(one is None or one.value > clearly for one in later):
+                others = [s for s in others if s is not best]
+        if len(others) < self.keep:
+            return None
+        return next((s for s in others if not s.verified), others[0])
+
+    def complete(self, variable: Any, value: Array) -> None:
+        """Add the first value of a variable that was created after the first snapshot."""
+        if self.start is not None and isinstance(self.start.arrays, dict):
+            self.start.arrays.setdefault(id(variable), value)
+
+    # Which ones there are
+
+    def promote(self, good: int) -> float:
+        """Mark snapshots as verified, given the present number of good steps; return how many more
+        verify the next one, infinity if none is pending.
+        """
+        for snapshot in self.snapshots:
+            snapshot.verified |= good - snapshot.good >= self.good_after
+        waiting = (s.good + self.good_after - good for s in self.snapshots if not s.verified)
+        return max(min(waiting, default=math.inf), 1)
 
     def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot, or the oldest if there are fewer."""
-        verified = [s for s in self.snapshots if s.verified]
-        return verified[-min(depth, len(verified))] if verified else None
+        """Return the `depth`-th newest verified snapshot that can be read, or the oldest if there
+        are fewer.
+        """
+        while verified := [s for s in self.snapshots if s.verified]:
+            found = verified[-min(depth, len(verified))]
+            if self.at_hand(found):
+                return found
+            self.snapshots = [s for s in self.snapshots if s is not found]
+        return None
 
     def before(self, step: int) -> Snapshot | None:
         """Return the newest snapshot that was taken before this step ran, verified or not."""
@@ -206,13 +232,20 @@ class Ring:
         """The state before the first step, or `None` if it was not kept."""
         return self.snapshots[0] if self.snapshots and self.snapshots[0].step == 0 else None
 
-    def oldest(self) -> Snapshot | None:
-        """Return the oldest snapshot, `None` if there is none."""
-        return self.snapshots[0] if self.snapshots else None
+    def with_least_loss(self) -> Snapshot | None:
+        """Return the verified snapshot with the lowest loss, without the state before the first
+        step.
+        """
+        known = [(s.level, s) for s in self.snapshots if s.step and s.verified]
+        found = [(level.value, s) for level, s in known if level is not None]
+        return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Whether the values of a snapshot can be read."""
-        return True
+        """Whether a snapshot is in memory, or its files are whole. If not, warn."""
+        only_on_disk = snapshot.arrays is snapshot.file
+        return not only_on_disk or bool(snapshot.file.whole)
+
+    # Using one
 
     def write(
         self,
@@ -245,68 +278,29 @@ class Ring:
         if undo and memory.room_for(size_of(known)):
             whole_writes.write_all((v, value(v)) for v in known)
         else:
-            whole_writes.finish(partial(_write, v, value) for v in known)
+            write = lambda variable: keras_variables.write(variable, value(variable))  # noqa: E731
+            whole_writes.finish(partial(write, v) for v in known)
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""
         self.snapshots = [s for s in self.snapshots if s.step <= step]
 
-    def complete(self, variable: Any, value: Array) -> None:
-        """Add the first value of a variable that was created after the first snapshot."""
-        if self.start is not None and isinstance(self.start.arrays, dict):
-            self.start.arrays.setdefault(id(variable), value)
-
-    def note(self) -> None:
-        """Save the state of the policy. A ring in memory need not."""
+    def note(self, changes: Callable[[], GuardState]) -> None:
+        """Save the changes of the policy. A ring in memory need not."""
 
     def close(self) -> None:
         """Release all snapshots and locks."""
         self.snapshots = []
 
-    def with_least_loss(self) -> Snapshot | None:
-        """Return the verified snapshot with the lowest loss, without the state before the first
-        step.
-        """
-        known = [s for s in self.snapshots if s.step and s.verified and s.level is not None]
-        return min(known, key=lambda s: s.level.value if s.level is not None else 0.0, default=None)
 
-    def replaced(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
-        """Return the snapshot that one taken at this level replaces, or `None`.
-
-        An unverified one is replaced first, then the oldest, except the one with the lowest loss if
-        the loss is clearly higher in all later ones.
-        """
-        best = self.with_least_loss()
-        if best is not None and best.level is not None and self.keep > 1:
-            later = [s.level for s in others if s.step > best.step] + [level]
-            clearly = best.level.value + NOISE * best.level.spread
-            if all(one is None or one.value > clearly for one in later):
-                others = [s for s in others if s is not best]
-        if len(others) < self.keep:
-            return None
-        return next((s for s in others if not s.verified), others[0])
-
-    def _give_up(self, level: Level | None) -> Snapshot | None:
-        """Remove and return the snapshot that a new one replaces."""
-        last = None
-        while (gone := self.replaced([s for s in self.snapshots if s.step], level)) is not None:
-            self.snapshots, last = [s for s in self.snapshots if s is not gone], gone
-        return last
-
-
-def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ()) -> str:
-    """Return the path of the first variable whose value is not finite, `""` if all are.
-
-    Variables whose `id` is in `tolerated` may be infinite.
+def _first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int]) -> str:
+    """Return the path of the first variable whose value is not finite, `""` if all are; those whose
+    `id` is `tolerated` may be infinite.
     """
     for variable, value in values:
         if id(variable) not in tolerated and not finiteness.is_finite(value):
             return str(getattr(variable, "path", "")) or "a variable"
     return ""
-
-
-def _write(variable: Any, value: Callable[[Any], Any]) -> None:
-    keras_variables.write(variable, value(variable))
 
 
 def compact(value: Array) -> Array:
@@ -327,23 +321,176 @@ def size_of(variables: Iterable[Any]) -> int:
     return sum(keras_variables.bytes_of(variable) for variable in variables)
 
 
-def missing_bytes(variables: Sequence[Any], step: int) -> float:
+def missing_bytes(variables: Sequence[Any], first: bool) -> float:
     """Return the bytes of a copy of the state if it does not fit into memory, else 0.
 
-    Before the first step the memory of that step must be free as well. Constant slots take no
+    Before the `first` step the memory of that step must be free as well. Constant slots take no
     memory.
     """
-    size = needed = size_of(variables)
-    if not step and size > memory.SMALL:
-        size = size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
-        on_host = size_of(v for v in variables if keras_variables.on_host(v))
-        needed = max(size + FIRST_STEP * on_host, 4 * size if on_host else size)
-        return 0.0 if size <= memory.SMALL or needed <= memory.room() else float(size)
-    return 0.0 if memory.room_for(needed) else float(size)
+    size = size_of(variables)
+    if not first or size <= memory.SMALL:
+        return 0.0 if memory.room_for(size) else float(size)
+    copied = size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
+    needed = copied + FIRST_STEP * size_of(v for v in variables if keras_variables.on_host(v))
+    return 0.0 if copied <= memory.SMALL or needed <= memory.room() else float(copied)
 
 
 def _copy(value: Array, buffer: Array | None) -> Array:
+    """Return a copy of an array, in a buffer if that has the same shape and dtype."""
     if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
         return np.array(value)
     np.copyto(buffer, value)
     return buffer
+
+
+# The batches of the last steps
+
+
+class Approach(NamedTuple):
+    """The steps before an incident.
+
+    Attributes:
+        snapshot: the state to run them from.
+        steps: their numbers.
+        batches: the arguments of each.
+        exact: whether they are all steps that were committed since the snapshot.
+    """
+
+    snapshot: Snapshot
+    steps: tuple[int, ...]
+    batches: tuple[Any, ...]
+    exact: bool
+
+
+class Rerun(NamedTuple):
+    """The steps that a rollback has undone, to be replayed from its snapshot.
+
+    Attributes:
+        snapshot: the snapshot.
+        batches: the arguments of each step since then, `None` for one that is skipped.
+        refused: the replayed steps that had been refused.
+    """
+
+    snapshot: Snapshot
+    batches: tuple[Any, ...]
+    refused: frozenset[int] = frozenset()
+
+
+class _Entry(NamedTuple):
+    """A step, and the bytes of its arguments: 0 if the next entry has the same ones."""
+
+    step: int
+    given: Any
+    size: int
+    refused: bool
+
+
+def _args(entry: _Entry, batch: Callable[[int, Any], Any]) -> Any:
+    return None if entry.given is None else batch(entry.step, entry.given)
+
+
+class Recent:
+    """The arguments of the last committed steps, and of refused ones whose batch was good.
+
+    `batch` of the methods returns the arguments of a step, or `None` if they are gone.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[_Entry] = deque()
+        self._bytes = self._since = 0
+        self._cut = False
+        self._origin: Snapshot | None = None
+
+    def push(self, step: int, given: Any, refused: bool = False) -> None:
+        """Store the arguments of a step, in the form of its transaction. Runs in every step.
+
+        Those of a `refused` step may be replayed after a rollback.
+        """
+        if hasattr(given, "part"):
+            given = given.part(step)
+        entries = self._entries
+        last = entries[-1] if entries else None
+        if last is not None and last.given is given:
+            size, entries[-1] = last.size, last._replace(size=0)
+        else:
+            size = batch_memory.bytes_of(getattr(given, "tensors", given))
+            self._bytes += size
+        entries.append(_Entry(step, given, size, refused))
+        most = batch_memory.MAX_BATCHES
+        while entries and (self._bytes > batch_memory.MAX_BYTES or len(entries) > most):
+            self._bytes -= entries.popleft().size
+            self._cut = True
+
+    def blame(self, step: int) -> None:
+        """Remove the arguments of the last step, because it must not be replayed."""
+        if self._entries and self._entries[-1].step == step:
+            self._entries[-1] = self._entries[-1]._replace(given=None)
+
+    def restart(self, step: int, origin: Snapshot | None = None) -> None:
+        """Remove everything, because the steps from this one on start from another state."""
+        self._entries.clear()
+        self._bytes, self._cut = 0, False
+        self._origin, self._since = origin, step
+
+    def return_to(self, step: int) -> None:
+        """Remove the steps from this one on, which are to be replayed."""
+        while self._entries and self._entries[-1].step >= step:
+            self._bytes -= self._entries.pop().size
+
+    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
+        """Return the arguments of the last steps, at most this many, oldest first."""
+        entries = [e for e in self._entries if e.given is not None and not e.refused]
+        found = [batch(entry.step, entry.given) for entry in entries[-count:]]
+        return [args for args in found if args is not None]
+
+    def rerun(
+        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]
+    ) -> Rerun | None:
+        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
+        known.
+        """
+        known = {entry.step: entry for entry in self._entries}
+        nothing = _Entry(step, None, 0, False)
+        numbers = range(snapshot.step, step + 1)
+        if not all(number in known or number == step for number in numbers):
+            return None
+        entries = [known.get(number, nothing) for number in numbers]
+        batches = tuple(_args(entry, batch) for entry in entries)
+        pairs = list(zip(entries, batches))
+        if any(args is None and entry.given is not None for entry, args in pairs):
+            return None
+        refused = (entry.step for entry, args in pairs if entry.refused and args is not None)
+        return Rerun(snapshot, batches, frozenset(refused))
+
+    def approach(
+        self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
+    ) -> Approach | None:
+        """Return the steps before this moment, from the earliest snapshot since which all of them
+        are known.
+
+        If there is no such snapshot, return the known steps and the newest snapshot: the same data
+        from a good state.
+
+        Args:
+            snapshots: the available ones, oldest first.
+            batch: see `Recent`.
+        """
+        entries = list(self._entries)[-MAX_APPROACH:]
+        found = [(e.step, _args(e, batch)) for e in entries if not e.refused]
+        gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
+        known = found[gone + 1 :]
+        if not known:
+            return None
+        cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
+        since = [s for s in snapshots if s.step >= (known[0][0] if cut else self._since)]
+        # The start is kept for other reasons, and is far from here.
+        origin = next((s for s in since if s.step), since[0] if since else None)
+        if origin is not None and known[-1][0] >= origin.step:
+            exact, known = True, [entry for entry in known if entry[0] >= origin.step]
+        else:
+            origin = self._origin or (snapshots[-1] if snapshots else None)
+            exact = origin is self._origin and not cut
+        if origin is None:
+            return None
+        steps, batches = zip(*known)
+        return Approach(origin, steps, batches, exact)

@@ -35,17 +35,11 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.history import Level
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._fit.guard_state import GuardState
-from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Ring, Snapshot, Values, missing_bytes, size_of
+from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._fit.snapshots import Agree, Ring, Snapshot, Values, missing_bytes, size_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
-
-__all__ = [
-    *("FOLDER", "GUARD_STATE", "DiskRing", "SnapshotRecord", "StoredState", "build_optimizers"),
-    *("read", "signature", "written"),
-]
 
 FORMAT = 2
 """Version of the format of `snapshot.json`."""
@@ -159,8 +153,9 @@ def read(path: Path) -> SnapshotRecord:
     return record
 
 
-class StoredState(Mapping[int, Array]):
-    """The values in `state.npz`, by `id` of the variable. Each is read when it is needed.
+class SnapshotFile(Mapping[int, Array]):
+    """The files of a snapshot, with the values in `state.npz` by `id` of the variable. Each is read
+    when it is needed.
 
     Args:
         path: the folder of a snapshot that `read` has checked.
@@ -177,7 +172,7 @@ class StoredState(Mapping[int, Array]):
         if record.signature != signature(variables):
             what = "its variables have other shapes or dtypes"
             raise FileFormatError(f"{path} belongs to another model: {what}")
-        self.record, self._path = record, path
+        self.path, self.record = path, record
         self._file: Any = None
         self._numbers = {id(variable): number for number, variable in enumerate(variables)}
 
@@ -202,12 +197,28 @@ class StoredState(Mapping[int, Array]):
     def _array(self, name: str) -> Array:
         try:
             if self._file is None:
-                self._file = np.load(self._path / STATE, allow_pickle=False)
+                self._file = np.load(self.path / STATE, allow_pickle=False)
             array: Array = self._file[name]
             return array
         except PARSE_ERRORS as error:
-            why = f"{self._path} does not fit this model: {plain_text(error)}"
+            why = f"{self.path} does not fit this model: {plain_text(error)}"
             raise FileFormatError(why) from error
+
+    @property
+    def whole(self) -> bool:
+        """Whether the files are as they were written. If not, warn."""
+        try:
+            return bool(read(self.path))
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=4)
+            return False
+
+    def mark_verified(self) -> None:
+        """Mark the snapshot as verified, unless its folder was removed."""
+        record = self.record.replaced(verified=True)
+        if self.path.exists():
+            record.write(self.path)
+        self.record = record
 
     def close(self) -> None:
         """Close the file until the next value is read."""
@@ -216,37 +227,37 @@ class StoredState(Mapping[int, Array]):
             file.close()
 
 
-def save(
-    train_state: TrainState, values: Sequence[Array], folder: Path, **about: Any
-) -> SnapshotRecord:
-    """Write a state into a new folder, and return its record.
+def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
+    """Write a state into a new snapshot of a folder, and return its files.
 
     Args:
+        folder: the folder of snapshots.
         train_state: the train state.
-        values: the values of all of its variables, in their order.
-        folder: the folder.
         **about: the fields of the record that do not follow from the state.
     """
-    folder.mkdir()
+    path = folder / f"snapshot-{max((n for n, _ in _numbered(folder)), default=0) + 1:08d}"
+    variables, drawn = train_state.everything, current.host().generator_state()
+    values = [keras_variables.view(variable) for variable in variables]
     arrays = {f"v{number}": value for number, value in enumerate(values)}
     arrays |= {f"m{n}": keras_variables.read(v) for n, v in enumerate(train_state.metrics)}
-    if (drawn := current.host().generator_state()) is not None:
+    if drawn is not None:
         arrays[GENERATOR] = drawn
-    plain_arrays.save_arrays(folder / STATE, arrays)
-    variables = list(train_state.everything)
     paths = (str(variable.path) for variable in variables)
-    record = SnapshotRecord(
-        state=atomic_files.fingerprint(folder / STATE),
-        signature=signature(variables),
-        variables=tuple(zip(paths, (value.dtype.name for value in values))),
-        metrics=len(train_state.metrics),
-        generator=drawn is not None,
-        optimizers=_trained_by_each(train_state),
-        versions=current.versions(),
-        **about,
-    )
-    record.write(folder)
-    return record
+    with atomic_files.beside(path, "snapshot") as unfinished:
+        unfinished.mkdir()
+        plain_arrays.save_arrays(unfinished / STATE, arrays)
+        record = SnapshotRecord(
+            state=atomic_files.fingerprint(unfinished / STATE),
+            signature=signature(variables),
+            variables=tuple(zip(paths, (value.dtype.name for value in values))),
+            metrics=len(train_state.metrics),
+            generator=drawn is not None,
+            optimizers=_trained_by_each(train_state),
+            versions=current.versions(),
+            **about,
+        )
+        record.write(unfinished)
+    return SnapshotFile(path, record, variables)
 
 
 def signature(variables: Iterable[Any]) -> str:
@@ -284,61 +295,62 @@ class DiskRing(Ring):
     return to it after its folder was removed.
 
     Args:
-        run: the run.
         directory: the guard's directory.
+        say: prints a line.
+        keep, good_after, agree: see `Ring`.
     """
 
-    def __init__(self, run: Run, directory: str | Path):
-        kept = run.policy.snapshot
-        super().__init__(kept.keep, kept.good_steps, run.agreement.room)
-        self.folder, self._run, self._said = Path(directory) / FOLDER, run, set[str]()
+    def __init__(
+        self,
+        directory: str | Path,
+        say: Callable[[str], None],
+        keep: int,
+        good_after: int,
+        agree: Agree = lambda *facts: facts,
+    ):
+        super().__init__(keep, good_after, agree)
+        self.folder = Path(directory) / FOLDER
+        self._say, self._said = say, set[str]()
         path = self.folder.parent / LOCK
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
         self._locked = False
 
-    def _on_disk(self) -> list[Snapshot]:
-        return [snapshot for snapshot in self.snapshots if snapshot.path is not None]
+    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
+        """Return the bytes that writing the state needs if they are not free, else 0."""
+        copied = size_of(v for v in variables if not keras_variables.on_host(v))
+        return 0.0 if memory.room_for(copied) else float(copied)
 
-    # Writing
-
-    def _store(self, values: Values, fresh: Snapshot) -> None:
+    def _store(self, fresh: Snapshot, values: Values, state: TrainState) -> None:
         """Write the state to disk. If that fails, keep it in memory if it fits."""
-        variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator; not needed while the files are written
-        stored = self._attempt(lambda: self._write(fresh))
-        if (stored is None or not fresh.step) and not missing_bytes(variables, fresh.step):
-            super()._store([(v, keras_variables.view(v)) for v in variables], fresh)
-        elif stored is not None:
-            fresh.arrays = stored
+        fresh.file = self._attempt(partial(self._write, fresh, state))
+        unwritten = fresh.file is None or not fresh.step
+        if unwritten and not missing_bytes(state.kept, not fresh.step):
+            values += [(v, keras_variables.view(v)) for v in state.kept]
+            super()._store(fresh, values, state)
+        elif fresh.file is not None:
+            fresh.arrays = fresh.file
             self.snapshots.append(fresh)
-        if stored is not None:
+        if fresh.file is not None:
             self._attempt(self._prune)
 
-    def _write(self, fresh: Snapshot) -> StoredState:
-        """Write one snapshot; return its values."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, fresh: Snapshot, state: TrainState) -> SnapshotFile:
+        """Write one snapshot; return its files."""
         self._take_lock()
-        self.note()
         atomic_files.sweep(self.folder)
-        number = max((number for number, _ in _numbered(self.folder)), default=0) + 1
-        run, path = self._run, self.folder / f"snapshot-{number:08d}"
-        epoch, batch = run.counts.position
+        epoch, batch = fresh.position
         about = {"step": fresh.step, "epoch": epoch, "batch": batch, "verified": fresh.verified}
-        train_state = run.train_state()
-        values = [keras_variables.view(variable) for variable in train_state.everything]
-        with atomic_files.beside(path, "snapshot") as unfinished:
-            record = save(train_state, values, unfinished, **about)
-        fresh.path, fresh.noted = path, fresh.verified
-        return StoredState(path, record, train_state.everything)
+        return save(self.folder, state, **about)
 
     def _take_lock(self) -> None:
-        """Acquire the lock of the folder: only one process at a time writes to it.
+        """Create the folder, and acquire its lock: only one process at a time writes to it.
 
         Raises:
             OSError: if the file cannot be written, or another process has the lock.
         """
         if self._locked:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire()
         except Timeout:
@@ -358,56 +370,56 @@ class DiskRing(Ring):
             kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
             if kind not in self._said:
                 self._said.add(kind)
-                names = [s.path.name for s in self.snapshots if s.path is not None]
+                names = [s.file.path.name for s in self.snapshots if s.file is not None]
                 last = f"The newest one is {names[-1]}." if names else "This run has none yet."
                 why = str(error).partition("\n")[0]
-                self._run.say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
+                self._say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None
 
     def _prune(self) -> None:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
-        ours = self._on_disk()
-        foreign = [path for path in written(self.folder) if path not in {s.path for s in ours}]
+        ours = [s for s in self.snapshots if s.file is not None]
+        known = {s.file.path for s in ours if s.file is not None}
+        foreign = [path for path in written(self.folder) if path not in known]
         for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
             atomic_files.remove(path)
-        while (gone := self.replaced(ours[:-1], ours[-1].level)) is not None:
-            self._remove(gone)
-            ours = [s for s in ours if s is not gone]
-            if gone.step or isinstance(gone.arrays, StoredState):
+        while gone := self.replaced(ours[:-1], ours[-1].level):
+            if gone.arrays is gone.file:  # not also in memory
                 self.snapshots = [s for s in self.snapshots if s is not gone]
+            ours = [s for s in ours if s is not gone]
+            self._remove(gone)
         if len(ours) >= self.keep:  # in memory are those that could not be written
-            self.snapshots = [s for s in self.snapshots if s.path is not None or not s.step]
+            self.snapshots = [s for s in self.snapshots if s.file is not None or not s.step]
 
     def _remove(self, snapshot: Snapshot) -> None:
         """Remove the folder of a snapshot."""
-        if isinstance(snapshot.arrays, StoredState):
-            snapshot.arrays.close()
-        path, snapshot.path = snapshot.path, None
-        if path is not None:
-            atomic_files.remove(path)
+        file, snapshot.file = snapshot.file, None
+        if file is not None:
+            file.close()
+            atomic_files.remove(file.path)
 
-    def promote(self, good: int) -> None:
-        """Mark snapshots as verified, also in their files."""
-        super().promote(good)
-        for snapshot in self._on_disk():
-            if snapshot.verified and not snapshot.noted:
-                snapshot.noted = self._attempt(partial(self._mark_verified, snapshot)) is not None
+    def promote(self, good: int) -> float:
+        """Mark snapshots as verified, also in their files; see `Ring`."""
+        pending = super().promote(good)
+        for snapshot in self.snapshots:
+            file = snapshot.file
+            if snapshot.verified and file is not None and not file.record.verified:
+                self._attempt(file.mark_verified)
+        return pending
 
-    def _mark_verified(self, snapshot: Snapshot) -> bool:
-        stored, path = snapshot.arrays, snapshot.path
-        if isinstance(stored, StoredState) and path is not None and path.exists():
-            stored.record.replaced(verified=True).write(path)
-        return True
+    def note(self, changes: Callable[[], GuardState]) -> None:
+        """Save the present changes of the policy."""
 
-    def note(self) -> None:
-        """Save the present state of the policy."""
-        if self._locked:
-            path, state = self.folder / GUARD_STATE, GuardState.of(self._run)
-            self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
+        def write() -> None:
+            self._take_lock()
+            path = self.folder / GUARD_STATE
+            atomic_files.write_json(path, changes().to_dict())
+
+        self._attempt(write)
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, also on disk."""
-        for snapshot in self._on_disk():
+        for snapshot in self.snapshots:
             if snapshot.step > step:
                 self._attempt(partial(self._remove, snapshot))
         super().forget_after(step)
@@ -418,28 +430,3 @@ class DiskRing(Ring):
         if self._locked:
             self._lock.release()
         self._locked = False
-
-    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes that writing the state needs if they are not free, else 0."""
-        copied = size_of(v for v in variables if not keras_variables.on_host(v))
-        return 0.0 if memory.room_for(copied) else float(copied)
-
-    # Reading
-
-    def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot that is not broken."""
-        while (snapshot := super().newest(depth)) is not None:
-            if self.at_hand(snapshot):
-                return snapshot
-            self.snapshots = [s for s in self.snapshots if s is not snapshot]
-        return None
-
-    def at_hand(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is in memory, or its files are whole. If not, warn."""
-        if not isinstance(snapshot.arrays, StoredState):
-            return True
-        try:
-            return snapshot.path is not None and bool(read(snapshot.path))
-        except FileFormatError as error:
-            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
-            return False

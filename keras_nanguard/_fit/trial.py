@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,8 +25,6 @@ from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import variables as keras_variables, whole_writes
-
-__all__ = ["State", "Trial", "clearly_lower", "trial", "with_inputs_of"]
 
 State = Mapping[int, np.ndarray[Any, Any]]
 """The values of the train state, by `id` of the variable."""
@@ -198,24 +197,19 @@ def _room(run: Run, rates: bool) -> bool:
     size = 2 * size_of(v for v in everything if keras_variables.on_host(v))
     if memory.room_for(size):
         return True
-    if rates and "trials" not in run.short_of_memory:
-        run.short_of_memory.add("trials")
-        room = memory.readable(size)
-        run.say(f"NanGuard: cannot test other learning rates: this needs {room} of free memory.")
+    if rates:
+        run.lacks_memory("cannot test other learning rates", size)
     return False
 
 
 def _generators() -> list[Callable[[], Any]]:
     """Return functions that restore the random generators of the process."""
-    of_backend, of_python, of_numpy = (
-        current.host().generator_state(),
-        random.getstate(),
-        np.random.get_state(),
-    )
+    host = current.host()
+    of_backend = host.generator_state()
     restores: list[Callable[[], Any]] = [
-        lambda: random.setstate(of_python),
-        lambda: np.random.set_state(of_numpy),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
     ]
     if of_backend is not None:
-        restores.append(lambda: current.host().set_generator_state(of_backend))
+        restores.append(partial(host.set_generator_state, of_backend))
     return restores

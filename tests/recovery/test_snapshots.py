@@ -22,6 +22,7 @@ from keras_nanguard._core.history import Level
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._fit.snapshots_on_disk import read, written
+from keras_nanguard._keras.train_state import TrainState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
 
@@ -30,15 +31,20 @@ def variable(*values):
     return keras.Variable(np.array(values or (0.0, 0.0), "float32"), trainable=False)
 
 
+def state(*variables):
+    """Return a train state that consists of these weights."""
+    return TrainState(variables, (), (), (), (), (), ())
+
+
 class TestRing:
 
     def test_good_state_survives(self):
         """However many snapshots never prove good, the last good one stays."""
         ring, v = Ring(2, 5), variable()
-        ring.take([v], 0, 0, verified=True)
+        ring.take(state(v), 0, 0, verified=True)
         for step in range(1, 50):
             v.assign([step, step])
-            ring.take([v], step, good=0)
+            ring.take(state(v), step, good=0)
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
@@ -47,7 +53,7 @@ class TestRing:
         ring, v = Ring(2, 0), variable()
         for step in range(10):
             v.assign([step, -step])
-            ring.take([v], step, step)
+            ring.take(state(v), step, step)
             if step == 3:
                 buffers = {id(s.arrays[id(v)]) for s in ring.snapshots}
         assert {id(s.arrays[id(v)]) for s in ring.snapshots} == buffers
@@ -56,7 +62,7 @@ class TestRing:
     def test_start_takes_no_memory_where_it_is_constant(self):
         """Slots that begin as zeros are kept as one number, and come back whole."""
         ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
-        ring.take([slots, weights], 0, 0, verified=True)
+        ring.take(state(slots, weights), 0, 0, verified=True)
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
@@ -82,10 +88,10 @@ class TestLeastLoss:
     @staticmethod
     def kept(*levels):
         ring, v = Ring(2, 0), variable(1.0)
-        ring.take([v], 0, 0, verified=True)
+        ring.take(state(v), 0, 0, verified=True)
         for step, level in enumerate(levels, 1):
             found = None if level is None else Level(step, level, 0.1)
-            ring.take([v], 10 * step, 10 * step, level=found)
+            ring.take(state(v), 10 * step, 10 * step, level=found)
         return [s.step for s in ring.snapshots]
 
     @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.learning_rates import Rate
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rollback import run_again
 from keras_nanguard._fit.run import Counts
-from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.snapshots import Rerun, Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
 RNG = np.random.default_rng(0)

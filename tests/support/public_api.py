@@ -168,7 +168,7 @@ FORMATS = {
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_files.bundles", "FORMAT"),
     "snapshot": ("_fit.snapshots_on_disk", "FORMAT"),
-    "guard state": ("_fit.guard_state", "FORMAT"),
+    "guard state": ("_fit.recovery", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.records", "FORMAT"),
     "recording.sqlite": ("_recording.database", "VERSION"),

@@ -43,9 +43,9 @@ def test_01_rolling_back_to_a_checkpoint_that_is_nan():
         slot, promote = model.optimizer.variables[-1], guard.session.ring.promote
 
         def damaged(committed):
-            guard.session.sync_variables()
+            guard.session.access.sync_variables()
             corrupt(slot)
-            promote(committed)
+            return promote(committed)
 
         guard.session.ring.promote = damaged  # the last that is done before a snapshot is taken
 

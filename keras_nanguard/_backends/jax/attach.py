@@ -58,7 +58,7 @@ class ModelAttachment(attach.Attachment):
         jit = bool(model.jit_compile) and not model.run_eagerly
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, session.with_adjustments)
+            transaction.rebind(session.read_train_state, session.recovery.with_adjustments)
         else:
             transaction = Transaction(
                 self.body,
@@ -70,7 +70,7 @@ class ModelAttachment(attach.Attachment):
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
-                scaling=session.with_adjustments,
+                scaling=session.recovery.with_adjustments,
             )
         if old is not None:
             transaction.inherit(old)
@@ -111,7 +111,7 @@ class ModelAttachment(attach.Attachment):
         """Run the tasks of the host that are due, with the state in the variables."""
         session = self.session
         if session.needs_variables(self._gathered):
-            session.sync_variables()
+            self.sync_variables()
             session.before()
 
     def _skips(self, data: Any) -> bool:
@@ -124,7 +124,7 @@ class ModelAttachment(attach.Attachment):
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
         """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.session.transaction, self.trainer_state
-        factors = self.session.adjustments()
+        factors = self.session.recovery.adjustments()
         result: StepResult = transaction.start(trainer_state.take(), factors, data, after=after)
         trainer_state.hold(result.state)
         transaction.published()
@@ -210,7 +210,7 @@ class LoopStep(attach.LoopStep):
             model=session.model,
             refuse=session.policy.refuse,
             jit=compiled,
-            scaling=session.with_adjustments,
+            scaling=session.recovery.with_adjustments,
         )
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -220,7 +220,7 @@ class LoopStep(attach.LoopStep):
             self.variables = _owners(state, session)
         self.state, self.synced = state, False
         if session.needs_variables(state is not given):
-            session.sync_variables()
+            self.sync_variables()
             session.before()
         result = self._run(batch)
         session.after(result.verdict)
@@ -235,7 +235,8 @@ class LoopStep(attach.LoopStep):
 
     def _run(self, args: Sequence[Any]) -> StepResult:
         session = self.session
-        result: StepResult = session.transaction(self._taken(), session.adjustments(), *args)
+        factors = session.recovery.adjustments()
+        result: StepResult = session.transaction(self._taken(), factors, *args)
         self.state, self.synced = result.state, False
         return result
 

@@ -212,7 +212,7 @@ class Attachment(StateAccess):
     @property
     def _adjusted(self) -> bool:
         """Whether changes of the policy are built into the step."""
-        return bool(self.session.adjustments())
+        return bool(self.session.recovery.adjustments())
 
     def _made(self) -> Any:
         """Return the parts of this fit's step that the next fit needs."""
@@ -254,7 +254,7 @@ class Attachment(StateAccess):
         with contextlib.suppress(Exception):
             self._rescue()
         with contextlib.suppress(Exception):
-            self.session.raised(error)
+            self.session.incidents.of_error(error)
         with contextlib.suppress(Exception):
             self.detach()
 
