@@ -145,7 +145,7 @@ class TestFinite:
         assert not first.refused and first.findings[0].kind == "divergence"
         assert first.step in (40, 80), "the first step after an epoch"
         assert "rollback: restored the state before the first step" in str(first)
-        assert any("with the weights before the first step" in text for text in first.diagnosis.evidence)
+        assert any("With the weights before the first step" in text for text in first.diagnosis.evidence)
 
     @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")
     def test_dead_at_the_mean_of_the_targets(self):
