@@ -62,8 +62,8 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         resume: whether to resume from the newest good snapshot in `directory`, if there is one. It
             restores the state of the model, the position in the data, and the state of the policy.
             Snapshots are then stored on disk.
-        logs: whether to add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`,
-            `nanguard/loss_scale` and `nanguard/rollbacks` to the epoch logs.
+        logs: whether to add `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and
+            `nanguard/rollbacks` to the epoch logs. `refused_steps` is always there.
         sample_ids: names of the rows: one name for each row of `x`, or the key of the batch that
             has them. By default rows are named by their index in `x`.
         **sections: sections of a policy, merged over it: `snapshot={"every": 50}`.

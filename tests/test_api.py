@@ -33,7 +33,7 @@ def test_no_fact_stands_there_twice():
         "cause divergence",
         "preset tune",
         "policy Rollback.depth = 1",
-        "log nanguard/refused",
+        "log nanguard/grad_norm",
         "recording steps.loss",
         "format incident: 1",
     ],

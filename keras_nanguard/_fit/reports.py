@@ -259,7 +259,6 @@ class ReportMixin:
             norm, scale = self._recorder.epoch_means(counts.epoch)
             self._last_norm = norm if math.isfinite(norm) else self._last_norm
             logs |= {
-                f"{OWN}refused": counts.epoch_refused,
                 f"{OWN}grad_norm": self._last_norm,
                 f"{OWN}rate_factor": self.session.recovery.rate_factor,
                 f"{OWN}loss_scale": scale,

@@ -52,7 +52,7 @@ def test_each_step(mode):
     assert np.isnan(steps["loss_scale"]).all() and np.all(np.diff(steps["time"]) >= 0)
     means = {name: [steps[name][good & (steps["epoch"] == e)].mean() for e in (0, 1)] for name in ("loss", "gradient_norm")}
     assert run.history["loss"] == pytest.approx(means["loss"], rel=1e-5)
-    assert run.history["nanguard/grad_norm"] == pytest.approx(means["gradient_norm"]) and run.history["nanguard/refused"] == [2, 2]
+    assert run.history["nanguard/grad_norm"] == pytest.approx(means["gradient_norm"]) and run.history["refused_steps"] == [2, 2]
     kinds = [event.kind for event in guard.recording.events]
     assert kinds == ["begin", "incident", "incident", "epoch", "incident", "incident", "epoch", "end"]
     assert guard.recording.events[1].data == guard.incidents[0].to_dict() and guard.recording.meta["status"] == "finished"
@@ -153,7 +153,7 @@ def test_overflows_of_a_loss_scale():
     steps = counted(guard)
     assert steps["status"].tolist() == [OVERFLOW if step == 4 else COMMITTED for step in range(12)] and guard.incidents == []
     assert steps["loss_scale"].tolist() == [2.0**15] * 5 + [2.0**14] * 7
-    assert history["nanguard/loss_scale"] == [2.0**14] and history["nanguard/refused"] == [1]
+    assert history["nanguard/loss_scale"] == [2.0**14] and history["refused_steps"] == [1]
 
 
 def test_model_that_guards_itself():
