@@ -10,12 +10,14 @@ an epoch is longer):
     untrained   the present weights are not clearly better than those before the first step, or no
                 better on their batches than with the inputs of another batch (by a hundredth), or
                 most kernels no longer change
-    no progress if training continues on the remembered batches, as the run would, the result is
-                not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
-                is progress only once better than untrained
+    no progress if training continues on the remembered batches, as the run would, the network
+                still has not learned anything: the result is not clearly better (with damage, a
+                kernel that has grown tenfold or most of them dead, not better than untrained), or
+                it does not depend on the inputs
     helps       from the first state (or the best snapshot), at a tenth, a hundredth or a thousandth
-                of the rate, the same batches lead to less than half of the loss on held-out
-                batches; with damage, a clearly lower loss is enough
+                of the rate, the same batches lead to a clearly lower loss on held-out batches, and
+                to less than half of it, or a tenth of it then depends on the inputs; with damage,
+                a clearly lower loss is enough
 
 All four are required. The action is then on probation: a window later the abandoned state is
 compared with the new one, again on the same batches. If the new one is not clearly better, state
@@ -33,9 +35,9 @@ steps as the last ones took.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,11 @@ FALLS = 0.9
 and trials can wait.
 """
 
+STANDARD_ERRORS = 3.0
+"""Standard errors by which the mean logarithm of the losses of two windows must differ. By chance
+one is lower by that much once in a thousand.
+"""
+
 HELD_OUT, MOST_HELD_OUT = 8, 32
 """Minimum and maximum number of held-out batches. The minimum is enough to see that most healthy
 runs have learned something.
@@ -79,9 +86,9 @@ runs have learned something.
 REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
 """Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
 run that has learned something (trials take at most a tenth of the time), of one that has not (at
-most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss has
-risen since to twice its level, or half way back to that of the first steps; and 0 for the first
-`LONGEST` steps of trials if the loss of a run that has not learned anything does not fall.
+most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss is
+clearly higher than in an earlier window since; and 0 for the first `LONGEST` steps of trials if the
+loss of a run that has not learned anything does not clearly fall.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -93,8 +100,10 @@ TENFOLD = 10.0
 HALF = 0.5
 """A trial ends "far better" if its loss is below this share of the present one."""
 
-EXPLAINED = 0.01
-"""Minimum share of the loss that depends on the inputs if a network has learned something."""
+EXPLAINED, WELL_EXPLAINED = 0.01, 0.1
+"""Minimum share of the loss that depends on the inputs if a network has learned something, and if
+a trial ends "far better" although its loss cannot fall to half, as a cross-entropy of noisy labels.
+"""
 
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
@@ -137,17 +146,76 @@ class _Probation:
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """A trial: its initial snapshot, its factor of the rate, and its losses on the held-out
-    batches.
+    """A trial: its initial snapshot, its factor of the rate, its last state, and the losses of that
+    state on the held-out batches.
     """
 
     snapshot: Snapshot
     factor: float
+    state: State
     losses: list[float]
 
     @property
     def mean(self) -> float:
         return fmean(self.losses)
+
+    def explains(self, trying: Trial, held_out: Sequence[Any]) -> bool:
+        """Whether a tenth of the loss depends on the inputs."""
+        explained = _explained(trying, self.state, self.losses, held_out)
+        return WELL_EXPLAINED <= explained < math.inf
+
+
+class _Schedule:
+    """When trials are worth their time.
+
+    Attributes:
+        looked: the step of the last trials.
+        wait: number of steps until the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.looked, self.wait = 0, 0.0
+        self._spent, self._falls = 0, True
+        self._window: Sequence[float] = ()
+        self._lowest: Sequence[float] = ()
+
+    def restart(self) -> None:
+        """Forget the trials so far, as after a rollback."""
+        self.wait, self._spent = 0.0, 0
+
+    def is_due(self, run: Run, began: int) -> bool:
+        """Whether to run trials now, at the end of a window that began after a step."""
+        losses = [loss for step, loss, _ in run.history.since(began)]
+        if len(losses) < WINDOW:
+            return False
+        before, self._window = self._window, losses
+        self._falls = not before or _below(losses, before)
+        first = [m.loss for m in run.history.first(run.step)] or [math.inf]
+        falls = median(losses) < FALLS * median(before or [math.inf])
+        if falls and median(losses[-WINDOW:]) < HALF * min(first):
+            return False
+        wait = self.wait
+        if _below(self._lowest, losses):
+            wait /= REST_LEARNED
+        elif _mean_log(losses) < _mean_log(self._lowest):
+            self._lowest = losses
+        return run.step >= self.looked + wait
+
+    def note(self, step: int, steps: int, learned: bool, diverged: bool) -> None:
+        """Note what trials took, and rest.
+
+        Args:
+            step: the step of the run.
+            steps: number of steps of the trials.
+            learned: whether a few batches showed that the run has learned something.
+            diverged: whether the rate was lowered for a divergence before.
+        """
+        self._spent += steps
+        rest = REST * (self._falls or self._spent > LONGEST)
+        rest = REST_DIVERGED if diverged else rest
+        rest = REST_LEARNED if learned else rest
+        self.wait = max(2 * self.wait, rest * steps)
+        self.looked, self._lowest = step, self._window
 
 
 class Divergence:
@@ -164,8 +232,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._wait, self._looked, self._spent = 0.0, 0, 0
-        self._cleared = self._previous = math.inf
+        self._schedule = _Schedule()
         self._probation: _Probation | None = None
         self._rollbacks = 0
 
@@ -183,26 +250,19 @@ class Divergence:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks, self._wait, self._spent = run.counts.rollbacks, 0.0, 0
+            self._rollbacks = run.counts.rollbacks
+            self._schedule.restart()
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
             self._end_probation(run)
             return None
-        level = median([loss for _, loss in run.history.last(WINDOW)] or [math.nan])
-        before = self._previous
-        if not self._suspect(run, began, level):
+        if not self._schedule.is_due(run, began):
             return None
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._spent += steps
-        falls = self._previous < before
-        rest = REST * (falls or self._spent > LONGEST)
-        rest = REST_DIVERGED if run.recovery.diverged else rest
-        rest = REST_LEARNED if found == LEARNED else rest
-        self._wait = max(2 * self._wait, rest * steps)
-        self._looked, self._cleared = run.step, level
+        self._schedule.note(run.step, steps, found == LEARNED, run.recovery.diverged)
         if found not in (None, LEARNED):
             self._adjust(run, found)
         return None
@@ -211,6 +271,7 @@ class Divergence:
         """Begin the probation of the action, if one was done."""
         if not done:
             self._probation, self._enabled = None, False
+        self._schedule.restart()
         self._rollbacks = run.counts.rollbacks
 
     def _is_objective(self, run: Run) -> bool:
@@ -218,21 +279,6 @@ class Divergence:
         own = keras_fitting.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
-
-    def _suspect(self, run: Run, began: int, level: float) -> bool:
-        """Whether trials are worth their time."""
-        losses = [loss for step, loss, _ in run.history.since(began)]
-        if len(losses) < WINDOW:
-            return False
-        first = [m.loss for m in run.history.first(run.step)] or [math.inf]
-        before, self._previous = self._previous, median(losses)
-        if level < HALF * min(first) and self._previous < FALLS * before:
-            return False
-        limit, start = 2.0 * self._cleared, median(first)
-        if self._cleared < start < math.inf:
-            limit = min(limit, (self._cleared + start) / 2)
-        wait = self._wait / REST_LEARNED if level > limit else self._wait
-        return run.step >= self._looked + wait
 
     def _found(self, run: Run) -> tuple[Lost | float | None, int]:
         """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and
@@ -262,7 +308,8 @@ class Divergence:
         few = held_out[:HELD_OUT]
         needs_all = before or len(few) == len(held_out)
         for some in (held_out,) if needs_all else (few, held_out):
-            untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), some))
+            start = trying.state_of(first)
+            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
             present = trying.losses(trying.present, some)
             learned = not before and _has_learned(
                 trying, trying.present, present, untrained.losses, some
@@ -280,19 +327,28 @@ class Divergence:
             dead = _dead(run, trying.present, further)
             damaged = bool(dead) or growth >= GROWN
             aim = untrained.losses if damaged else present
-            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
-            if progress and not dead and not before:
+            better = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
+            progress = better and not dead and not before
+            if progress and _has_learned(trying, further, goes_on, untrained.losses, held_out):
                 return None
+        further = None
         batches = [*batches, *again]
-        best = self._best_arm(run, trying, batches, held_out, untrained)
+        others = (present, goes_on, untrained.losses)
+        least = min(map(fmean, others[:2] if before else others))
+        best, far, clear = None, False, False
+        for origin in _origins(run, trying, held_out, untrained):
+            arm = _best_arm(trying, origin, batches, held_out)
+            if arm is None or (best is not None and best.mean <= arm.mean):
+                continue
+            best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
+            far = clear and (
+                arm.mean <= HALF * least or (not before and arm.explains(trying, held_out))
+            )
+            if far or before:
+                break
         if best is None:
             return None
-        least = min(fmean(present), fmean(goes_on), math.inf if before else untrained.mean)
-        far = best.mean <= HALF * least
-        clear = all(
-            clearly_lower(best.losses, other) for other in (present, goes_on, untrained.losses)
-        )
-        if not (clear and (far or damaged)):
+        if not (far or (clear and damaged)):
             return _better_rate(run, trying, batches, held_out, goes_on) if before else None
         self._probation = _Probation(
             trying.present, {id(r): r.factor for r in run.recovery.rates.values()}
@@ -300,33 +356,6 @@ class Divergence:
         return _lost(
             run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
         )
-
-    def _best_arm(
-        self,
-        run: Run,
-        trying: Trial,
-        batches: Sequence[Any],
-        held_out: Sequence[Any],
-        untrained: _Arm,
-    ) -> _Arm | None:
-        """Return the trial at a lower rate with the lowest loss, from the first state or the best
-        snapshot.
-        """
-        origin, kept = untrained, run.ring.with_least_loss()
-        if kept is not None and run.ring.at_hand(kept):
-            state = trying.state_of(kept)
-            arm = _Arm(kept, 1.0, trying.losses(state, held_out))
-            origin = (
-                arm
-                if _has_learned(trying, state, arm.losses, untrained.losses, held_out)
-                else origin
-            )
-        arms = []
-        for factor in FACTORS:
-            end = trying.trained(trying.state_of(origin.snapshot), batches, factor)
-            if end is not None:
-                arms.append(_Arm(origin.snapshot, factor, trying.losses(end, held_out)))
-        return min(arms, key=lambda arm: arm.mean, default=None)
 
     def _adjust(self, run: Run, factor: float) -> None:
         """Multiply the learning rate of a run that has diverged before."""
@@ -364,6 +393,32 @@ class Divergence:
         )
 
 
+def _origins(run: Run, trying: Trial, held_out: Sequence[Any], untrained: _Arm) -> Iterator[_Arm]:
+    """Yield the states to train from at a lower rate: the best snapshot if it has learned
+    something, and the first state.
+    """
+    kept = run.ring.with_least_loss()
+    if kept is not None and run.ring.at_hand(kept):
+        state = trying.state_of(kept)
+        losses = trying.losses(state, held_out)
+        if _has_learned(trying, state, losses, untrained.losses, held_out):
+            yield _Arm(kept, 1.0, state, losses)
+    yield untrained
+
+
+def _best_arm(
+    trying: Trial, origin: _Arm, batches: Sequence[Any], held_out: Sequence[Any]
+) -> _Arm | None:
+    """Return the trial at a lower rate with the lowest loss."""
+    best: _Arm | None = None
+    for factor in FACTORS:
+        end = trying.trained(origin.state, batches, factor)
+        if end is not None:
+            arm = _Arm(origin.snapshot, factor, end, trying.losses(end, held_out))
+            best = arm if best is None or arm.mean < best.mean else best
+    return best
+
+
 def _better_rate(
     run: Run,
     trying: Trial,
@@ -386,23 +441,48 @@ def _better_rate(
 
 def _has_learned(
     trying: Trial,
-    state: State,
+    state: State | None,
     losses: Sequence[float],
     untrained: Sequence[float],
     held_out: Sequence[Any],
 ) -> bool:
     """Whether a state with these losses is better than untrained, and depends on the inputs."""
-    if not clearly_lower(losses, untrained):
+    if state is None or not clearly_lower(losses, untrained):
         return False
+    return _explained(trying, state, losses, held_out) >= EXPLAINED
+
+
+def _explained(
+    trying: Trial, state: State, losses: Sequence[float], held_out: Sequence[Any]
+) -> float:
+    """Return the share of the loss of a state that depends on the inputs: by how much the loss
+    rises with the inputs of another batch.
+
+    0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+    """
     known = []
     for number, (loss, args) in enumerate(zip(losses, held_out)):
         others = [*held_out[number + 1 :], *held_out[:number]]
         exchanged = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
         known += [(loss, exchanged)] if exchanged is not None else []
     if 2 * len(known) < len(held_out):
-        return True
+        return math.inf
     own, others = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
-    return clearly_lower(own, others) and fmean(own) <= (1.0 - EXPLAINED) * fmean(others)
+    return 1.0 - fmean(own) / fmean(others) if clearly_lower(own, others) else 0.0
+
+
+def _below(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether positive losses are clearly lower than others, of other batches."""
+    if min(len(losses), len(others)) < WINDOW:
+        return False
+    both = [stdev(map(math.log, some)) / math.sqrt(len(some)) for some in (losses, others)]
+    error = math.hypot(*both)
+    return _mean_log(others) - _mean_log(losses) > STANDARD_ERRORS * error
+
+
+def _mean_log(losses: Sequence[float]) -> float:
+    """Return the mean logarithm of positive losses, infinity if there are none."""
+    return fmean(map(math.log, losses)) if losses else math.inf
 
 
 def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
