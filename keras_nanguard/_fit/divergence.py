@@ -311,10 +311,10 @@ class Divergence:
             start = trying.state_of(first)
             untrained = _Arm(first, 1.0, start, trying.losses(start, some))
             present = trying.losses(trying.present, some)
-            learned = not before and _has_learned(
-                trying, trying.present, present, untrained.losses, some
-            )
-            if learned and not _dead(run, trying.present, trying.trained(trying.present, some)):
+            learned = _has_learned(trying, trying.present, present, untrained.losses, some)
+            if before or not learned:
+                continue
+            if not _dead(run, trying.present, trying.trained(trying.present, some)):
                 return LEARNED if len(some) == HELD_OUT else None
         growth, path = _growth(run, trying, first)
         further: State | None = trying.present
@@ -341,9 +341,8 @@ class Divergence:
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            far = clear and (
-                arm.mean <= HALF * least or (not before and arm.explains(trying, held_out))
-            )
+            explains = not learned and arm.explains(trying, held_out)
+            far = clear and (arm.mean <= HALF * least or explains)
             if far or before:
                 break
         if best is None:

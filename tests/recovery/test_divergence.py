@@ -133,6 +133,28 @@ class TestOverflow:
 class TestFinite:
     """Not one number that is not finite, and a network that no longer learns."""
 
+    def test_a_loss_that_cannot_fall_to_half(self):
+        """Six of ten labels are random, so the lowest possible loss is 1.9, and that of an untrained network 2.3."""
+        draw = np.random.default_rng(0)
+        labels = np.where(draw.random(len(Y)) < 0.6, draw.integers(10, size=len(Y)), Y)
+
+        def posed():
+            inputs = keras.Input((64,))
+            hidden = layers.Dense(32)(inputs)
+            for _ in range(2):
+                inner = layers.Dense(64, "gelu")(layers.LayerNormalization()(hidden))
+                hidden = hidden + layers.Dense(32)(inner)
+            model = keras.Model(inputs, layers.Dense(10)(layers.LayerNormalization()(hidden)))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizers.Adam(1.0), loss, metrics=["accuracy"])
+            return model
+
+        stock, history = fit(posed, y=labels)
+        assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.3
+        guard = NanGuard(verbose=0)
+        model, _ = fit(posed, guard, y=labels)
+        assert accuracy(model) > 0.7 and changes(guard) == [["rollback", "lower_lr"]]
+
     def test_saturated(self):
         """Adam at a thousand times its rate: the loss settles far above its start."""
         posed = mlp(adam(3.0))
