@@ -37,28 +37,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import WINDOW, sizes
+from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
+from keras_nanguard._fit.trial_schedule import LONGEST, SHORTEST, Schedule
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-
-SHORTEST, LONGEST = 32, 1000
-"""Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
-batches.
-"""
 
 BATCHES = 256
 """Maximum number of batches of a trial. The last quarter is held out."""
@@ -68,27 +64,9 @@ TRIAL = 128
 is too low may look best.
 """
 
-FALLS = 0.9
-"""If the median loss of a window is below this share of the previous one, the run makes progress
-and trials can wait.
-"""
-
-STANDARD_ERRORS = 3.0
-"""Standard errors by which the mean logarithm of the losses of two windows must differ. By chance
-one is lower by that much once in a thousand.
-"""
-
 HELD_OUT, MOST_HELD_OUT = 8, 32
 """Minimum and maximum number of held-out batches. The minimum is enough to see that most healthy
 runs have learned something.
-"""
-
-REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
-"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
-run that has learned something (trials take at most a tenth of the time), of one that has not (at
-most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss is
-clearly higher than in an earlier window since; and 0 for the first `LONGEST` steps of trials if the
-loss of a run that has not learned anything does not clearly fall.
 """
 
 FACTORS = (0.1, 0.01, 0.001)
@@ -165,59 +143,6 @@ class _Arm:
         return WELL_EXPLAINED <= explained < math.inf
 
 
-class _Schedule:
-    """When trials are worth their time.
-
-    Attributes:
-        looked: the step of the last trials.
-        wait: number of steps until the next ones.
-    """
-
-    def __init__(self) -> None:
-        self.looked, self.wait = 0, 0.0
-        self._spent, self._falls = 0, True
-        self._window: Sequence[float] = ()
-        self._lowest: Sequence[float] = ()
-
-    def restart(self) -> None:
-        """Forget the trials so far, as after a rollback."""
-        self.wait, self._spent = 0.0, 0
-
-    def is_due(self, run: Run, began: int) -> bool:
-        """Whether to run trials now, at the end of a window that began after a step."""
-        losses = [loss for step, loss, _ in run.history.since(began)]
-        if len(losses) < WINDOW:
-            return False
-        before, self._window = self._window, losses
-        self._falls = not before or _below(losses, before)
-        first = [m.loss for m in run.history.first(run.step)] or [math.inf]
-        falls = median(losses) < FALLS * median(before or [math.inf])
-        if falls and median(losses[-WINDOW:]) < HALF * min(first):
-            return False
-        wait = self.wait
-        if _below(self._lowest, losses):
-            wait /= REST_LEARNED
-        elif _mean_log(losses) < _mean_log(self._lowest):
-            self._lowest = losses
-        return run.step >= self.looked + wait
-
-    def note(self, step: int, steps: int, learned: bool, diverged: bool) -> None:
-        """Note what trials took, and rest.
-
-        Args:
-            step: the step of the run.
-            steps: number of steps of the trials.
-            learned: whether a few batches showed that the run has learned something.
-            diverged: whether the rate was lowered for a divergence before.
-        """
-        self._spent += steps
-        rest = REST * (self._falls or self._spent > LONGEST)
-        rest = REST_DIVERGED if diverged else rest
-        rest = REST_LEARNED if learned else rest
-        self.wait = max(2 * self.wait, rest * steps)
-        self.looked, self._lowest = step, self._window
-
-
 class Divergence:
     """Detects a diverged run in one fit.
 
@@ -232,7 +157,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._schedule = _Schedule()
+        self._schedule = Schedule()
         self._probation: _Probation | None = None
         self._rollbacks = 0
 
@@ -468,20 +393,6 @@ def _explained(
         return math.inf
     own, others = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
     return 1.0 - fmean(own) / fmean(others) if clearly_lower(own, others) else 0.0
-
-
-def _below(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether positive losses are clearly lower than others, of other batches."""
-    if min(len(losses), len(others)) < WINDOW:
-        return False
-    both = [stdev(map(math.log, some)) / math.sqrt(len(some)) for some in (losses, others)]
-    error = math.hypot(*both)
-    return _mean_log(others) - _mean_log(losses) > STANDARD_ERRORS * error
-
-
-def _mean_log(losses: Sequence[float]) -> float:
-    """Return the mean logarithm of positive losses, infinity if there are none."""
-    return fmean(map(math.log, losses)) if losses else math.inf
 
 
 def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
