@@ -164,15 +164,15 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained(
         "_backends/torch/execution.py",
         "StepRun._judge",
-        "update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()",
-        ("update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[0]) else ()",),
+        "update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()",
+        ("update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[0]) else ()",),
         ONE_DEVICE,
     ),
     Explained(
         "_backends/torch/execution.py",
         "StepRun._judge",
-        "update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()",
-        ("update_sums = self._update_sums(math.inf) if early or reductions.is_away(sums[1]) else ()",),
+        "update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()",
+        ("update_norms = self._update_norms(math.inf) if early or reductions.is_away(sums[1]) else ()",),
         "On a processor the sums are read earlier than they have to be; they are the same.",
     ),
     Explained(

@@ -31,6 +31,9 @@ float32, whose largest number is 3.4e38.
 - Accumulated gradients: a + g grows by less than 1.5e12 a step.
 - EMA of the weights: between a and w, and w is read after every step.
 
+- Weight decay of `torch.optim` adds a multiple of w to g. There 3 has to hold with the sum of the
+  squares of all weights added.
+
 Not covered: a slot that other code writes between two steps. A bad entry there reaches the weights
 in the next step, and the weights are read. The exception is +Inf in a second moment, which stops
 its weight from moving: the full read finds it at most 16 steps later. A snapshot reads every entry.
@@ -151,7 +154,12 @@ def learned_scale(
     )
 
 
-def slots_may_wait(optimizer: Any, slots: Sequence[tuple[int, int]], counted: bool = True) -> bool:
+def slots_may_wait(
+    optimizer: Any,
+    slots: Sequence[tuple[int, int]],
+    counted: bool = True,
+    small: int = SMALL_SLOTS,
+) -> bool:
     """Return whether the slots of an optimizer need to be read only if `full_read_is_due`.
 
     Args:
@@ -159,10 +167,12 @@ def slots_may_wait(optimizer: Any, slots: Sequence[tuple[int, int]], counted: bo
         slots: of each slot that can be bad how many entries it has, and how many bytes one of them
             takes.
         counted: whether it is known how many updates the optimizer has made.
+        small: bytes up to which slots do not wait.
     """
-    kind = type(keras_optimizers.inner(optimizer))
+    inner = keras_optimizers.inner(optimizer)
+    kind = type(getattr(inner, "of", inner))  # of an adapter, the optimizer of torch
     known = kind.__name__ in PROVEN and kind.__module__.startswith(("keras.", "torch.optim."))
-    large = sum(size * itemsize for size, itemsize in slots) > SMALL_SLOTS
+    large = sum(size * itemsize for size, itemsize in slots) > small
     return counted and known and large and all(itemsize >= 4 for _, itemsize in slots)
 
 

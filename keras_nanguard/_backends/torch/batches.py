@@ -31,8 +31,11 @@ class Given:
     def _structure(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._held(value)
-        if type(value) is tuple:  # as nearly all are; `keras.tree` takes ten times as long
-            return tuple([self._structure(part) for part in value])
+        kind = type(value)  # one of these, nearly always; `keras.tree` takes ten times as long
+        if kind is tuple or kind is list:
+            return kind([self._structure(part) for part in value])
+        if kind is dict:
+            return {key: self._structure(part) for key, part in value.items()}
         return keras.tree.map_structure(self._held, value)
 
     def _held(self, value: Any) -> Any:

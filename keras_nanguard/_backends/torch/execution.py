@@ -50,7 +50,7 @@ class StepResult:
         outputs: what the body returned; `None` if it raised an exception about a bad number.
         verdict: the numbers of the step; means over all processes, if there are several.
         report: its report, `None` if it is healthy.
-        unread: the sums over the updated weights and slots, if they are still on a device. They are
+        unread: the norms of the updated weights and slots, if they are still on a device. They are
             read with the verdict of the next step.
         has_created: whether it has created variables, so that the train state has to be read again.
     """
@@ -82,10 +82,12 @@ class StepRun:
         decision: one of `REFUSE`, `CHECK` and `COMMIT`, `None` before it was made.
         verdict: the numbers so far.
         own: the same of this process alone.
+        weights_before: the norm of the weights after the last step.
         error: the exception about a bad number that ended the body, if any.
+        foreign: the `id` of the optimizers whose slots other code has written before the step.
         statistics: the written statistics that are judged.
         seen: the calls of optimizers and loss.
-        is_read: whether the verdict has the sums over the updated weights and slots.
+        is_read: whether the verdict has the norms of the updated weights and slots.
     """
 
     seen: Intercept
@@ -97,13 +99,16 @@ class StepRun:
         self.decision: int | None = None
         self.is_read = self.left_by_previous = self.has_created = False
         self.verdict = self.own = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        self.weights_before = owner.verdict.weights
         self.error: BaseException | None = None
         self.is_shared = owner.agreement is not None and owner.agreement.count > 1
 
     def complete(self) -> StepResult:
         """Run the step; commit or refuse it."""
         owner, parts = self.owner, self.parts
-        adds = self.fresh or owner.adds_to_gradients or owner.model is None
+        versions, known = parts.slot_versions(), owner.slot_versions
+        self.foreign = {key for key, counted in versions.items() if known.get(key) != counted}
+        adds = self.fresh or owner.adds_to_gradients
         found = [] if owner.stock or not adds else [(t, t.grad) for t in parts.holders]
         # What a step finds stays alive until its end.
         self.grads = [(t, grad, local(grad)._version) for t, grad in found if grad is not None]
@@ -112,12 +117,14 @@ class StepRun:
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
         self.attributes = parts.attributes(every=self.fresh)
         outputs = self._run_body()
-        versions = [(local(grad)._version, version) for _, grad, version in self.grads]
-        owner.adds_to_gradients |= any(now != version for now, version in versions)
+        added = [(local(grad)._version, version) for _, grad, version in self.grads]
+        owner.adds_to_gradients |= any(now != version for now, version in added)
         if self.decision is None:
             self._judge(outputs)
         self._find_untracked(before)
-        return self._concluded(outputs)
+        result = self._concluded(outputs)
+        owner.slot_versions = self.parts.slot_versions()
+        return result
 
     def close(self) -> None:
         """Release the gradients. A run and what records it refer to each other and would wait for
@@ -159,7 +166,7 @@ class StepRun:
         """
         owner, parts, compiled = self.owner, self.parts, self.compiled
         body = owner.body if compiled is None else compiled.body
-        self.seen = compiled or Intercept(owner.model, parts.train_state.optimizers)
+        self.seen = compiled or owner.intercept_of(parts.train_state.optimizers)
         watches = not owner.stock and compiled is None
         names, log = (parts.paths, parts.tensors), self.undo_log
         with log, self.seen.running(self._asked, *names, log, watches):
@@ -212,39 +219,39 @@ class StepRun:
         owner, seen = self.owner, self.seen
         if self.has_created:
             self._read_anew()
-        kind = self.parts.kind
         self.statistics = self._written_statistics()
-        losses = seen.losses or owner.losses(outputs)
+        losses = [loss.detach() for loss in seen.losses or owner.losses(outputs)]
         gradients = self._gradients()
-        sums = [reductions.added(losses, kind), reductions.squares(gradients, kind)]
-        sums.append(reductions.total(self.statistics, kind))
-        scales = [self._before(s.value).to(kind) for s, _ in self.parts.train_state.scales]
+        scalars = [loss.sum() if loss.ndim else loss for loss in losses]
+        sums = (scalars, reductions.norms(gradients), reductions.norms(self.statistics))
+        scales = [self._before(s.value) for s, _ in self.parts.train_state.scales]
         early = seen.early or not owner.refuse
-        update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
-        numbers, scales, now, previous = reductions.looked_at(
-            sums, scales, update_sums, owner.unread
-        )
-        if not math.isfinite(numbers[2]) and self._tolerate_constants():
-            numbers[2] = float(reductions.total(self.statistics, kind))
-        loss = reductions.confirmed(numbers[0], losses)
-        squares = reductions.confirmed(numbers[1], gradients, power=2)
-        statistic = reductions.confirmed(numbers[2], self.statistics)
-        if self.error is not None and math.isfinite(squares):
+        update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()
+        read = reductions.looked_at(*sums, scales, *owner.unread, *update_norms)
+        found, squares, statistic = sum(read[0]), reductions.squares_of(read[1]), read[2]
+        if not math.isfinite(sum(statistic)) and self._tolerate_constants():
+            (statistic,) = reductions.looked_at(reductions.norms(self.statistics))
+        loss = reductions.confirmed_sum(found, losses)
+        gradient = reductions.confirmed_squares(squares, gradients)
+        if self.error is not None and math.isfinite(gradient):
             loss = math.nan
-        self.verdict = Verdict(False, loss, squares, statistic, 0.0, 0.0, min(scales, default=1.0))
+        norm = reductions.confirmed_norm(statistic, self.statistics)
+        self.verdict = Verdict(False, loss, gradient, norm, 0.0, 0.0, min(read[3], default=1.0))
         if early:
-            self._read_update_sums(now)
+            self._read_update_norms(read[-2:] if update_norms else ())
+            self.is_read = not seen.waiting
+        previous = [reductions.norm_of(norms) for norms in read[4 : 4 + len(owner.unread)]]
         if not math.isfinite(sum(previous)) and not all(
             bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots
         ):
             self.left_by_previous = True
             self.verdict = self.verdict._replace(weights=previous[0], slots=previous[1])
-        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
+        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read[3])
         self.own = self.verdict
         if self.error is not None or not (valid and self.verdict.finite):
             self._decide(REFUSE)
-        else:  # gradients whose sum overflows are so large that the update may overflow, too
-            self._decide(COMMIT if math.isfinite(numbers[1]) else CHECK)
+        else:  # gradients whose norm overflows are so large that the update may overflow, too
+            self._decide(COMMIT if math.isfinite(squares) else CHECK)
 
     def _decide(self, decision: int) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict
@@ -294,25 +301,28 @@ class StepRun:
     def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
         """Return the weights and slots to read after the updates."""
         parts: Parts = self.parts
-        return parts.updated(self.seen.records, gradients, self.owner.steps)
+        bounded = gradients + 0.5 * self.weights_before**2
+        return parts.updated(self.seen.records, bounded, self.owner.steps, self.foreign)
 
-    def _update_sums(self, gradients: float) -> tuple[Any, Any]:
-        """Return the sums over the weights and slots that were updated, on the device."""
-        return reductions.update_sums(self._updated(gradients), self.parts.kind)
+    def _update_norms(self, gradients: float) -> tuple[list[Any], list[Any]]:
+        """Return the norms of the weights and slots that were updated, on the device."""
+        together, separate = self._updated(gradients)
+        return reductions.norms(together), reductions.norms(separate)
 
-    def _read_update_sums(self, numbers: Sequence[float] = ()) -> None:
-        """Read the sums over the updated state into the verdict.
+    def _read_update_norms(self, norms: Sequence[Sequence[float]] = ()) -> None:
+        """Read the norms of the updated state into the verdict.
 
         Args:
-            numbers: the sums, if they have been read.
+            norms: the norms, if they have been read.
         """
         gradients = self.verdict.gradients
-        if not numbers:
-            (numbers,) = reductions.looked_at(self._update_sums(gradients))
-        if not _finite(numbers):
-            read = zip(numbers, self._updated(gradients))
-            numbers = [reductions.confirmed(number, tensors) for number, tensors in read]
-        self.verdict = self.verdict._replace(weights=numbers[0], slots=numbers[1])
+        norms = norms or reductions.looked_at(*self._update_norms(gradients))
+        if math.isfinite(sum(map(sum, norms))):
+            weights, slots = map(reductions.norm_of, norms)
+        else:
+            pairs = zip(norms, self._updated(gradients))
+            weights, slots = (reductions.confirmed_norm(*pair) for pair in pairs)
+        self.verdict = self.verdict._replace(weights=weights, slots=slots)
 
     def _read_anew(self) -> None:
         """Read the train state again, because the step has created a part of it."""
@@ -326,8 +336,9 @@ class StepRun:
         owner.keeps_undo |= self.seen.early and self.decision != CHECK
         if self.decision == CHECK and owner.refuse:
             self.seen.make()
-            self._read_update_sums()
-            self._decide(COMMIT if _finite(self.verdict[4:6]) else REFUSE)
+            self._read_update_norms()
+            finite = math.isfinite(self.verdict.weights + self.verdict.slots)
+            self._decide(COMMIT if finite else REFUSE)
             self.is_read = True
         report = self._report() if self.decision == REFUSE else None
         unread: tuple[Any, ...] = ()
@@ -338,7 +349,7 @@ class StepRun:
         return StepResult(outputs, self.verdict, report, unread, self.has_created)
 
     def _commit(self) -> tuple[Any, ...]:
-        """Run the deferred updates; return the sums over the updated state, if they are not read
+        """Run the deferred updates; return the norms of the updated state, if they are not read
         now.
 
         They are read with the verdict of the next step if the host would otherwise wait for the
@@ -349,15 +360,15 @@ class StepRun:
         for tensor, value in created:
             self.owner.note_created(tensor, value)
         if created:
-            self.has_created = True
+            self.has_created, self.is_read = True, False
             self._read_anew()
         if not self.owner.refuse or self.is_read:
             return ()
-        update_sums = self._update_sums(self.verdict.gradients)
-        if self.is_shared or reductions.is_away(update_sums[0]):
-            return update_sums
-        (numbers,) = reductions.looked_at(update_sums)
-        self.verdict = self.verdict._replace(weights=numbers[0], slots=numbers[1])
+        update_norms = self._update_norms(self.verdict.gradients)
+        if self.is_shared or reductions.is_away(update_norms[0]):
+            return update_norms
+        weights, slots = map(reductions.norm_of, reductions.looked_at(*update_norms))
+        self.verdict = self.verdict._replace(weights=weights, slots=slots)
         return ()
 
     def _refuse(self) -> None:
@@ -430,7 +441,3 @@ class StepRun:
             kept = {id(t) for t in (parts.all if owner.stock else parts.small_state)}
             changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
         owner.untracked.update({id(t): t for t in changed})
-
-
-def _finite(numbers: Sequence[float]) -> bool:
-    return math.isfinite(sum(numbers))

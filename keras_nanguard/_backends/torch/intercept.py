@@ -29,28 +29,31 @@ __all__ = ["Compiled", "Intercept", "uncompiled"]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Calls `touched` before the first operation on one of the watched tensors, or on a view of
-    one, and keeps each tensor that the user's code writes in place.
+    """Calls `touched` before the first operation on a tensor that a deferred update reads or
+    writes, or on a view of one, and keeps each tensor that the user's code writes in place.
 
     Attributes:
+        waiting: the deferred updates.
         updating: whether an optimizer runs, whose writes are kept elsewhere.
     """
 
-    def __init__(self, touched: Callable[[], None]):
+    def __init__(self, waiting: list[Update], touched: Callable[[], None]):
         super().__init__()
-        self.touched, self.updating = touched, False
-        self.storages: set[int] = set()
-
-    def arm(self, tensors: Iterable[Any]) -> None:
-        """Watch these tensors, too."""
-        self.storages |= {storage(tensor) for tensor in tensors}
+        self.waiting, self.touched, self.updating = waiting, touched, False
+        self._storages: set[int] = set()
+        self._known = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         kwargs = kwargs or {}
-        if self.storages and (self._touches(args) or self._touches(kwargs.values())):
-            self.storages = set()
-            self.touched()
+        if self.waiting:
+            for record in self.waiting[self._known :]:
+                tensors = (*record.state(), *record.gradients)
+                self._storages |= {storage(tensor) for tensor in tensors}
+            self._known = len(self.waiting)
+            if self._touches(args) or self._touches(kwargs.values()):
+                self._storages, self._known = set(), 0
+                self.touched()
         if not self.updating and func._schema.is_mutable:
             _keep_written(func, args, kwargs)
         return func(*args, **kwargs)
@@ -58,7 +61,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def _touches(self, args: Iterable[Any]) -> bool:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if storage(local(arg)) in self.storages:
+                if storage(local(arg)) in self._storages:
                     return True
             elif isinstance(arg, (list, tuple)) and self._touches(arg):
                 return True
@@ -85,7 +88,8 @@ class Intercept:
     """Replaces the updates of optimizers and the loss computation of one model, and records what
     they are called with.
 
-    The replacements are installed in `running`, once at a time.
+    The replacements are installed in `running`, once at a time, and are made again only if what
+    they replace has changed.
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
@@ -94,19 +98,20 @@ class Intercept:
     Attributes:
         records: the calls of the optimizers, in order.
         losses: the results of `compute_loss`.
-        outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
         waiting: deferred records that have not run yet.
         early: whether an update had to run before the verdict.
     """
 
     records: list[Update]
     losses: list[Any]
-    outputs: list[tuple[str, Any]]
     waiting: list[Update]
     undo_log: UndoLog | None
+    _watch: Watch | None
 
     def __init__(self, model: Any, optimizers: Iterable[Any]):
         self.model, self.optimizers = model, list(optimizers)
+        self._made: dict[int, tuple[Any, Callable[..., Any]]] = {}
+        self.release()
 
     @contextlib.contextmanager
     def running(
@@ -129,22 +134,29 @@ class Intercept:
         """
         self.release()
         self.asked, self.paths, self.tensors = asked, paths, tensors
-        self.undo_log, self.watches, self.early = undo_log, watches, False
-        self._watch: Watch | None = None
+        self.undo_log, self.watches = undo_log, watches
         with Overrides() as overrides:
             for target, name, function in self.replacements():
                 overrides.set(target, name, function)
             try:
                 yield self
             finally:
-                if self._watch is not None and self.watches:
+                if self._watch is not None:
                     self._watch.__exit__(None, None, None)
-                self._watch = None
+                    self._watch = None
 
     def release(self) -> None:
         """Release what the last step has recorded."""
-        self.records, self.losses, self.outputs, self.waiting = [], [], [], []
-        self.undo_log = None
+        self.records, self.losses, self.waiting, self.early = [], [], [], False
+        self.undo_log, self._watch = None, None
+        self._predictions: list[Any] = []
+
+    @property
+    def outputs(self) -> list[tuple[str, Any]]:
+        """`(name, tensor)` of the model's outputs that `compute_loss` received."""
+        flat = map(keras.tree.flatten, self._predictions)
+        named = [pair for outputs in flat for pair in named_outputs(self.model, outputs)]
+        return [(name, value) for name, value in named if _is_float(value)]
 
     def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return `(object, attribute, function)` of everything that is replaced."""
@@ -152,32 +164,40 @@ class Intercept:
         for optimizer in self.optimizers:
             of_torch: Any = getattr(optimizer, "of", None)
             if of_torch is not None:
-                places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
+                places.append(self._replacement(of_torch, "step", self._stepper, optimizer))
             else:
-                places.append((optimizer, "apply", self._applier(optimizer)))
+                places.append(self._replacement(optimizer, "apply", self._applier, optimizer))
         if hasattr(self.model, "compute_loss"):
-            places.append((self.model, "compute_loss", self._noting(self.model.compute_loss)))
+            places.append(self._replacement(self.model, "compute_loss", self._noting))
         return places
+
+    def _replacement(
+        self, target: Any, name: str, make: Callable[..., Callable[..., Any]], *more: Any
+    ) -> tuple[Any, str, Callable[..., Any]]:
+        """Return a replacement made by `make(real, *more)`, where `real` is the present method."""
+        real, known = getattr(target, name), self._made.get(id(target))
+        if known is None or known[0] != real:
+            known = self._made[id(target)] = real, make(real, *more)
+        return target, name, known[1]
 
     def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that records a call as the step has to call it."""
         return function
 
-    def update_of(self, optimizer: Any) -> Callable[..., Any]:
-        """Return the update of a Keras optimizer."""
-        update: Callable[..., Any] = optimizer.apply
-        return update
+    def update_of(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the update of a Keras optimizer, given its method."""
+        return real
 
-    def _applier(self, optimizer: Any) -> Callable[..., Any]:
-        real = self.update_of(optimizer)
+    def _applier(self, apply: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+        real = self.update_of(optimizer, apply)
 
-        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+        def replaced(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             given = None if trainable_variables is None else list(trainable_variables)
             self._take(KerasUpdate(optimizer, real, list(grads), given, self.tensors))
 
-        return self.reporting(apply)
+        return self.reporting(replaced)
 
-    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _stepper(self, real: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
         @functools.wraps(real)  # a scheduler of torch's marks the function
         def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
             record = TorchUpdate(optimizer, real, self.paths)
@@ -185,11 +205,12 @@ class Intercept:
                 self._take(record)
                 optimizer.of._opt_called = True  # what a scheduler of torch's looks for
                 return None
-            self._keep(record)  # it evaluates the loss itself, several times
+            record.tensors = [local(p) for p, _ in record.grads]  # it computes their gradients
+            self._keep(record)
             result = real(closure, **kwargs) if closure is not None else real(**kwargs)
             self._begin_watch()
             made = TorchUpdate(optimizer, real, self.paths)
-            made.slots = record.slots
+            made.names = record.names
             self.records.append(made)
             return result
 
@@ -208,9 +229,9 @@ class Intercept:
     def _note(self, loss: Any, args: Any, kwargs: Any) -> None:
         """Record the result of `compute_loss(*args, **kwargs)`."""
         if loss is not None:
-            self.losses.append(keras.ops.convert_to_tensor(loss))
-            named = named_outputs(self.model, keras.tree.flatten(predicted(args, kwargs)))
-            self.outputs += [(name, value) for name, value in named if _is_float(value)]
+            is_tensor = isinstance(loss, torch.Tensor)
+            self.losses.append(loss if is_tensor else keras.ops.convert_to_tensor(loss))
+            self._predictions.append(predicted(args, kwargs))
 
     def _take(self, record: Update) -> None:
         self.records.append(record)
@@ -219,18 +240,15 @@ class Intercept:
             self._keep(record)
         if when in ("now", "kept"):
             self._run(record)
-        watch = self._begin_watch()
+        self._begin_watch()
         if when == "later":
             self.waiting.append(record)
-            watch.arm([*record.state(), *record.gradients])
 
-    def _begin_watch(self) -> Watch:
-        """Return the watch of this step; it begins now if code of the user's own may follow."""
-        if self._watch is None:
-            self._watch = Watch(self.make)
-            if self.watches:
-                self._watch.__enter__()
-        return self._watch
+    def _begin_watch(self) -> None:
+        """Begin to watch, if code of the user's own may follow."""
+        if self._watch is None and self.watches:
+            self._watch = Watch(self.waiting, self.make)
+            self._watch.__enter__()
 
     def _run(self, record: Update) -> None:
         watch = self._watch
@@ -245,7 +263,8 @@ class Intercept:
 
     def make(self, keep: bool = True) -> None:
         """Keep the old values, then run the deferred updates."""
-        waiting, self.waiting = self.waiting, []
+        waiting = list(self.waiting)
+        self.waiting.clear()
         for record in waiting:
             if keep:
                 self._keep(record)
@@ -269,7 +288,7 @@ class Compiled(Intercept):
     """A body compiled by `torch.compile`, as Keras does with `jit_compile=True`, and what it calls.
 
     Torch traces the Python code of a step, runs untraceable parts eagerly, and compiles again
-    whenever a traced value has changed. So the replacements are created once, not in each step, and
+    whenever a traced value has changed. So the replacements are created once, and
     work for the host (storing a loss, computing the verdict) is excluded from the trace. It runs
     between the backward pass and the update, where torch splits the step anyway. The update of a
     Keras optimizer is compiled separately. Updates of torch optimizers run eagerly, and so does
@@ -284,19 +303,14 @@ class Compiled(Intercept):
     def __init__(self, body: Callable[..., Any], model: Any, optimizers: Iterable[Any]):
         super().__init__(model, optimizers)
         self.body = torch.compile(body)
-        self._replacements = super().replacements()
-
-    def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        return self._replacements
 
     def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         excluded: Callable[..., Any] = torch.compiler.disable(function)
         return excluded
 
-    def update_of(self, optimizer: Any) -> Callable[..., Any]:
-        scaled = keras_optimizers.is_loss_scaled(optimizer)
-        update: Callable[..., Any] = optimizer.apply if scaled else torch.compile(optimizer.apply)
-        return update
+    def update_of(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(real)
+        return real if keras_optimizers.is_loss_scaled(optimizer) else compiled
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

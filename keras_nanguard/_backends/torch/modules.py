@@ -27,7 +27,7 @@ def local(tensor: Any) -> Any:
 def storage(tensor: Any) -> int:
     """Return the address of the memory of a tensor."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
         return id(tensor)
 

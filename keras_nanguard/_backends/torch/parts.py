@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import keras
@@ -37,7 +37,7 @@ class Parts:
         self.weights_and_slots = [v.value for v in updated]
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
-        self.holders = [getattr(v, "of", v.value) for v in updated]
+        self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
         self.metrics = {id(tensor) for tensor in metrics}
         self.results = {id(tensor) for tensor in train_state.results}
         settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
@@ -49,7 +49,6 @@ class Parts:
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
         self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
-        self.kind = reductions.kind(self.weights_and_slots)
         self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
         self._tensors = [
             (held, name)
@@ -62,18 +61,29 @@ class Parts:
         slots = [v.value for v in optimizer.variables if id(v) in listed]
         slots = [tensor for tensor in slots if reductions.can_be_bad(tensor)]
         sizes = [(tensor.numel(), tensor.dtype.itemsize) for tensor in slots]
-        return slots, rules.slots_may_wait(optimizer, sizes)
+        return slots, rules.slots_may_wait(optimizer, sizes, small=0)
+
+    def slot_versions(self) -> dict[int, list[int]]:
+        """Return how often torch has written each slot that may wait, by the `id` of its optimizer.
+
+        If other code has written a slot since the last update, the slots are read after the next
+        one. So they need not be read after each, as on other backends those of small networks are.
+        """
+        waiting = {key: slots for key, (slots, wait) in self.slots.items() if wait}
+        return {key: [t._version for t in slots] for key, slots in waiting.items()}
 
     def updated(
-        self, records: Sequence[Update], gradients: float, steps: int
+        self, records: Sequence[Update], gradients: float, steps: int, written: Container[int]
     ) -> tuple[list[Any], list[Any]]:
         """Return the tensors to read after an update: weights with the slots that may not wait,
         and other slots if their read is due.
 
         Args:
             records: the updates.
-            gradients: half the sum of squares of the gradients.
+            gradients: half the sum of squares of the gradients, and of the weights, which weight
+                decay of torch adds to them.
             steps: number of steps so far, because torch optimizers have no common counter.
+            written: the `id` of the optimizers whose slots other code has written.
         """
         together = [tensor for record in records for tensor in record.tensors]
         separate: list[Any] = []
@@ -82,7 +92,7 @@ class Parts:
             slots, wait = self.slots[key]
             if not wait:
                 together += slots
-            elif due:
+            elif due or key in written:
                 separate += slots
         return together, separate
 

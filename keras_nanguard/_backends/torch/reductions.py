@@ -1,10 +1,10 @@
-"""The sums of `keras_nanguard._core.finiteness` as torch operations: one pass over each tensor,
-without waiting for the device.
+"""Norms of tensors on torch: one pass over each tensor, without waiting for the device.
 
-Small tensors of one dtype are concatenated and read at once, because the number of calls dominates
-a step of a millisecond. Large ones are read in place: `dot` and `sum` run near memory bandwidth (50
-GB/s on two cores, where `torch.isfinite` reaches 3). On an accelerator the fused `_foreach_norm`
-replaces `dot`.
+The norm of a tensor is finite exactly if all of its entries are, unless it overflows. The number of
+calls dominates a step of a millisecond, so one call reads all small tensors. It uses one thread for
+each: a step without larger operations lets the threads of PyTorch sleep, and waking them takes
+longer than such a step. On a CPU large tensors are read with `dot`, which uses all threads and runs
+near memory bandwidth (50 GB/s on two cores, where `torch.isfinite` reaches 3).
 """
 
 from __future__ import annotations
@@ -16,24 +16,12 @@ from typing import Any
 import torch
 
 __all__ = [
-    *("added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at", "squares"),
-    *("total", "update_sums"),
+    *("can_be_bad", "confirmed_norm", "confirmed_squares", "confirmed_sum", "counts", "is_away"),
+    *("looked_at", "norm_of", "norms", "squares_of"),
 ]
 
-LARGE = 1 << 16
-"""Elements above which a tensor is read in place."""
-
-SERIAL = 1 << 15
-"""Elements above which PyTorch uses several threads for a sum (`GRAIN_SIZE` in
-aten/src/ATen/TensorIterator.h).
-
-Without such an operation in a step these threads sleep. Waking them takes 1.5 ms on a busy machine
-of two cores, and they then spin for as long as a small step takes, which makes its processor time
-two and a half times as long.
-"""
-
-SERIAL_DOT = 1 << 13
-"""The same limit of `dot`, in MKL."""
+LARGE = 1 << 17
+"""Elements from which a tensor on a CPU is read with `dot`."""
 
 SUM_LIMIT = 2.0**1000
 """Replacement of a sum that has overflowed over finite entries. A few of them still add up to a
@@ -46,118 +34,98 @@ def can_be_bad(tensor: Any) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def kind(tensors: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 if the state has float64, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def _dense(tensor: Any) -> Any:
-    """Return the numbers of a tensor as one row of at least 32 bits, complex ones as pairs."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
-        return tensor.reshape(-1)
+    """Return a tensor with the entries of this one in at least 32 bits, which has a norm."""
     if tensor.layout != torch.strided:
         whole = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
         tensor = whole.values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.dtype.itemsize < 4:
-        tensor = tensor.float()
-    return tensor.reshape(-1)
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def _rows(tensors: Iterable[Any]) -> list[Any]:
-    """Return the numbers of all tensors in few rows: a large one alone, small ones of one dtype and
-    device joined, on a CPU up to `SERIAL` entries.
-    """
-    groups: list[list[Any]] = []
-    last: dict[Any, tuple[list[Any], float]] = {}
-    for row in (_dense(t) for t in tensors if can_be_bad(t) and t.numel()):
-        size, kind = row.numel(), (row.dtype, row.device)
-        most = SERIAL if row.device.type == "cpu" else math.inf
-        if size >= min(LARGE, most):
-            groups.append([row])
-            continue
-        group, filled = last.get(kind, ([], math.inf))
-        if filled + size >= most:
-            group, filled = [], 0
-            groups.append(group)
-        group.append(row)
-        last[kind] = group, filled + size
-    return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
+def norms(tensors: Iterable[Any]) -> list[Any]:
+    """Return the norms of all tensors that can be bad, as scalars on their devices."""
+    small, large = [], []
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
+            if not can_be_bad(tensor):
+                continue
+            tensor = _dense(tensor)
+        size = tensor.numel()
+        if size >= LARGE and tensor.device.type == "cpu" and not tensor.is_complex():
+            large.append(tensor.detach().reshape(-1))
+        elif size:
+            small.append(tensor)
+    found = [torch.dot(row, row).sqrt() for row in large]
+    if small:
+        with torch.no_grad():
+            found += torch._foreach_norm(small)
+    return found
 
 
-def added(losses: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of all entries of these tensors."""
-    return _add([loss.detach().sum() if loss.ndim else loss.detach() for loss in losses], dtype)
+def squares_of(norms: Iterable[float]) -> float:
+    """Return half the sum of squares of the entries, given the norms of their tensors."""
+    return 0.5 * sum([norm * norm for norm in norms])
 
 
-def _add(scalars: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of scalars as a tensor of this dtype, 0 if there are none."""
-    if not scalars:
-        return torch.zeros((), dtype=dtype)
-    added = scalars[0].to(dtype)
-    for scalar in scalars[1:]:
-        added = added + scalar.to(added.device, dtype)
-    return added
+def norm_of(norms: Iterable[float]) -> float:
+    """Return the norm of all entries together."""
+    return math.sqrt(2.0 * squares_of(norms))
 
 
-def squares(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return half the sum of the squares of all entries."""
-    rows = _rows(tensors)
-    if rows and rows[0].device.type != "cpu":
-        norms = torch.stack([n.to(rows[0].device, dtype) for n in torch._foreach_norm(rows)])
-        return 0.5 * torch.dot(norms, norms)
-    return 0.5 * _add([_squares(row) for row in rows], dtype)
-
-
-def _squares(row: Any) -> Any:
-    """Return the sum of squares, in one thread if the row is not large."""
-    if SERIAL_DOT <= row.numel() < LARGE:
-        norm = torch.linalg.vector_norm(row)
-        return norm * norm
-    return torch.dot(row, row)
-
-
-def total(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return a number that is not finite if one entry is not, and finite if all are and nothing
-    overflows.
-    """
-    return _add([row.sum() for row in _rows(tensors)], dtype)
-
-
-def confirmed(number: float, tensors: Iterable[Any], power: int = 1) -> float:
-    """Return the sum over these tensors, which is finite exactly if all of their entries are.
+def confirmed_squares(squares: float, tensors: Iterable[Any]) -> float:
+    """Return half the sum of squares, which is finite exactly if all entries of these tensors are.
 
     Args:
-        number: the computed sum, in which finite entries may overflow.
-        tensors: the summed tensors.
-        power: 2 for half the sum of squares.
+        squares: the computed one, in which finite entries may overflow.
+        tensors: the tensors.
     """
-    if math.isfinite(number):
-        return number
-    rows = [_dense(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
+    return squares if math.isfinite(squares) else _confirmed(squares, tensors, 2)
+
+
+def confirmed_norm(norms: Sequence[float], tensors: Iterable[Any]) -> float:
+    """Return the norm of all entries, which is finite exactly if all of them are.
+
+    Args:
+        norms: the norms of the tensors, in which finite entries may overflow.
+        tensors: the tensors.
+    """
+    return math.sqrt(2.0 * confirmed_squares(squares_of(norms), tensors))
+
+
+def confirmed_sum(number: float, tensors: Iterable[Any]) -> float:
+    """Return the sum over these tensors, which is finite exactly if all of their entries are."""
+    return number if math.isfinite(number) else _confirmed(number, tensors, 1)
+
+
+def _confirmed(number: float, tensors: Iterable[Any], power: int) -> float:
+    """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
+    rows = [_row(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
     if not all(bool(torch.isfinite(row).all()) for row in rows):
         return number
     exact = sum(float((row.double() ** power).sum()) for row in rows) / power
     return exact if abs(exact) < SUM_LIMIT else math.copysign(SUM_LIMIT, exact)
 
 
-def is_away(tensor: Any) -> bool:
-    """Whether the host has to wait for a device to read the tensor."""
-    return bool(tensor.device.type != "cpu")
+def _row(tensor: Any) -> Any:
+    """Return the numbers of a tensor as one row of at least 32 bits, complex ones as pairs."""
+    tensor = _dense(tensor.detach())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.reshape(-1)
+
+
+def is_away(scalars: Iterable[Any]) -> bool:
+    """Whether the host has to wait for a device to read one of these tensors."""
+    return any(scalar.device.type != "cpu" for scalar in scalars)
 
 
 def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
-    """Return groups of scalars of one dtype as numbers, with one read of the device for all of
-    them.
-    """
+    """Return groups of scalars as numbers, with one read of the device for all of them."""
     scalars = [scalar for group in groups for scalar in group]
-    away = next((scalar.device for scalar in scalars if is_away(scalar)), None)
-    if away is None:
+    if not is_away(scalars):
         return [[scalar.item() for scalar in group] for group in groups]
-    numbers = iter(torch.stack([scalar.to(away) for scalar in scalars]).tolist())
+    device = next((scalar.device for scalar in scalars if scalar.device.type != "cpu"), "cpu")
+    numbers = iter(torch.stack([scalar.to(device) for scalar in scalars]).tolist())
     return [[next(numbers) for _ in group] for group in groups]
 
 
@@ -169,12 +137,6 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
 def _count(tensor: Any) -> tuple[int, int, int]:
     if not can_be_bad(tensor):
         return 0, 0, int(tensor.numel())
-    row = _dense(tensor)
-    size = tensor.numel() if row.dtype == tensor.dtype else row.numel()
+    row = _row(tensor)
+    size = row.numel() if tensor.is_complex() else tensor.numel()
     return int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)
-
-
-def update_sums(read: tuple[list[Any], list[Any]], dtype: Any) -> tuple[Any, Any]:
-    """Return the sums over two lists of tensors, on the device."""
-    together, separate = read
-    return total(together, dtype), total(separate, dtype)

@@ -24,7 +24,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.torch.batches import Given, as_tensors
 from keras_nanguard._backends.torch.execution import FRESH, StepRun
-from keras_nanguard._backends.torch.intercept import Compiled
+from keras_nanguard._backends.torch.intercept import Compiled, Intercept
 from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
@@ -89,8 +89,10 @@ class Transaction(interface.Transaction):
         self.steps = 0
         self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.given: Any = None
-        self.unread: tuple[Any, ...] = ()  # sums of the previous step, still on a device
+        self.slot_versions: dict[int, list[int]] = {}  # after the last step
+        self.unread: tuple[Any, ...] = ()  # norms of the previous step, still on a device
         self.stale = True
+        self._intercept: Intercept | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self.stale or self.steps < FRESH or self.steps % REFRESH == 0:
@@ -108,6 +110,12 @@ class Transaction(interface.Transaction):
         if result.report is not None:
             self._reports.append(result.report)
         return result.outputs
+
+    def intercept_of(self, optimizers: Sequence[Any]) -> Intercept:
+        """Return the record of calls of these optimizers, the one of the last step if possible."""
+        if self._intercept is None or self._intercept.optimizers != list(optimizers):
+            self._intercept = Intercept(self.model, optimizers)
+        return self._intercept
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""

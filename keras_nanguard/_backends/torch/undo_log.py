@@ -74,10 +74,9 @@ class UndoLog:
 
     def keep(self, tensors: Iterable[Any]) -> None:
         """Copy the present values of tensors that are not kept yet."""
-        with torch.no_grad():
-            for tensor in tensors:
-                if id(tensor) not in self.old:
-                    self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+        for tensor in tensors:
+            if id(tensor) not in self.old:
+                self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
 
     def keep_updated(self, tensors: Iterable[Any], restore: Callable[[], None] | None) -> None:
         """Copy what an update is about to write. It is restored even if torch does not count the
@@ -148,9 +147,9 @@ class UndoLog:
 
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that is about to be written."""
-        if self.writes is not None:
-            self.writes(variable.value)
         tensor = variable.value
+        if self.writes is not None:
+            self.writes(tensor)
         if id(tensor) not in self.owner and not tensor.is_meta:
             self.owner[id(tensor)] = variable
             self.keep([tensor])

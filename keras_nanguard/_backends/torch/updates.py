@@ -7,6 +7,7 @@ rates of a torch optimizer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,22 +32,21 @@ class Update:
 
     Attributes:
         optimizer: the optimizer.
-        pairs: `(gradient, variable)` of each variable that has a gradient; the variable has a
-            `path`.
-        tensors: the variables that it will write, without slots.
+        gradients: the gradients.
+        tensors: the variables that it will write, one for each gradient, without slots.
     """
 
     optimizer: Any
-    pairs: list[tuple[Any, Any]]
+    gradients: list[Any]
     tensors: list[Any]
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
 
     @property
-    def gradients(self) -> list[Any]:
-        """The gradients."""
-        return [gradient for gradient, _ in self.pairs]
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """`(gradient, variable)` of each gradient; the variable has a `path`."""
+        raise NotImplementedError
 
     def state(self) -> list[Any]:
         """Return every tensor that the update reads and writes, or writes."""
@@ -99,15 +99,20 @@ class KerasUpdate(Update):
         super().__init__()
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
-        tensors = (known.get(id(v)) for _, v in self.pairs)
+        self._variables = [v for g, v in zip(grads, asked) if g is not None]
+        self.gradients = [g for g, _ in zip(grads, asked) if g is not None]
+        tensors = [known.get(id(v)) for v in self._variables]
         self.tensors = [
             keras_variables.native(v) if tensor is None else tensor
-            for tensor, (_, v) in zip(tensors, self.pairs)
+            for tensor, v in zip(tensors, self._variables)
         ]
 
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        return list(zip(self.gradients, self._variables))
+
     def state(self) -> list[Any]:
-        optimizer, variables = self.optimizer, [v for _, v in self.pairs]
+        optimizer, variables = self.optimizer, self._variables
         if optimizer.built:  # an average of the weights may write all of them
             variables = [*keras_optimizers.trained_by(optimizer), *optimizer.variables]
         tensors = [*(v.value for v in variables), *self.tensors]
@@ -127,24 +132,32 @@ class KerasUpdate(Update):
 
 
 class TorchUpdate(Update):
-    """One call of `step` of a `torch.optim.Optimizer`."""
+    """One call of `step` of a `torch.optim.Optimizer`.
+
+    Attributes:
+        names: names of the slots of each parameter before the update, in the order of the state.
+    """
 
     def __init__(self, optimizer: Any, real: Callable[..., Any], paths: dict[int, str]):
         super().__init__()
-        self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
-        params = [p for group in self.torch.param_groups for p in group["params"]]
-        self.grads = [(p, p.grad) for p in params]
-        self.groups, self.slots = settings_of(self.torch.param_groups), self._names()
-        written = [(g, p) for p, g in self.grads if g is not None]
-        parts = [(local(g), local(p)) for g, p in written]
-        self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in parts]
-        self.tensors = [p for _, p in parts]
+        self.optimizer, self.torch, self.real, self._paths = optimizer, optimizer.of, real, paths
+        groups = self.torch.param_groups
+        self.grads = [(p, p.grad) for group in groups for p in group["params"]]
+        self.groups, self.names = settings_of(groups), self._names()
+        self.gradients = [local(g) for _, g in self.grads if g is not None]
+        self.tensors = [local(p) for p, g in self.grads if g is not None]
 
-    def _names(self) -> dict[Any, tuple[str, ...]]:
-        return {p: tuple(slots) for p, slots in self.torch.state.items()}
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        named = [Named(self._paths.get(id(p), "a parameter"), p) for p in self.tensors]
+        return list(zip(self.gradients, named))
+
+    def _names(self) -> list[tuple[str, ...]]:
+        return [tuple(slots) for slots in self.torch.state.values()]
 
     def state(self) -> list[Any]:
-        return [*self.tensors, *(v.value for v in self.optimizer.variables)]
+        slots = [slot for slots in self.torch.state.values() for slot in slots.values()]
+        return [*self.tensors, *(local(slot) for slot in slots if isinstance(slot, torch.Tensor))]
 
     def held(self) -> Callable[[], None]:
         """All state of the optimizer, also entries that do not exist yet."""
@@ -154,15 +167,17 @@ class TorchUpdate(Update):
     def created(self) -> list[tuple[Any, Any]]:
         """Return the slots that the update has created, each with its first value."""
         found = []
-        for p, slots in self.torch.state.items():
-            known = self.slots.get(p, ())
-            new = {k: local(t) for k, t in slots.items() if k not in known}
-            found += [(t, first_value(k, t)) for k, t in new.items() if isinstance(t, torch.Tensor)]
+        known = itertools.chain(self.names, itertools.repeat(()))
+        for slots, names in zip(self.torch.state.values(), known):
+            if len(slots) != len(names):
+                new = {k: local(t) for k, t in slots.items() if k not in names}
+                tensors = {k: t for k, t in new.items() if isinstance(t, torch.Tensor)}
+                found += [(t, first_value(k, t)) for k, t in tensors.items()]
         return found
 
     def _call(self) -> None:
         """Step with the gradients and rates of the original call."""
-        self.slots = self._names()
+        self.names = self._names()
         now = [(p, p.grad) for p, _ in self.grads]
         groups = settings_of(self.torch.param_groups)
         self._place(self.grads, self.groups)

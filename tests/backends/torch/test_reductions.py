@@ -14,13 +14,19 @@ import torch
 
 from keras_nanguard._backends.torch import reductions
 
-SIZES = (1, 7, *(limit + n for limit in (reductions.SERIAL_DOT, reductions.SERIAL, reductions.LARGE) for n in (-1, 0)))
+SIZES = (1, 7, 8192, *(reductions.LARGE + n for n in (-1, 0)))
 
 
 def tensors(sizes, dtype=torch.float32):
     """Return tensors of these sizes."""
     draw = np.random.default_rng(0)
     return [torch.tensor(draw.standard_normal(size), dtype=dtype) for size in sizes]
+
+
+def read(given):
+    """Return the norms of tensors as numbers."""
+    (numbers,) = reductions.looked_at(reductions.norms(given))
+    return numbers
 
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32)
@@ -47,49 +53,35 @@ def test_sums_are_those_of_each_tensor(layout, bad):
             if not reductions.can_be_bad(given[place]) or not given[place].numel() or given[place].is_sparse:
                 continue
             given[place].detach().flatten()[:1].fill_(bad) if given[place].is_contiguous() else given[place][:1].fill_(bad)
-        floats = [reductions._dense(t.detach()).double().numpy() for t in given if reductions.can_be_bad(t)]
-        squares, total = sum(np.sum(a**2) for a in floats) / 2, sum(np.sum(a) for a in floats)
-        found = reductions.total(given, torch.float32).item()
+        floats = [t.detach().to_dense() for t in given if reductions.can_be_bad(t)]
+        squares = sum(float(t.to(torch.complex128).abs().square().sum()) for t in floats) / 2
+        found = reductions.squares_of(read(given))
         assert np.isfinite(found) == (bad is None)
         if bad is None:
-            np.testing.assert_allclose(found, total, rtol=1e-4)
-            np.testing.assert_allclose(reductions.squares(given, torch.float32).item(), squares, rtol=1e-4)
-        else:
-            assert not np.isfinite(reductions.squares(given, torch.float32).item())
-
-
-MIXTURES = [*((size,) for size in SIZES), SIZES, (30_000, 3_000, 30_000), (10,) * 40, (reductions.SERIAL - 1, 1), ()]
+            np.testing.assert_allclose(found, squares, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
-def test_sums(sizes, dtype):
-    """Half the sum of squares and the sum, as NumPy has them; each is not finite where one entry is not, wherever that stands."""
+@pytest.mark.parametrize("sizes", [*((size,) for size in SIZES), SIZES, (10,) * 40, ()], ids=str)
+def test_norms(sizes, dtype):
+    """They are those of NumPy; one is not finite where an entry is not, wherever that stands."""
     given = tensors(sizes, dtype)
     wide = np.concatenate([np.zeros(0), *(t.double().numpy() for t in given)])
-    kind = reductions.kind(given)
-    assert float(reductions.squares(given, kind)) == pytest.approx(0.5 * (wide**2).sum(), rel=1e-4)
-    assert float(reductions.total(given, kind)) == pytest.approx(wide.sum(), rel=1e-3, abs=0.05)
+    assert reductions.squares_of(read(given)) == pytest.approx(0.5 * (wide**2).sum(), rel=1e-4)
+    assert reductions.norm_of(read(given)) == pytest.approx(np.linalg.norm(wide), rel=1e-4)
     for number, bad in ((n, value) for n in range(min(len(given), 8)) for value in (math.nan, math.inf, -math.inf)):
         kept = given[number][-1].clone()
         given[number][-1] = bad
-        for result in (reductions.squares(given, kind), reductions.total(given, kind)):
-            assert not math.isfinite(result)
+        assert not math.isfinite(reductions.norm_of(read(given)))
         given[number][-1] = kept
 
 
-def test_small_ones_are_read_together():
-    """As few reads as fit into one thread, and each tensor is in one of them."""
-    found = reductions._rows(tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
-    assert [row.numel() for row in found] == [30_000, 3_100, 40_000, reductions.LARGE, 30_000]
-    assert len(reductions._rows(tensors((10,) * 100))) == 1
-    assert len(reductions._rows([*tensors((10, 10)), *tensors((10, 10), torch.float64)])) == 2
-
-
-def test_an_accelerator_reads_all_small_ones_at_once():
-    """There each read is one launch more, and no thread is woken."""
-    found = reductions._rows(t.to("meta") for t in tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
-    assert [row.numel() for row in found] == [103_100, reductions.LARGE]
+def test_small_ones_are_read_with_one_call(monkeypatch):
+    """However many there are, and of whatever dtype."""
+    calls, real = [], torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda given: calls.append(len(given)) or real(given))
+    read([*tensors((10,) * 100), *tensors((10, reductions.LARGE), torch.float64)])
+    assert calls == [101]
 
 
 PROGRAM = """
