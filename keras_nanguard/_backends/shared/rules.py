@@ -12,7 +12,8 @@ slots every 16 steps, if all of this holds:
 2. All of its slots are float32 or wider, and together take more than 8 MB.
 3. In this step half the sum of the squares of all gradients is at most 1e24.
 
-If 1 and 2 hold and 3 does not, the slots are read in this step.
+If 1 and 2 hold and 3 does not, the slots are read in this step. On PyTorch their size does not
+matter, because it counts writes: slots that other code has written are read in the next step.
 
 Claim: if all slots are finite before a step and 3 holds, they are finite after it.
 

@@ -11,11 +11,10 @@ import torch
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.batches import as_tensors
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.parts import Parts, as_tensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report, Verdict
@@ -301,7 +300,7 @@ class StepRun:
     def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
         """Return the weights and slots to read after the updates."""
         parts: Parts = self.parts
-        bounded = gradients + 0.5 * self.weights_before**2
+        bounded = gradients + 0.5 * self.weights_before * self.weights_before
         return parts.updated(self.seen.records, bounded, self.owner.steps, self.foreign)
 
     def _update_norms(self, gradients: float) -> tuple[list[Any], list[Any]]:

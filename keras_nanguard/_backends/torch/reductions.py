@@ -44,21 +44,23 @@ def _dense(tensor: Any) -> Any:
 
 def norms(tensors: Iterable[Any]) -> list[Any]:
     """Return the norms of all tensors that can be bad, as scalars on their devices."""
-    small, large = [], []
+    small, away, large = [], [], []
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
             if not can_be_bad(tensor):
                 continue
             tensor = _dense(tensor)
         size = tensor.numel()
-        if size >= LARGE and tensor.device.type == "cpu" and not tensor.is_complex():
+        if not tensor.is_cpu:
+            away.append(tensor)
+        elif size >= LARGE and not tensor.is_complex():
             large.append(tensor.detach().reshape(-1))
         elif size:
             small.append(tensor)
     found = [torch.dot(row, row).sqrt() for row in large]
-    if small:
+    for together in filter(None, (small, away)):  # tensors of one device are read by one kernel
         with torch.no_grad():
-            found += torch._foreach_norm(small)
+            found += torch._foreach_norm(together)
     return found
 
 
@@ -69,7 +71,7 @@ def squares_of(norms: Iterable[float]) -> float:
 
 def norm_of(norms: Iterable[float]) -> float:
     """Return the norm of all entries together."""
-    return math.sqrt(2.0 * squares_of(norms))
+    return math.hypot(*norms)
 
 
 def confirmed_squares(squares: float, tensors: Iterable[Any]) -> float:
@@ -89,7 +91,8 @@ def confirmed_norm(norms: Sequence[float], tensors: Iterable[Any]) -> float:
         norms: the norms of the tensors, in which finite entries may overflow.
         tensors: the tensors.
     """
-    return math.sqrt(2.0 * confirmed_squares(squares_of(norms), tensors))
+    norm = norm_of(norms)
+    return norm if math.isfinite(norm) else math.sqrt(2.0 * _confirmed(norm, tensors, 2))
 
 
 def confirmed_sum(number: float, tensors: Iterable[Any]) -> float:

@@ -22,10 +22,9 @@ from typing import Any
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
-from keras_nanguard._backends.torch.batches import Given, as_tensors
 from keras_nanguard._backends.torch.execution import FRESH, StepRun
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.parts import Given, Parts, as_tensors
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 

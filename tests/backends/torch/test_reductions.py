@@ -76,6 +76,11 @@ def test_norms(sizes, dtype):
         given[number][-1] = kept
 
 
+def test_a_norm_whose_square_overflows():
+    """Finite numbers of 64 bits have a finite norm."""
+    assert math.isfinite(reductions.norm_of([1e200, 1e300])) and not math.isfinite(reductions.norm_of([1.0, math.nan]))
+
+
 def test_small_ones_are_read_with_one_call(monkeypatch):
     """However many there are, and of whatever dtype."""
     calls, real = [], torch._foreach_norm
