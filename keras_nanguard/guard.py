@@ -199,8 +199,12 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
-        around = (self._around_epoch_end, self._settle_start, self._begin_epoch)
-        self._fit = Fit(surrounding(), self._detach, *around)
+        around: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
+            "on_train_begin": self._around_train_begin,
+            "on_epoch_begin": self._around_epoch_begin,
+            "on_epoch_end": self._around_epoch_end,
+        }
+        self._fit = Fit(surrounding(), self._detach, around)
         self.session = self._session(model)
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
@@ -361,7 +365,17 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
                 session.begin_early()
 
     @contextlib.contextmanager
-    def _around_epoch_end(self, logs: Any) -> Iterator[None]:
+    def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
+        yield
+        self._settle_start()
+
+    @contextlib.contextmanager
+    def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
+        self._begin_epoch(epoch)
+        yield
+
+    @contextlib.contextmanager
+    def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
         """Replace the logs of an epoch without committed steps, before any callback receives them,
         and hide values that are not finite from callbacks that compare.
         """

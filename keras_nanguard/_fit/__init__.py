@@ -10,7 +10,7 @@ What a step or an incident leads to is passed on as a value. The files by topic:
     rollback      rollback (restore and replay), snapshots (states and batches in memory),
                   snapshots_on_disk, resume
     changes       recovery (of the policy, and their record), learning_rates
-    finite        monitors, divergence, trial
+    finite        monitors, divergence, trial, trial_schedule
     the guard     arguments, loops, results, callbacks (the running fit, and what others receive)
     reports       reports
 """

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -368,23 +368,18 @@ class Fit:
 
     Args:
         cut_short: called once when it ends by an exception, or is found to have ended.
-        around_epoch_end: called with the logs of an epoch; returns the context in which the
-            callbacks receive them.
-        begun: called after all callbacks have run `on_train_begin`.
-        before_epoch: called with an epoch before any callback runs `on_epoch_begin`.
+        around: functions that return the context in which all callbacks run a method, from the
+            arguments of the method, by its name.
     """
 
     def __init__(
         self,
         callbacks: Any,
         cut_short: Callable[[], None],
-        around_epoch_end: Callable[[Any], AbstractContextManager[None]],
-        begun: Callable[[], None],
-        before_epoch: Callable[[int], None],
+        around: Mapping[str, Callable[..., AbstractContextManager[None]]],
     ):
-        self._before_epoch = before_epoch
         self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
-        self._cut_short, self._around_epoch_end, self._begun = cut_short, around_epoch_end, begun
+        self._cut_short, self._around = cut_short, around
         self._by_hand = False
         if callbacks is not None:
             self._death = weakref.finalize(callbacks, cut_short)
@@ -442,34 +437,16 @@ class Fit:
             for name in _HOOKS:
                 overrides.unset_instance(callbacks, name)
 
-    def _epoch_begin(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
-        self._before_epoch(epoch)
-        return type(callbacks).on_epoch_begin(callbacks, epoch, logs)
-
-    def _epoch_end(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
-        with self._around_epoch_end(logs):
-            return type(callbacks).on_epoch_end(callbacks, epoch, logs)
-
-    def _train_begin(self, callbacks: Any, logs: Any = None) -> Any:
-        result = type(callbacks).on_train_begin(callbacks, logs)
-        self._begun()
-        return result
-
     def _watched(self, name: str) -> Callable[..., Any]:
         reference, cut_short = self._callbacks, self._cut_short
         assert reference is not None
 
-        around: Callable[..., Any] = getattr(type(reference()), name)
-        if name == "on_epoch_end":
-            around = self._epoch_end
-        elif name == "on_epoch_begin":
-            around = self._epoch_begin
-        elif name == "on_train_begin":
-            around = self._train_begin
+        plain, around = getattr(type(reference()), name), self._around.get(name)
 
         def hook(*args: Any, **kwargs: Any) -> Any:
             try:
-                return around(reference(), *args, **kwargs)
+                with around(*args, **kwargs) if around is not None else nullcontext():
+                    return plain(reference(), *args, **kwargs)
             except BaseException:
                 cut_short()
                 raise

@@ -297,7 +297,7 @@ class Incidents:
         outcomes = run.agreement.outcomes(perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         run.record_actions(outcomes)
-        if run.rerun is not None and not run.running_again:
+        if run.rerun is not None and not run.reruns:
             outcomes = self._run_again(incident.with_(outcomes=outcomes))
         outcomes = pass_poles(run, poles, outcomes)
         run.healed |= any(o.status == "done" and o.action in HEALING for o in outcomes)
@@ -326,7 +326,7 @@ class Incidents:
         """Report an incident. An incident of a replayed step waits for the one that caused the
         replay.
         """
-        if self._run.running_again:
+        if self._run.reruns:
             self._waiting.append(incident)
             return
         waiting, self._waiting = self._waiting, []

@@ -132,7 +132,6 @@ class Recovery:
         lowered_at: the numbers of steps and of good steps when the rate was last lowered, or
             `None`.
         returns: `(after, ramp)` while a lowered rate is to return.
-        undone: for each rollback the number of good steps until then, and how many it undid.
         scale_bounds: floor and ceiling of the loss scale.
         recalibration: the estimate of BatchNorm statistics in progress.
     """
@@ -144,7 +143,6 @@ class Recovery:
         self.diverged = False
         self.lowered_at: tuple[int, int] | None = None
         self.returns: tuple[int, int] | None = None
-        self.undone: list[tuple[int, int]] = []
         self.scale_bounds: tuple[float, float] | None = None
         self.recalibration: Recalibration | None = None
 
@@ -306,24 +304,10 @@ class Recovery:
 
     # Rollbacks
 
-    def rolled_back(self, good: int, snapshot: int) -> int:
-        """Store that after `good` good steps a snapshot was restored; return how many of them this
-        undoes.
-
-        Args:
-            good: number of good steps so far.
-            snapshot: the same when the snapshot was taken.
-        """
-        earlier = sum(steps for then, steps in self.undone if then > snapshot)
-        steps = max(good - snapshot - earlier, 0)
-        self.undone.append((good, steps))
-        return steps
-
     def return_to(self, step: int, committed: int) -> None:
         """Continue counting from an earlier step."""
         if self.lowered_at is not None:
             self.lowered_at = min(self.lowered_at[0], step), min(self.lowered_at[1], committed)
-        self.undone = [entry for entry in self.undone if entry[0] <= committed]
         self.policy_state = self.policy_state.rewound()
 
 

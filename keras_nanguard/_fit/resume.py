@@ -72,7 +72,9 @@ class Resumed:
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
         train_state = run.train_state()
-        if self.record.untrained and self.record.signature != signature(train_state.everything):
+        # If no optimizer was built, no step can have run.
+        untrained = all(weights is None for weights in self.record.optimizers)
+        if untrained and self.record.signature != signature(train_state.everything):
             why = f"{self.path} was written before the model was built"
             warnings.warn(f"NanGuard starts from the present weights: {why}.", stacklevel=2)
         else:

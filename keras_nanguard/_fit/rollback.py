@@ -116,7 +116,7 @@ def _times(count: int, word: str) -> str:
 
 def newest(run: Run, depth: int = 1) -> Snapshot | None:
     """Return the `depth`-th newest verified snapshot."""
-    run.ring.promote(run.counts.committed)
+    run.ring.promote(run.counts.good)
     return run.ring.newest(depth)
 
 
@@ -129,7 +129,7 @@ def _from_before_onset(order: Order) -> Snapshot | None:
     So a long run does not start over.
     """
     run, incident = order.run, order.incident
-    run.ring.promote(run.counts.committed)
+    run.ring.promote(run.counts.good)
     onset, restored = int(incident.values.get("onset", incident.step)), run.counts.restored
     if restored is not None and "rate_factor" not in incident.values:
         onset = onset if _improved_since(run, restored) else min(onset, max(restored - 1, 0))
@@ -167,7 +167,7 @@ def _rerun_of(order: Order, snapshot: Snapshot) -> Rerun | None:
     this incident.
     """
     run, incident = order.run, order.incident
-    if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):
+    if run.reruns and (run.stopped or run.reruns >= MOST_RERUNS):
         return None
     ends = incident.decision is not None and incident.decision.terminal
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
@@ -208,9 +208,10 @@ def _put_back(order: Order, snapshot: Snapshot, rerun: Rerun | None, reseed: boo
         current.host().advance_generator()
     committed_bad = not incident.refused and order.report is not None
     spoilt = committed_bad and any(f.kind == "nonfinite" for f in incident.findings)
-    undone = run.recovery.rolled_back(run.counts.committed, snapshot.good) + spoilt
+    undone = run.counts.good - snapshot.good + spoilt
     run.ring.forget_after(snapshot.step)
     if rerun is None:
+        run.counts.good = snapshot.good
         run.recent.restart(run.step + 1, snapshot)
     else:
         run.rerun = rerun
@@ -277,7 +278,7 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
                 metrics = _metrics_from(run, plan)
                 at, good, every = plan.snapshot.step, plan.snapshot.good, run.policy.snapshot.every
                 run.counts.return_to(at, good, plan.refused)
-                run.recovery.return_to(at, good)
+                run.recovery.return_to(at, run.counts.committed)
                 for task in ("checks", "proof"):  # they are due again
                     run.plan(task, at + 1)
                 run.plan("snapshot", at + every if every else math.inf)

@@ -63,6 +63,7 @@ class Counts:
     Attributes:
         step: complete train steps, including refused ones.
         committed: committed steps.
+        good: those that no rollback has undone.
         refused: refused steps.
         overflows: refused steps that were ordinary float16 overflows, which are not incidents.
         run_again: further steps that were refused, undone by a rollback, and replayed.
@@ -77,7 +78,8 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.step = self.committed = self.refused = self.overflows = self.run_again = 0
+        self.step = self.committed = self.good = 0
+        self.refused = self.overflows = self.run_again = 0
         self.streak = self.rollbacks = self.skip_batches = 0
         self.epoch = self.epoch_start = 0
         self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
@@ -105,11 +107,11 @@ class Counts:
         self.refused += steps
         self.epoch_refused += steps
 
-    def return_to(self, step: int, committed: int, again: Set[int] = frozenset()) -> None:
-        """Continue counting from an earlier step; the given refused steps since then are
-        replayed.
+    def return_to(self, step: int, good: int, again: Set[int] = frozenset()) -> None:
+        """Continue counting from an earlier step, when there were fewer `good` ones; the given
+        refused steps since then are replayed.
         """
-        self.step, self.committed = step, committed
+        self.step, self.committed, self.good = step, self.committed - self.good + good, good
         self.refused -= len(again)
         self.run_again += len(again)
         here = sum(number >= self.epoch_start for number in again)
@@ -280,11 +282,6 @@ class Run:
     def overflows(self) -> int:
         """Number of refused steps that were ordinary float16 overflows, which are not incidents."""
         return self.counts.overflows
-
-    @property
-    def running_again(self) -> bool:
-        """Whether undone steps are being replayed."""
-        return self.reruns > 0
 
     def plan(self, task: str, step: float) -> None:
         """Set the step at which a task between two steps is due."""

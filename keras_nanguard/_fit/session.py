@@ -274,6 +274,7 @@ class Session(Run):
         counts, recent = self.counts, self.recent
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.committed += 1
+        counts.good += 1
         counts.streak = 0
         self.history.push(step, loss, gradients, scale)
         self.recorder.push(step, loss, gradients, scale)
@@ -304,7 +305,7 @@ class Session(Run):
 
     def _look_for_divergence(self) -> float:
         """Check whether the run is lost."""
-        lost = None if self.running_again else self.divergence.look(self)
+        lost = None if self.reruns else self.divergence.look(self)
         if lost is not None:
             proof = {"diagnosis": lost.diagnosis, "values": lost.values}
             incident = self.incidents.between_steps(lost.findings, **proof)
@@ -314,7 +315,7 @@ class Session(Run):
 
     def _promote(self) -> float:
         """Mark the snapshots that have proven good."""
-        return self.counts.step + self.ring.promote(self.counts.committed)
+        return self.counts.step + self.ring.promote(self.counts.good)
 
     def _snapshot_due(self) -> float:
         """Take a snapshot at an interval."""
@@ -332,7 +333,7 @@ class Session(Run):
             without: what there is not if the copy does not fit into memory, for the line.
             site: the site of the incident; see `scan`.
         """
-        step, good = self.counts.step, self.counts.committed
+        step, good = self.counts.step, self.counts.good
         with self.access.variables_readable():
             state = self.train_state()
             self.history.start(self.ring.snapshots, state.trainable)
@@ -355,18 +356,14 @@ class Session(Run):
         if found := self.agreement.between_steps(found) if act else found:
             self.incidents.between_steps(found, diagnosis=diagnosis, act=act)
 
-    def release(self) -> None:
-        """Release the snapshots, the remembered batches and copies of weights."""
-        self.recent.restart(self.step)
-        self.layer_looks.release()
-        self.ring.close()
-
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""
         self.guard_state = self.guard_state or self.changes()
         if self.agreement.has_news:  # no later step has reported it to the others
             self.incidents.between_steps(self.agreement.pick_up(), act=False)
-        self.release()
+        self.recent.restart(self.step)
+        self.layer_looks.release()
+        self.ring.close()
         self.recovery.end()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)
         self.say_problem()

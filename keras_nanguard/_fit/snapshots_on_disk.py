@@ -88,11 +88,6 @@ class SnapshotRecord(Record):
     optimizers: tuple[tuple[Count, ...] | None, ...]
     versions: dict[str, str]
 
-    @property
-    def untrained(self) -> bool:
-        """Whether no optimizer was built, so that no step can have run."""
-        return all(weights is None for weights in self.optimizers)
-
     def write(self, folder: Path) -> None:
         """Write the record into the folder of its snapshot."""
         data = {"format": FORMAT, **self.model_dump(mode="json")}

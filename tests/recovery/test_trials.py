@@ -120,7 +120,7 @@ def test_rates_of_the_groups_of_torch():
 def test_counts_return_by_steps():
     """What is replayed counts for its epoch only if it is of that epoch."""
     counts = Counts()
-    counts.step, counts.committed = 10, 8
+    counts.step, counts.committed, counts.good = 10, 8, 8
     counts.refuse(2)
     counts.begin_epoch(1)
     counts.step = 15
@@ -246,7 +246,7 @@ def test_generators_of_the_process_go_on():
 
 def replayed(stops_at):
     """Return a run of five steps to replay, of which one ends training, and what it has replayed."""
-    counts = SimpleNamespace(step=5, epoch_start=0, return_to=lambda step, *more: None)
+    counts = SimpleNamespace(step=5, committed=5, epoch_start=0, return_to=lambda step, *more: None)
     run = SimpleNamespace(
         model=None,
         policy=Policy.load("recover"),
