@@ -341,7 +341,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
     # The epochs
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch, if no `CallbackList` has."""
+        """Begin an epoch, unless the `CallbackList` has begun it already."""
         if self._fit is None or not self._fit.known:
             self._begin_epoch(epoch)
 
@@ -425,12 +425,12 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             )
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Read all pending verdicts before a validation."""
+        """Handle the results of all steps so far before a validation."""
         if self.session is not None:
             self.session.access.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Report results that are not finite, and BatchNormalization statistics that lag behind."""
+        """Report NaN and Inf in results, and outdated BatchNormalization statistics."""
         bad, session = results.bad_metrics(logs), self.session
         self._announce_results(bad)
         if self._training and not bad and session is not None and self.diagnose:

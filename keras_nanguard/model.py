@@ -61,7 +61,7 @@ def _made_of_tensors(cls: type) -> type:
 
 @keras.saving.register_keras_serializable("keras_nanguard")
 class NanGuardModel(keras.Model):
-    """A `keras.Model` whose train step is a transaction, without a callback.
+    """A `keras.Model` that is guarded without a callback: its train step is a transaction.
 
     Subclass it like `keras.Model`. `fit`, `train_on_batch` and your own `train_step` are guarded,
     with any number of optimizers. `model.nanguard` is the guard, with its incidents and reports.

@@ -61,11 +61,11 @@ one, never the reverse."""
 KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 
-`nonfinite`: NaN or Inf. `explosion`: every entry is finite, but a sum over them overflowed, in a
-step that was refused. `divergence`: training has diverged although every number is finite.
+`nonfinite`: NaN or Inf. `explosion`: a step was refused, and the sum of an array overflows although
+its entries are finite. `divergence`: training has diverged without NaN or Inf.
 `spike`: a moving variance that grew more than 1000-fold between two checks. `out_of_range`: outside
 of a limit. `collapse`: a loss scale below its floor, or invalid. `stuck`: a value that should
-change and does not (BatchNormalization statistics, zero gradients).
+change but does not (BatchNormalization statistics, zero gradients).
 """
 
 CAUSES: tuple[str, ...] = get_args(Cause)
@@ -148,17 +148,17 @@ class Diagnosis:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule matches: its own, and `divergence` if training had diverged."""
+        """What the field `cause` of a rule matches: `cause`, and `divergence` if `diverged`."""
         return frozenset({self.cause, "divergence"} if self.diverged else {self.cause})
 
     @property
     def place(self) -> str:
-        """Cause and culprit, such as `input_nonfinite in 'x'`; data by the argument of `fit`."""
+        """Cause and `culprit_shown`, such as `input_nonfinite in 'x'`."""
         return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
 
     @property
     def culprit_shown(self) -> str:
-        """The culprit as it is displayed: data are named by the argument of `fit`."""
+        """The culprit as printed: data is named after its argument of `fit`, such as `x/age`."""
         is_data = self.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
         return argument_path(self.culprit) if is_data else self.culprit
 
@@ -281,7 +281,7 @@ class Incident:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule matches; empty without a diagnosis. See `Diagnosis.causes`."""
+        """The `causes` of the diagnosis; empty if there is no diagnosis."""
         return frozenset() if self.diagnosis is None else self.diagnosis.causes
 
     @property
@@ -291,13 +291,13 @@ class Incident:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Names of the actions that were performed, without `skip` and `warn`."""
+        """Names of the performed actions, except `skip` and `warn`."""
         done = (outcome.action for outcome in self.outcomes if outcome.status == "done")
         return tuple(action for action in done if action not in ("skip", "warn"))
 
     @property
     def moment(self) -> str:
-        """Its time in words, counted from 1, such as `step 6 (epoch 1, batch 6)`."""
+        """Step, epoch and batch in words, counted from 1: `step 6 (epoch 1, batch 6)`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:

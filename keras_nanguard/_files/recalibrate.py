@@ -29,9 +29,9 @@ def recalibrate(
 ) -> RecalibrateReport:
     """Re-estimate the moving statistics of BatchNormalization from data run through the model.
 
-    Weights, optimizer, metrics, seeds, states and all other variables stay bit-identical. Dropout
-    and noise are off. Frozen layers are re-estimated, too, unless `only` excludes them. If an error
-    occurs, the old statistics are restored.
+    All other variables (weights, optimizer, metrics, seeds, layer states) stay bit-identical.
+    Dropout and noise are off. Frozen layers are re-estimated, too, unless `only` excludes them. If
+    an error occurs, the old statistics are restored.
 
     Args:
         model: a built Keras model; nested models are included.
@@ -46,8 +46,8 @@ def recalibrate(
         The report.
 
     Raises:
-        GuardError: if the model has no such layer, the data is empty, a number is not above 0, or
-            the input of a layer is not finite.
+        GuardError: if the model has no such layer, the data is empty, `steps` or `batch_size` is
+            below 1, or the input of a layer is not finite.
 
     Example:
 

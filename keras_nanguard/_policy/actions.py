@@ -82,7 +82,7 @@ class Skip(Action):
 
 
 class Rollback(Action):
-    """Restore a verified snapshot and continue with the batches after those that failed."""
+    """Restore a verified snapshot and continue after the batches that failed."""
 
     name: ClassVar[str] = "rollback"
     changes: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class Rollback(Action):
         default=0,
         ge=0,
         le=10**6,
-        description="batches to skip afterwards, besides those that failed",
+        description="batches to skip, in addition to those that failed",
     )
     reseed: bool = Field(default=True, description="advance the random seeds")
     before_onset: bool = Field(
@@ -134,7 +134,7 @@ class Clip(Change):
 
     name: ClassVar[str] = "clip"
 
-    global_clipnorm: float = Field(default=1.0, gt=0, description="norm to clip at")
+    global_clipnorm: float = Field(default=1.0, gt=0, description="maximum norm")
     factor: float = Field(
         default=0.5,
         gt=0,
@@ -147,7 +147,7 @@ class Clip(Change):
 
 
 class FixLossScale(Change):
-    """Move the loss scale between a floor and a ceiling, and keep it there."""
+    """Set the loss scale to a value from `floor` to `ceiling`, and keep it in this range."""
 
     name: ClassVar[str] = "fix_loss_scale"
 
@@ -159,10 +159,10 @@ class FixLossScale(Change):
         default=None,
         gt=0,
         le=2.0**100,
-        description="scale to restart from, the nearest one if omitted",
+        description="new scale; the nearest bound if omitted",
     )
     growth_steps: int | None = Field(
-        default=None, ge=1, description="good steps before the scale doubles, unchanged if omitted"
+        default=None, ge=1, description="good steps before the scale doubles; unchanged if omitted"
     )
 
     @model_validator(mode="after")
@@ -218,9 +218,7 @@ class Quarantine(Action):
     max_batches: int = Field(
         default=20, ge=1, le=10**6, description="maximum number of batches to save"
     )
-    max_mb: float = Field(
-        default=1024.0, gt=0, le=1e7, description="maximum size of them all, in MB"
-    )
+    max_mb: float = Field(default=1024.0, gt=0, le=1e7, description="maximum total size, in MB")
 
 
 class Warn(Action):

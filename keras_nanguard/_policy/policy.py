@@ -92,7 +92,7 @@ _ROUND: tuple[tuple[Action, ...], ...] = ((Skip(),), (Skip(),), _BACK_AND_SLOWER
 class Policy(Record):
     """What the guard does about bad steps.
 
-    Create one with `Policy.load`; `print(policy)` shows the file that makes it.
+    Create one with `Policy.load`. `print(policy)` shows it as a policy file.
     """
 
     version: Literal[2] = Field(default=VERSION, description="version of the policy format")
@@ -119,7 +119,7 @@ class Policy(Record):
     rollback: Rollback = Field(default=Rollback(), description="defaults of the action `rollback`")
     snapshot: Snapshot = Field(default=Snapshot(), description="how snapshots are taken")
     divergence: Divergence = Field(
-        default=Divergence(), description="runs that diverge with finite numbers"
+        default=Divergence(), description="divergence without NaN or Inf"
     )
     loss_scale: LossScale = Field(
         default=LossScale(), description="the loss scale of mixed_float16"
@@ -184,12 +184,14 @@ class Policy(Record):
 
     @property
     def ending(self) -> Action:
-        """The action that ends training: that of the escalation, else `stop`."""
+        """The action that ends training: the first such action of the escalation, else `stop`."""
         actions = (action for stage in self.escalation for action in stage if action.terminal)
         return next(actions, Stop())
 
     def max_abs(self, path: str, site: str) -> float | None:
-        """Return the largest magnitude allowed for a variable, None for any; the last limit wins.
+        """Return the largest allowed magnitude of a variable, `None` if unlimited.
+
+        If several limits match, the last one applies.
 
         Args:
             path: its Keras path.
@@ -203,7 +205,7 @@ class Policy(Record):
         return next(found, None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the policy as `load` reads it: plain values, complete."""
+        """Return the complete policy as plain values, in the form that `load` reads."""
         document = self.model_dump(mode="json", exclude_none=True)
         for name in ("limits", "rules"):
             items = getattr(self, name)

@@ -113,7 +113,8 @@ class Statistics(Record):
     """How the moving statistics of BatchNormalization are checked."""
 
     stuck_after: Steps = Field(
-        default=500, description="unchanged steps after which they are `stuck`, 0 is never"
+        default=500,
+        description="steps without change after which statistics are `stuck`; 0 is never",
     )
 
 

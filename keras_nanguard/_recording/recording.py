@@ -340,7 +340,7 @@ class Recording:
             path: the `directory` of the guard, or the file `recording.sqlite` in it.
 
         Raises:
-            GuardError: if there is no such file, or if it is not a recording, of a newer version,
+            GuardError: if the file is missing, is not a recording, is of a newer version, or is
                 damaged or too large.
         """
         file = path_of(path)
@@ -364,8 +364,9 @@ class Recording:
             points: maximum number of points.
 
         Returns:
-            `(step, low, high)`: steps in ascending order, and the smallest and largest finite value
-            near each of them. Undone steps are included. Points without a finite value are omitted.
+            `(step, low, high)`: the first step of each point, in ascending order, and the smallest
+            and largest finite value from there to the next point. Undone steps are included. Points
+            without a finite value are omitted.
 
         Raises:
             GuardError: if there is no such column, or `points` is not at least 1.
