@@ -76,7 +76,7 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield _origin_sentence(origin)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        reached = "It reaches" if e.replay else "The step left it in"
+        reached = "The bad value reaches" if e.replay else "The step left it in"
         if e.replay and e.refused:
             reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."

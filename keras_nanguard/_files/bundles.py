@@ -145,7 +145,7 @@ def document(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a bundle."""
     value = plain_json.loads(regular(path, MAX_JSON).read_text(encoding="utf-8"))
     if not isinstance(value, dict):
-        raise _refused(f"an object in {path.name}", type(value).__name__)
+        raise _refused(f"a JSON object in {path.name}", type(value).__name__)
     return value
 
 

@@ -37,8 +37,8 @@ def _never_reached(policy: Policy) -> Iterator[str]:
     for rule in policy.rules:
         if rule.after >= bound and not {"spike", "stuck", "out_of_range"} & {*rule.kind}:
             yield (
-                f"Rule {rule.name!r} never acts: it acts at {rule.after} in a row, and "
-                f"max_consecutive_refused = {bound} ends training first."
+                f"Rule {rule.name!r} never acts: after = {rule.after}, but training ends at "
+                f"max_consecutive_refused = {bound}."
             )
 
 

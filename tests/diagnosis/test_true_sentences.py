@@ -231,7 +231,7 @@ def test_no_step_is_said_to_be_run_again_outside_of_training():
     guard = NanGuard(verbose=0)
     built.predict(X, verbose=0, callbacks=[guard])
     (reported,) = guard.incidents
-    assert "replay" not in text(reported) and "It reaches an output" in text(reported) and "step" not in str(reported).partition("Cause")[0]
+    assert "replay" not in text(reported) and "The bad value reaches an output" in text(reported) and "step" not in str(reported).partition("Cause")[0]
 
 
 def test_a_softmax_of_nothing_has_its_advice():

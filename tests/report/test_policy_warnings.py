@@ -35,7 +35,7 @@ def test_rules_without_effect_are_reported_once(capsys):
     net.fit(data.x, data.y, verbose=0, callbacks=[guard])
     lines = said(capsys)
     assert [line.split("'")[1] for line in lines] == ["late", "embedding"]
-    assert "max_consecutive_refused = 12 ends training first" in lines[0]
+    assert "training ends at max_consecutive_refused = 12" in lines[0]
     assert "nothing in the model 'net' matches the glob 'embed*'" in lines[1]
     net.fit(data.x, data.y, verbose=0, callbacks=[guard])
     assert said(capsys) == []
