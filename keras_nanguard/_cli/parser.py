@@ -225,7 +225,7 @@ def _report(commands: Commands) -> None:
 
 def _watch(commands: Commands) -> None:
     summary = (
-        "follow a guarded run in the terminal: curves, incidents, and remaining limits of the"
+        "follow a guarded run in the terminal: curves, incidents, and remaining budgets of the"
         " policy"
     )
     command = _command(commands, "watch", command_functions.watch, summary)

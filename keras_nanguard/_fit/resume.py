@@ -76,7 +76,7 @@ class Resumed:
         untrained = all(weights is None for weights in self.record.optimizers)
         if untrained and self.record.signature != signature(train_state.everything):
             why = f"{self.path} was written before the model was built"
-            warnings.warn(f"NanGuard starts from the present weights: {why}.", stacklevel=2)
+            warnings.warn(f"NanGuard starts from the current weights: {why}.", stacklevel=2)
         else:
             self._write(train_state)
 

@@ -157,7 +157,7 @@ def _yaml(text: str) -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError("an alias, which policy files do not have")
+                raise ValueError("an alias, which policy files do not allow")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def frame(
     panels = (
         ("curves, lowest to highest; the last value", curves),
         ("incidents", _incidents(incidents)),
-        ("remaining limits of the policy", limits),
+        ("remaining budgets of the policy", limits),
     )
     shown = [
         Panel(table, title=title, title_align="left")
