@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -46,6 +46,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -53,8 +54,8 @@ from keras_nanguard._fit.trial_schedule import LONGEST, SHORTEST, Schedule
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     optimizers as keras_optimizers,
-    variables as keras_variables,
 )
+from keras_nanguard._keras.whole_writes import write_all
 
 BATCHES = 256
 """Maximum number of batches of a trial. The last quarter is held out."""
@@ -115,11 +116,13 @@ class _Probation:
 
     Attributes:
         abandoned: the state before the action.
-        factors: the factor of each optimizer's learning rate before the action.
+        onset: the step of the snapshot that it restored.
+        lowering: how the learning rates were lowered before the action.
     """
 
     abandoned: State
-    factors: Mapping[int, float] = field(default_factory=dict)
+    onset: int
+    lowering: Lowering
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +277,7 @@ class Divergence:
             return None
         if not (far or (clear and damaged)):
             return _better_rate(run, trying, batches, held_out, goes_on) if before else None
-        self._probation = _Probation(
-            trying.present, {id(r): r.factor for r in run.recovery.rates.values()}
-        )
+        self._probation = _Probation(trying.present, best.snapshot.step, run.recovery.lowering())
         return _lost(
             run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
         )
@@ -307,10 +308,9 @@ class Divergence:
         if clearly_lower(present, abandoned):
             return
         self._enabled = False
-        for variable in run.train_state().kept:
-            keras_variables.write(variable, probation.abandoned[id(variable)])
-        for rate in run.recovery.rates.values():
-            rate.restore(probation.factors.get(id(rate), 1.0))
+        write_all((v, probation.abandoned[id(v)]) for v in run.train_state().kept)
+        run.recovery.restore_lowering(probation.lowering)
+        run.ring.forget_after(probation.onset)
         run.recent.restart(run.step)
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."

@@ -21,7 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -121,6 +121,17 @@ def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
 # The changes of a fit
 
 
+class Lowering(NamedTuple):
+    """How the rates of a run are lowered: the factor of each by `id` of its optimizer, and the
+    attributes of `Recovery`.
+    """
+
+    factors: Mapping[int, float]
+    diverged: bool
+    lowered_at: tuple[int, int] | None
+    returns: tuple[int, int] | None
+
+
 class Recovery:
     """The state and the changes of the policy in one fit.
 
@@ -129,7 +140,7 @@ class Recovery:
         rates: the changes of the learning rate of each optimizer, by `id`.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
         diverged: whether a rate was lowered because training diverged.
-        lowered_at: the numbers of steps and of good steps when the rate was last lowered, or
+        lowered_at: the numbers of steps and of committed steps when the rate was last lowered, or
             `None`.
         returns: `(after, ramp)` while a lowered rate is to return.
         scale_bounds: floor and ceiling of the loss scale.
@@ -152,6 +163,18 @@ class Recovery:
         return bool(self.returns or self.scale_bounds or self.recalibration)
 
     # Settings of the optimizers
+
+    def lowering(self) -> Lowering:
+        """Return how the rates are lowered now."""
+        factors = {key: rate.factor for key, rate in self.rates.items()}
+        return Lowering(factors, self.diverged, self.lowered_at, self.returns)
+
+    def restore_lowering(self, lowering: Lowering) -> None:
+        """Lower the rates as before: undo what was done to them since."""
+        for key, rate in self.rates.items():
+            rate.restore(lowering.factors.get(key, 1.0))
+        self.diverged, self.lowered_at = lowering.diverged, lowering.lowered_at
+        self.returns = lowering.returns
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
@@ -217,6 +240,7 @@ class Recovery:
             rollbacks=rollbacks,
             recovery=self.returns,
             lowered=lowered,
+            diverged=self.diverged,
             scale_bounds=self.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
@@ -240,6 +264,7 @@ class Recovery:
             for name, value in settings.items():
                 self.change(next(t for t in both if hasattr(t, name)), name, value)
         self.returns, self.scale_bounds = state.recovery, state.scale_bounds
+        self.diverged = state.diverged
         if state.lowered is not None:
             self.lowered_at = (-state.lowered[0], -state.lowered[1])
         if state.recalibration is not None:
@@ -332,7 +357,8 @@ class GuardState(Record):
         settings: the changed settings of each optimizer by name, with their present values.
         rollbacks: number of rollbacks.
         recovery: `(after, ramp)` if a lowered rate is to return.
-        lowered: steps and good steps since the rate was last lowered.
+        lowered: steps and committed steps since the rate was last lowered.
+        diverged: whether a rate was lowered because training diverged.
         scale_bounds: floor and ceiling of the loss scale.
         recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
@@ -343,6 +369,7 @@ class GuardState(Record):
     rollbacks: Whole = 0
     recovery: Pair | None = None
     lowered: Pair | None = None
+    diverged: bool = False
     scale_bounds: tuple[float, float] | None = None
     recalibration: Pair | None = None
 

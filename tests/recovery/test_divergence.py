@@ -243,8 +243,21 @@ class TestProbation:
         assert len(guard.incidents) == 1
         assert "State and learning rate are restored" in capsys.readouterr().out
         assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) > 5e-9, "the factor is undone"
+        state = guard.session.guard_state
+        assert not state.diverged and state.lowered is None, "nothing of the action is left"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
+
+
+class TestSecondFit:
+    def test_a_lowered_rate_is_still_that_of_a_divergence(self):
+        """The next fit keeps the lowered rate, and what it was lowered for."""
+        guard = NanGuard(verbose=0)
+        model, _ = fit(mlp(adam(3.0)), guard, epochs=2)
+        assert guard.session.guard_state.diverged
+        model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[guard])
+        state = guard.session.guard_state
+        assert state.diverged and state.rates[0].factor < 1
 
 
 class OwnStep(keras.Model):

@@ -44,6 +44,7 @@ STATES = {
     "a mark that is a number": {"rates": [{**RATE, "absolute": 1}]},
     "three numbers for two": {"recovery": [1, 2, 3]},
     "texts for numbers": {"lowered": ["a", "b"]},
+    "a divergence that is a number": {"diverged": 1},
     "rollbacks of many digits": {"rollbacks": 10**100},
     "another field": {"more": 1},
     "another format": {"format": 7},
