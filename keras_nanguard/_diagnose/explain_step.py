@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -60,51 +60,71 @@ SLOW = 1.0
 """Seconds after which a slow operation is announced."""
 
 
+class Explanation(NamedTuple):
+    """Why an incident happened.
+
+    Attributes:
+        diagnosis: its diagnosis.
+        evidence: what was measured for it, without any measurement if the diagnosis failed; `None`
+            if the diagnosis was taken over from an earlier incident.
+    """
+
+    diagnosis: Diagnosis
+    evidence: Evidence | None
+
+
 class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
         says: whether to print a line if a diagnosis takes longer than a second.
-
-    Attributes:
-        evidence: the evidence of the last diagnosis.
-        full: whether the last incident was diagnosed in full.
     """
 
     def __init__(self, says: bool = False) -> None:
         self.says = says
-        self.evidence: Evidence | None = None
-        self.full = True
         self._signature: Any = None
         self._repeats = self._last_step = 0
         self._known: dict[Any, Diagnosis] = {}
         self._full: Counter[Any] = Counter()
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def __call__(self, run: Any, incident: Incident, report: Report | None) -> Diagnosis:
+    def __call__(self, run: Any, incident: Incident, report: Report | None) -> Explanation:
         """Return why an incident happened. Never raises."""
+        earlier = self._earlier(incident)
         try:
             with (
                 without_faults(run.model),
                 when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""),
             ):
-                return self._explained(run, incident, report)
+                if earlier is not None:
+                    return Explanation(self._taken_over(earlier, report), None)
+                evidence = gather(run, incident, report)
+                found = raised.by_replay(run.model, evidence, report) or conclude(evidence)
+                self._known[self._signature] = found
+                return Explanation(found, evidence)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
-            return Diagnosis(
-                "unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",)
-            )
+            why = f"The diagnosis failed: {type(error).__name__}: {error}"
+            failed = Diagnosis("unknown", evidence=(why,))
+            return Explanation(failed, Evidence() if earlier is None else None)
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def bundle(self, run: Any, incident: Incident, report: Report | None) -> str | None:
+    def bundle(
+        self, run: Any, incident: Incident, report: Report | None, evidence: Evidence | None
+    ) -> str | None:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
         was written.
+
+        Args:
+            run: the run.
+            incident: the incident with its diagnosis.
+            report: the report with its batch.
+            evidence: that of its `Explanation`.
         """
         batch = None if report is None else report.batch
-        if run.directory is None or batch is None or not incident.refused or not self.full:
+        if run.directory is None or batch is None or not incident.refused or evidence is None:
             return None
         from keras_nanguard._diagnose import bundle
 
-        evidence = self.evidence or Evidence()
         try:
             return bundle.write(run.directory, run, incident, batch, evidence, _mode(run))
         except Exception as error:  # noqa: BLE001  a full disk must not end training
@@ -120,21 +140,20 @@ class Explainer:
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
-    def _explained(self, run: Any, incident: Incident, report: Report | None) -> Diagnosis:
+    def _earlier(self, incident: Incident) -> Diagnosis | None:
+        """Count an incident; return the diagnosis that it takes over, `None` if it is diagnosed in
+        full.
+        """
         signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step
-        earlier = self._known.get(signature)
-        self.full = earlier is None or (self._repeats <= FULL and self._full[signature] < MAX_FULL)
-        if earlier is not None and not self.full:
-            return self._taken_over(earlier, report)
+        if signature in self._known and (
+            self._repeats > FULL or self._full[signature] >= MAX_FULL
+        ):
+            return self._known[signature]
         self._full[signature] += 1
-        self.evidence = gather(run, incident, report)
-        self._known[signature] = raised.by_replay(run.model, self.evidence, report) or conclude(
-            self.evidence
-        )
-        return self._known[signature]
+        return None
 
     def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
         """Return an earlier diagnosis for an incident with the same findings, with its own bad

@@ -32,6 +32,7 @@ from keras_nanguard._policy.state import is_of_data
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
+    from keras_nanguard._core.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
 
 Poles = Mapping[int, tuple[int, float]]
@@ -244,12 +245,13 @@ class Incidents:
         place = run.counts.place(step)
         incident = Incident(step, *place, tuple(found), refused, measured, replicas=replicas)
         incident = incident.with_(committed=run.counts.committed)
+        evidence = None
         if diagnosis is None and self._explain is not None:
-            diagnosis = self._explain(run, incident, report)
+            diagnosis, evidence = self._explain(run, incident, report)
         sites = {finding.site for finding in findings}
         chosen, ours = agreement.diagnosis(diagnosis, sites, report)
         own = report if ours else None
-        incident, poles = self._completed(incident.with_(diagnosis=chosen), own)
+        incident, poles = self._completed(incident.with_(diagnosis=chosen), own, evidence)
         if act:
             decision, state = decide(run.policy, run.recovery.policy_state, incident)
             run.recovery.policy_state = state
@@ -274,9 +276,16 @@ class Incidents:
             measured["loss_scale"] = verdict.scale
         return measured
 
-    def _completed(self, incident: Incident, report: Report | None) -> tuple[Incident, Poles]:
+    def _completed(
+        self, incident: Incident, report: Report | None, evidence: Evidence | None
+    ) -> tuple[Incident, Poles]:
         """Return an incident with a diagnosis with what follows from it, and the poles of
-        schedules. `report` has the batch of this process if the diagnosis is about it.
+        schedules.
+
+        Args:
+            incident: the incident with its diagnosis.
+            report: the report with the batch of this process, if the diagnosis is about it.
+            evidence: what was measured in this process, `None` without a diagnosis in full.
         """
         run, values = self._run, dict(incident.values)
         run.bad_rows.note(incident, report)
@@ -288,7 +297,7 @@ class Incidents:
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
         if self._explain is not None:
-            incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
+            incident = incident.with_(bundle=self._explain.bundle(run, incident, report, evidence))
         return incident, poles
 
     def _performed(self, incident: Incident, report: Report | None, poles: Poles) -> Incident:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import keras
 import mechanisms
@@ -11,6 +13,7 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
+from keras_nanguard._diagnose import explain_step
 
 MODES = {
     "graph": {},
@@ -68,6 +71,24 @@ def test_a_diagnosis_that_fails_becomes_evidence(monkeypatch):
     (incident,) = guard.incidents
     assert incident.diagnosis.cause == "unknown"
     assert "ZeroDivisionError" in incident.diagnosis.evidence[0]
+
+
+def test_the_bundle_of_a_failed_diagnosis_has_no_evidence_of_an_earlier_one(monkeypatch, tmp_path):
+    gather, asked = explain_step.gather, []
+
+    def gathers_once(*args):
+        asked.append(args)
+        return gather(*args) if len(asked) == 1 else 1 / 0
+
+    monkeypatch.setattr(explain_step, "gather", gathers_once)
+    case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
+    case.x[[21, 37]] = np.nan
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    folders = [Path(incident.bundle) for incident in guard.incidents]
+    tables = [(folder / "layers.txt").read_text().splitlines() for folder in folders]
+    losses = [json.loads((folder / "bundle.json").read_text())["growth"]["losses"] for folder in folders]
+    assert [len(table) > 1 for table in tables] == [bool(found) for found in losses] == [True, False]
 
 
 def test_a_streak_is_diagnosed_a_few_times_only():
