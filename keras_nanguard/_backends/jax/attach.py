@@ -56,9 +56,10 @@ class ModelAttachment(attach.Attachment):
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
+        factors, scaling = session.recovery.adjustments, session.recovery.with_adjustments
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, session.recovery.with_adjustments)
+            transaction.rebind(session.read_train_state, factors, scaling)
         else:
             transaction = Transaction(
                 self.body,
@@ -70,7 +71,8 @@ class ModelAttachment(attach.Attachment):
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
-                scaling=session.recovery.with_adjustments,
+                factors=factors,
+                scaling=scaling,
             )
         if old is not None:
             transaction.inherit(old)
@@ -124,8 +126,7 @@ class ModelAttachment(attach.Attachment):
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
         """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.session.transaction, self.trainer_state
-        factors = self.session.recovery.adjustments()
-        result: StepResult = transaction.start(trainer_state.take(), factors, data, after=after)
+        result: StepResult = transaction.start(trainer_state.take(), data, after=after)
         trainer_state.hold(result.state)
         transaction.published()
         return result
@@ -210,6 +211,7 @@ class LoopStep(attach.LoopStep):
             model=session.model,
             refuse=session.policy.refuse,
             jit=compiled,
+            factors=session.recovery.adjustments,
             scaling=session.recovery.with_adjustments,
         )
 
@@ -234,9 +236,7 @@ class LoopStep(attach.LoopStep):
         return verdict
 
     def _run(self, args: Sequence[Any]) -> StepResult:
-        session = self.session
-        factors = session.recovery.adjustments()
-        result: StepResult = session.transaction(self._taken(), factors, *args)
+        result: StepResult = self.session.transaction(self._taken(), *args)
         self.state, self.synced = result.state, False
         return result
 

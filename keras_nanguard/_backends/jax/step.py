@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,9 @@ class Transaction(interface.Transaction):
         jit: whether to compile the step.
         owns_state: whether no other code uses the state, so that it may be overwritten.
         shardings: shardings of the arrays of the state; `None` if they are on one device.
-        scaling: context in which learning rates are scaled by `factors`.
+        factors: returns the changed numbers that a step reads and that are not variables; see
+            `Recovery.adjustments`.
+        scaling: context in which learning rates are scaled by such factors.
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
@@ -104,10 +106,12 @@ class Transaction(interface.Transaction):
         jit: bool = False,
         owns_state: bool = False,
         shardings: Any = None,
+        factors: Callable[[], dict[int, Any]] = dict,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
     ):
         self.body, self.train_state, self.variables = body, train_state, variables
-        self.outputs, self.model, self.scaling = outputs, model, scaling
+        self.outputs, self.model = outputs, model
+        self.factors, self.scaling = factors, scaling
         self.losses = outputs.losses
         self.refuse, self.jit, self.shardings = refuse, jit, shardings
         self.donates = owns_state and jit and refuse
@@ -158,27 +162,23 @@ class Transaction(interface.Transaction):
 
     # Running a step
 
-    def __call__(self, state: Any, factors: Mapping[int, Any], *args: Any) -> StepResult:
+    def __call__(self, state: Any, *args: Any) -> StepResult:
         """Run the step, and wait for its verdict; the arguments are those of `start`."""
-        result = self.start(state, factors, *args)
+        result = self.start(state, *args)
         if self.finish(result, result.state):
             return result
-        return self(result.state, factors, *args)
+        return self(result.state, *args)
 
-    def start(
-        self, state: Any, factors: Any, *args: Any, after: StepResult | None = None
-    ) -> StepResult:
+    def start(self, state: Any, *args: Any, after: StepResult | None = None) -> StepResult:
         """Start the step.
 
         Args:
             state: a pytree of arrays.
-            factors: the changed numbers that a step reads and that are not variables; see
-                `Session.adjustments`.
             *args: the other arguments of the body.
             after: the previous step, whose verdict has not been read yet.
         """
         self.adopt(state)
-        halt = self._go if after is None else after.halt
+        halt, factors = self._go if after is None else after.halt, self.factors()
         new, outputs, vector, halt, scales = self._run(factors, state, halt, *args)
         given = None if self.donates else state
         own = jax.tree_util.tree_map(owned, args)
@@ -289,7 +289,7 @@ class Transaction(interface.Transaction):
         state, _ = self._of_variables()
         if self.donates:
             state = jax.tree_util.tree_map(jnp.copy, state)
-        vector = self._run({}, state, self._go, *args)[2]
+        vector = self._run(self.factors(), state, self._go, *args)[2]
         self.unpublished.clear()
         return Verdict.of(np.asarray(vector).tolist())
 
@@ -298,7 +298,7 @@ class Transaction(interface.Transaction):
     def release_run(self) -> None:
         """Release everything of the finished run, its state and its last batch."""
         self.train_state = lambda: TrainState.of(self.model)
-        self.scaling = lambda factors: contextlib.nullcontext()
+        self.factors, self.scaling = dict, lambda factors: contextlib.nullcontext()
         self._last = self.given = None
         self.unpublished.clear()
         self._bad = None
@@ -306,10 +306,12 @@ class Transaction(interface.Transaction):
     def rebind(
         self,
         train_state: Callable[[], TrainState],
+        factors: Callable[[], dict[int, Any]],
         scaling: Callable[[dict[int, Any]], Any],
     ) -> None:
         """Use the transaction for another run on the same model."""
-        self.train_state, self.scaling, self.reused = train_state, scaling, True
+        self.train_state, self.factors, self.scaling = train_state, factors, scaling
+        self.reused = True
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""

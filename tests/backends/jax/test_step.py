@@ -370,9 +370,7 @@ def test_counts_are_of_their_own_batch():
 def test_a_diagnosis_runs_the_compiled_step_again():
     """It takes no new trace to run a step again as training has compiled it, from another batch, and the state stays."""
     model = network(keras.optimizers.Adam(0.01))
-    data, traces, found = zoo.regression(), [], []
-    plain = model.train_step
-    object.__setattr__(model, "train_step", lambda *args: (traces.append(1), plain(*args))[1])
+    data, traces, found = zoo.regression(), _traces_of(model), []
 
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
@@ -384,6 +382,37 @@ def test_a_diagnosis_runs_the_compiled_step_again():
     guard = NanGuard()
     model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard, zoo.After(again)])
     assert set(found) == {(True, "loss", 0, True)}
+
+
+def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
+    """The same under a schedule that is lowered and lowered further: no new trace, and the update is that of the present rate."""
+    model = network(keras.optimizers.SGD(_schedule()))
+    data, traces, found = zoo.regression(), _traces_of(model), []
+
+    def again(model):
+        session, before = guard.session, len(traces)
+        rate = session.recovery.rate(model.optimizer)
+        if rate.factor == 1.0:
+            rate.lower(0.5, 0.0)
+            session.access.rebuild()
+            return
+        step, args = session.transaction, session.transaction.given
+        moved = [step.judged(*args).weights]
+        rate.lower(1e-3, 0.0)
+        moved.append(step.judged(*args).weights)
+        rate.restore(0.5)
+        found.append((moved[0] != moved[1], len(traces) - before))
+
+    guard = NanGuard()
+    model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard, zoo.After(again)])
+    assert set(found) == {(True, 0)}
+
+
+def _traces_of(model):
+    """Return a list that grows with each trace of a model's train step."""
+    traces, plain = [], model.train_step
+    object.__setattr__(model, "train_step", lambda *args: (traces.append(1), plain(*args))[1])
+    return traces
 
 
 def test_one_step_at_a_time():
