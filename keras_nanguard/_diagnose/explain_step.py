@@ -148,9 +148,7 @@ class Explainer:
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step
-        if signature in self._known and (
-            self._repeats > FULL or self._full[signature] >= MAX_FULL
-        ):
+        if signature in self._known and (self._repeats > FULL or self._full[signature] >= MAX_FULL):
             return self._known[signature]
         self._full[signature] += 1
         return None

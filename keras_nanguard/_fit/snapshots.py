@@ -138,7 +138,7 @@ class Ring:
         """
         self.promote(good)
         variables = state.kept
-        missing = self._missing(variables, step, level)
+        missing, short = self._missing(variables, step, level)
         views = ((v, keras_variables.view(v)) for v in variables)
         values = [] if missing else list(views)
         missing, bad = self._agree(missing, _first_bad(values or views, tolerated))
@@ -148,28 +148,34 @@ class Ring:
         metrics = state.metrics if step else ()  # they are reset before the first step
         fresh.metrics = {id(v): keras_variables.read(v) for v in metrics}
         try:
-            self._store(fresh, values, state)
+            self._store(fresh, values, state, short)
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             return Taken(missing=float(size_of(variables)))
         return Taken()
 
-    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes of a copy that does not fit; 0 if it fits or reuses buffers."""
+    def _missing(
+        self, variables: Sequence[Any], step: int, level: Level | None
+    ) -> tuple[float, bool]:
+        """Return the bytes of a copy that does not fit, 0 if it fits or reuses buffers; and whether
+        memory is too short for one more, so that it replaces another one.
+        """
         others = [s for s in self.snapshots if s.step]
         if step and self.replaced(others, level) is not None:
-            return 0.0
+            return 0.0, False
         missing = missing_bytes(variables, not step)
-        if missing and step and others:
-            self.keep = len(others)
-            return 0.0
-        return missing
+        short = bool(missing and step and others)
+        return (0.0 if short else missing), short
 
-    def _store(self, fresh: Snapshot, values: Values, state: TrainState) -> None:
-        """Copy the values into an empty snapshot, and add it."""
+    def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:
+        """Copy the values into an empty snapshot, and add it. It replaces another one if there are
+        `keep`, or if memory is `short`.
+        """
         spare: Snapshot | None = None
-        while gone := self.replaced([s for s in self.snapshots if s.step], fresh.level):
+        others = [s for s in self.snapshots if s.step]
+        while gone := self.replaced(others, fresh.level, short and spare is None):
+            others = [s for s in others if s is not gone]
             self.snapshots, spare = [s for s in self.snapshots if s is not gone], gone
         arrays = dict(spare.arrays) if spare is not None and spare.file is None else {}
         while values:
@@ -180,21 +186,29 @@ class Ring:
         fresh.arrays = arrays
         self.snapshots.append(fresh)
 
-    def replaced(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
+    def replaced(
+        self, others: Sequence[Snapshot], level: Level | None, short: bool = False
+    ) -> Snapshot | None:
         """Return the snapshot that one taken at this level replaces, or `None`.
 
         An unverified one is replaced first, then the oldest, except the one with the lowest loss if
         the loss is clearly higher in all later ones.
+
+        Args:
+            others: the snapshots that it may replace.
+            level: the level of the loss.
+            short: whether it replaces one of them even if there are fewer than `keep`.
         """
+        free = others
         best = self.with_least_loss()
         if best is not None and best.level is not None and self.keep > 1:
             later = [s.level for s in others if s.step > best.step] + [level]
             clearly = best.level.value + NOISE * best.level.spread
             if all(one is None or one.value > clearly for one in later):
-                others = [s for s in others if s is not best]
-        if len(others) < self.keep:
+                free = [s for s in others if s is not best]
+        if len(free) < self.keep and not (short and others):
             return None
-        return next((s for s in others if not s.verified), others[0])
+        return next((s for s in free if not s.verified), (free or others)[0])
 
     def complete(self, variable: Any, value: Array) -> None:
         """Add the first value of a variable that was created after the first snapshot."""

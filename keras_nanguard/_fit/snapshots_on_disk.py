@@ -175,6 +175,9 @@ class SnapshotFile(Mapping[int, Array]):
         number = self._numbers[key]
         return plain_arrays.typed(self._array(f"v{number}"), self.record.variables[number][1])
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers  # that of `Mapping` reads the array
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
 
@@ -310,19 +313,23 @@ class DiskRing(Ring):
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
         self._locked = False
 
-    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes that writing the state needs if they are not free, else 0."""
+    def _missing(
+        self, variables: Sequence[Any], step: int, level: Level | None
+    ) -> tuple[float, bool]:
+        """Return the bytes that writing the state needs if they are not free, else 0; and `False`,
+        because no file replaces another one early.
+        """
         copied = size_of(v for v in variables if not keras_variables.on_host(v))
-        return 0.0 if memory.room_for(copied) else float(copied)
+        return (0.0 if memory.room_for(copied) else float(copied)), False
 
-    def _store(self, fresh: Snapshot, values: Values, state: TrainState) -> None:
+    def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:
         """Write the state to disk. If that fails, keep it in memory if it fits."""
         values.clear()  # copies, on an accelerator; not needed while the files are written
         fresh.file = self._attempt(partial(self._write, fresh, state))
         unwritten = fresh.file is None or not fresh.step
         if unwritten and not missing_bytes(state.kept, not fresh.step):
             values += [(v, keras_variables.view(v)) for v in state.kept]
-            super()._store(fresh, values, state)
+            super()._store(fresh, values, state, short)
         elif fresh.file is not None:
             fresh.arrays = fresh.file
             self.snapshots.append(fresh)

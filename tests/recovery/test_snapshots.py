@@ -20,8 +20,8 @@ from keras_nanguard import FileFormatError, GuardError, NanGuard, Policy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.snapshots import Ring
-from keras_nanguard._fit.snapshots_on_disk import read, written
+from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.snapshots_on_disk import SnapshotFile, read, save, written
 from keras_nanguard._keras.train_state import TrainState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
@@ -58,6 +58,15 @@ class TestRing:
                 buffers = {id(s.arrays[id(v)]) for s in ring.snapshots}
         assert {id(s.arrays[id(v)]) for s in ring.snapshots} == buffers
         assert [s.step for s in ring.snapshots] == [0, 8, 9]
+
+    def test_short_memory(self, monkeypatch):
+        """A copy without room takes the buffers of one other, and `keep` counts again once there is room."""
+        ring, v, kept = Ring(3, 0), variable(), []
+        for step in range(1, 8):
+            monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, step=step: step not in (3, 4))
+            assert not ring.take(state(v), step, step).missing
+            kept.append([s.step for s in ring.snapshots])
+        assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
     def test_start_takes_no_memory_where_it_is_constant(self):
         """Slots that begin as zeros are kept as one number, and come back whole."""
@@ -107,6 +116,14 @@ class TestLeastLoss:
     )
     def test_which(self, levels, steps):
         assert self.kept(*levels) == steps
+
+    def test_short_memory(self, monkeypatch):
+        """A copy without room takes the buffers of another one."""
+        monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size: False)
+        ring, v = Ring(2, 0), variable(1.0)
+        ring.snapshots = [Snapshot(step, step, verified=True, level=Level(step, step, 0.1)) for step in (1, 2)]
+        ring.take(state(v), 3, 3, level=Level(3, 3.0, 0.1))
+        assert [s.step for s in ring.snapshots] == [1, 3]
 
 
 def lstm():
@@ -368,6 +385,13 @@ class TestFiles:
             weight.assign(stored[weight.path])
         assert stored[next(path for path in stored if path.endswith("iteration"))] == read(path).step
         assert zoo.bad_entries(model) == []
+
+    def test_looking_for_a_variable_reads_no_array(self, tmp_path, monkeypatch):
+        weights, other = variable(1.0, 2.0), variable()
+        file = save(tmp_path, state(weights), step=1, epoch=0, batch=1, verified=True)
+        assert file[id(weights)].tolist() == [1.0, 2.0]
+        monkeypatch.setattr(SnapshotFile, "_array", lambda *args: 1 / 0)
+        assert id(weights) in file and id(other) not in file
 
     def test_record(self, left):
         """The JSON beside tells position, verification, checksums, rate and versions, and no file needs pickle."""
