@@ -59,6 +59,8 @@ def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterat
 def _lack_something(policy: Policy, guard: Any) -> Iterator[str]:
     stages = [("escalation", stage) for stage in policy.escalation]
     stages += [(f"rule {rule.name!r}", rule.do) for rule in policy.rules]
+    stages.append(("divergence.action", policy.divergence.action))
+    stages.append(("loss_scale.action", policy.loss_scale.action))
     for place, actions in stages:
         for action in actions:
             if action.name == "quarantine" and guard.directory is None:

@@ -9,8 +9,9 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard import NanGuard, NanGuardModel, Policy
 from keras_nanguard.__main__ import main
+from keras_nanguard._policy.warnings import warnings_about
 
 LATE = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
 EMBEDDING = {"name": "embedding", "site": "gradients", "layer": "embed*", "do": "warn"}
@@ -90,6 +91,15 @@ def test_what_the_guard_lacks_is_said(capsys):
     model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(rules=[rule])])
     printed = capsys.readouterr().out
     assert "NanGuard has no directory" in printed and "no function is registered as 'notify'" in printed
+
+
+@pytest.mark.parametrize("where", ["divergence", "loss_scale"])
+def test_what_the_guard_lacks_for_a_finite_fault_is_said(where):
+    """The actions for a divergence and for a bad loss scale are looked at as those of rules are."""
+    policy = Policy(**{where: {"action": ["quarantine", {"call": {"function": "notify"}}]}})
+    folder, function = warnings_about(policy, guard=NanGuard(policy))
+    assert folder == f"quarantine in {where}.action saves nothing: NanGuard has no directory."
+    assert function.startswith(f"call in {where}.action does nothing: no function is registered as 'notify'")
 
 
 @pytest.mark.parametrize("kind", ["float32", "mixed_float16"])
