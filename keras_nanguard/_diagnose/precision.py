@@ -2,7 +2,7 @@
 restored.
 
 Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
-losses and symbolic tensors. `tests/diagnosis/test_internals.py` fails when a release of Keras
+losses and symbolic tensors. `tests/keras_internals/test_internals.py` fails when a release of Keras
 removes one of them.
 """
 

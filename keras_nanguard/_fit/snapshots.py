@@ -138,7 +138,7 @@ class Ring:
         """
         self.promote(good)
         variables = state.kept
-        missing, short = self._missing(variables, step, level)
+        missing, short = self._missing(state, step, level)
         views = ((v, keras_variables.view(v)) for v in variables)
         values = [] if missing else list(views)
         missing, bad = self._agree(missing, _first_bad(values or views, tolerated))
@@ -155,23 +155,18 @@ class Ring:
             return Taken(missing=float(size_of(variables)))
         return Taken()
 
-    def _missing(
-        self, variables: Sequence[Any], step: int, level: Level | None
-    ) -> tuple[float, bool]:
+    def _missing(self, state: TrainState, step: int, level: Level | None) -> tuple[float, bool]:
         """Return the bytes of a copy that does not fit, 0 if it fits or reuses buffers; and whether
         memory is too short for one more, so that it replaces another one.
         """
         others = [s for s in self.snapshots if s.step]
         if step and self.replaced(others, level) is not None:
             return 0.0, False
-        missing = missing_bytes(variables, not step)
-        short = bool(missing and step and others)
-        return (0.0 if short else missing), short
+        missing = missing_bytes(state.kept, not step)
+        return (0.0, True) if missing and step and others else (missing, False)
 
     def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:
-        """Copy the values into an empty snapshot, and add it. It replaces another one if there are
-        `keep`, or if memory is `short`.
-        """
+        """Copy the values into an empty snapshot, and add it; see `replaced`."""
         spare: Snapshot | None = None
         others = [s for s in self.snapshots if s.step]
         while gone := self.replaced(others, fresh.level, short and spare is None):
@@ -192,15 +187,10 @@ class Ring:
         """Return the snapshot that one taken at this level replaces, or `None`.
 
         An unverified one is replaced first, then the oldest, except the one with the lowest loss if
-        the loss is clearly higher in all later ones.
-
-        Args:
-            others: the snapshots that it may replace.
-            level: the level of the loss.
-            short: whether it replaces one of them even if there are fewer than `keep`.
+        the loss is clearly higher in all later ones. If memory is `short`, one is replaced even if
+        there are fewer than `keep`, in the last resort that one.
         """
-        free = others
-        best = self.with_least_loss()
+        free, best = others, self.with_least_loss()
         if best is not None and best.level is not None and self.keep > 1:
             later = [s.level for s in others if s.step > best.step] + [level]
             clearly = best.level.value + NOISE * best.level.spread

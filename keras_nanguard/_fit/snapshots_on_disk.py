@@ -313,13 +313,11 @@ class DiskRing(Ring):
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
         self._locked = False
 
-    def _missing(
-        self, variables: Sequence[Any], step: int, level: Level | None
-    ) -> tuple[float, bool]:
+    def _missing(self, state: TrainState, step: int, level: Level | None) -> tuple[float, bool]:
         """Return the bytes that writing the state needs if they are not free, else 0; and `False`,
         because no file replaces another one early.
         """
-        copied = size_of(v for v in variables if not keras_variables.on_host(v))
+        copied = size_of(v for v in state.kept if not keras_variables.on_host(v))
         return (0.0 if memory.room_for(copied) else float(copied)), False
 
     def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:

@@ -14,8 +14,7 @@ Names private to Keras that are used here, because there is no public way:
 - ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 
-`tests/diagnosis/test_internals.py` and `tests/keras_internals/test_internals.py` fail when a
-release of Keras removes one of them.
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations

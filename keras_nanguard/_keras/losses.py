@@ -6,7 +6,7 @@ its loss objects:
 - ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
   ``flat_loss_weights``, ``inferred_output_names`` and ``output_names``.
 
-`tests/diagnosis/test_internals.py` fails when a release of Keras removes one of them.
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What in a valid policy has no effect: three things that are easily meant and not said.
+"""What in a valid policy has no effect: rules that never act, and actions that cannot be done.
 
 Imports no backend.
 """

@@ -12,6 +12,7 @@ from keras.src.backend.common import masking
 from keras.src.utils import io_utils
 from support import zoo
 
+from keras_nanguard._diagnose import precision
 from keras_nanguard._keras import (
     fitting,
     layers as keras_layers,
@@ -406,6 +407,19 @@ def test_a_policy_is_exchanged_and_put_back():
     for target, name, value in reversed(undo):
         object.__setattr__(target, name, value)
     assert layer.compute_dtype == "float16"
+
+
+def test_dtypes_are_exchanged_and_put_back():
+    """`Variable._value`, and `_dtype` of variables, losses and symbolic tensors, are what their public names give."""
+    inputs = keras.Input((4,), dtype="float16")
+    built = keras.Model(inputs, layers.Dense(1, dtype="float16", activation="tanh")(inputs))
+    built.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"), auto_scale_loss=False)
+    dtypes = lambda: {str(t.dtype) for t in (*built.weights, built.loss, built.inputs[0])}  # noqa: E731
+    x, before = np.full((1, 4), 0.3, "float16"), dtypes()
+    with precision.in_float32(built, list(built.weights), []):
+        assert (before, dtypes()) == ({"float16"}, {"float32"})
+        assert keras.backend.standardize_dtype(built(x).dtype) == "float32"
+    assert dtypes() == before and keras.backend.standardize_dtype(built(x).dtype) == "float16"
 
 
 def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
