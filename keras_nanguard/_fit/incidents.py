@@ -22,7 +22,7 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.perform import HEALING, perform
+from keras_nanguard._fit.perform import PERFORMERS, perform
 from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import Trial, trial
@@ -309,7 +309,8 @@ class Incidents:
         if run.rerun is not None and not run.reruns:
             outcomes = self._run_again(incident.with_(outcomes=outcomes))
         outcomes = pass_poles(run, poles, outcomes)
-        run.healed |= any(o.status == "done" and o.action in HEALING for o in outcomes)
+        done = [o.action for o in outcomes if o.status == "done"]
+        run.healed |= any(PERFORMERS[action].voids_started for action in done)
         run.checks_fully |= run.recovery.active
         run.ring.note(run.changes)
         return incident.with_(outcomes=outcomes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,11 +27,29 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.whole_writes import write_all
 
-HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
-"""Actions that replace the state."""
 
-_ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
-"""Actions after which training continues from a state that is in no snapshot."""
+class Performer(NamedTuple):
+    """How an action is performed.
+
+    Attributes:
+        perform: performs it; returns `("done", detail)` or `("skipped", reason)`.
+        writes: what it writes of weights, statistics and slots: `"nothing"`; a whole `"snapshot"`;
+            `"parts"`; or `"estimates"`, statistics that the next batches estimate anew. An action
+            that ends training writes `"nothing"`, because no step follows.
+    """
+
+    perform: Callable[[Order], Answer]
+    writes: Literal["nothing", "snapshot", "parts", "estimates"]
+
+    @property
+    def voids_started(self) -> bool:
+        """Whether steps that have started from the earlier state do not count."""
+        return self.writes in ("snapshot", "parts")
+
+    @property
+    def leaves_snapshots(self) -> bool:
+        """Whether training continues from a state that no snapshot leads to by a replay."""
+        return self.writes in ("parts", "estimates")
 
 
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
@@ -45,13 +63,14 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
         name = action["action"]
         parameters = {key: value for key, value in action.items() if key != "action"}
         try:
-            status, detail = PERFORMERS[name](Order(run, incident, report, parameters))
+            order = Order(run, incident, report, parameters)
+            status, detail = PERFORMERS[name].perform(order)
         except StateLostError:
             raise
         except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
             status, detail = "skipped", f"{type(problem).__name__}: {problem}"
         outcomes.append(Outcome(name, status, detail))
-        if name in _ANEW and status == "done":
+        if status == "done" and PERFORMERS[name].leaves_snapshots:
             run.recent.restart(run.step + 1)
     return tuple(outcomes)
 
@@ -346,20 +365,24 @@ def _plain(value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-PERFORMERS: dict[str, Callable[[Order], Answer]] = {
-    "skip": lambda order: ("done", "the step was skipped; the state did not change"),
-    "rollback": roll_back,
-    "lower_lr": _lower_lr,
-    "clip": _clip,
-    "fix_loss_scale": _fix_loss_scale,
-    "repair": _repair,
-    "reset_batchnorm": _reset_batchnorm,
-    "recalibrate_batchnorm": _recalibrate_batchnorm,
-    "reset_slots": _reset_slots,
-    "quarantine": _quarantine,
-    "warn": lambda order: ("done", order.p.get("message", "")),
-    "stop": _stop,
-    "raise_error": lambda order: ("done", f"NonFiniteError is raised; {_ended(order)}"),
-    "call": _call,
+PERFORMERS: dict[str, Performer] = {
+    "skip": Performer(
+        lambda order: ("done", "the step was skipped; the state did not change"), "nothing"
+    ),
+    "rollback": Performer(roll_back, "snapshot"),
+    "lower_lr": Performer(_lower_lr, "nothing"),
+    "clip": Performer(_clip, "nothing"),
+    "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
+    "repair": Performer(_repair, "parts"),
+    "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
+    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
+    "reset_slots": Performer(_reset_slots, "parts"),
+    "quarantine": Performer(_quarantine, "nothing"),
+    "warn": Performer(lambda order: ("done", order.p.get("message", "")), "nothing"),
+    "stop": Performer(_stop, "nothing"),
+    "raise_error": Performer(
+        lambda order: ("done", f"NonFiniteError is raised; {_ended(order)}"), "nothing"
+    ),
+    "call": Performer(_call, "nothing"),
 }
-"""The function of each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""
+"""Each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""

@@ -15,6 +15,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard, actions
 from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
 
@@ -94,6 +95,49 @@ def test_every_action_is_performed_here():
     assert set(PERFORMERS) == set(actions.ACTIONS)
     tests = inspect.getsource(inspect.getmodule(test_every_action_is_performed_here))
     assert all(f"class Test{kind.__name__}:" in tests for kind in actions.ACTIONS.values())
+
+
+@pytest.fixture(autouse=True)
+def declared(monkeypatch):
+    """An action that changes weights, statistics or slots in one of these tests says so in `PERFORMERS`, unless it ends training."""
+    wrong = []
+
+    def values(run):
+        state = run.train_state()
+        return {v.path: keras_variables.read(v).tobytes() for v in (*state.trainable, *state.statistics, *state.slots)}
+
+    def watched(name, performer):
+        def perform(order):
+            before = values(order.run)
+            answer = performer.perform(order)
+            if values(order.run) != before and performer.writes == "nothing":
+                wrong.append(name)
+            return answer
+
+        return performer._replace(perform=perform)
+
+    for name, performer in PERFORMERS.items():
+        if not actions.ACTIONS[name].terminal:
+            monkeypatch.setitem(PERFORMERS, name, watched(name, performer))
+    yield
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("action", "refused", "remembered"),
+    [
+        *(("rollback", 3, 0), ("reset_batchnorm", 3, 0), ({"reset_slots": {"scope": "all"}}, 3, 0)),
+        *(("recalibrate_batchnorm", 1, 2), ("lower_lr", 1, 8)),
+    ],
+)
+def test_later_steps_of_an_execution(action, refused, remembered):
+    """After an action the steps of its execution that had begun before it do not count, and no step from before it is replayed."""
+    zoo.tensorflow_only("several steps in one compiled call")
+    guard = acting(action)
+    known = zoo.After(lambda model: len(guard.session.recent._entries))
+    train(guard, 5, build=lambda: zoo.plain(steps_per_execution=4), callbacks=[known], steps_per_epoch=8)
+    assert [o.status for i in guard.incidents for o in i.outcomes] == ["done"]
+    assert (guard.session.counts.refused, known.seen[-1]) == (refused, remembered)
 
 
 class TestSkip:
