@@ -53,13 +53,6 @@ EXPLAINED: tuple[Explained, ...] = (
         (),
         ABSORBED,
     ),
-    Explained(
-        "_core/verdict.py",
-        "Verdict.poisoned",
-        "return not (self.refused or math.isfinite(self.weights + self.slots))",
-        ("return not (self.refused or math.isfinite(self.weights - self.slots))",),
-        ABSORBED,
-    ),
     Explained("_core/finiteness.py", "is_finite", "if array.size < _SMALL:", (), SPEED),
     Explained(
         "_core/finiteness.py",

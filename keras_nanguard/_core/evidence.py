@@ -93,7 +93,6 @@ class Spread:
         mean: mean.
         std: standard deviation.
         constant: number of features with the same value in all rows.
-        features: number of features.
         outliers: rows whose largest magnitude is far above that of the others.
         integer: whether its dtype is an integer dtype.
         counts: whether all entries are whole numbers and none is negative.
@@ -104,7 +103,6 @@ class Spread:
     mean: float
     std: float
     constant: int = 0
-    features: int = 1
     outliers: tuple[int, ...] = ()
     integer: bool = False
     counts: bool = False

@@ -89,11 +89,6 @@ class Verdict(NamedTuple):
         return math.isfinite(total) and self.scale_is_valid
 
     @property
-    def poisoned(self) -> bool:
-        """Whether the step committed non-finite weights or slots."""
-        return not (self.refused or math.isfinite(self.weights + self.slots))
-
-    @property
     def scale_is_valid(self) -> bool:
         """Whether the loss scale is usable: finite and positive."""
         return math.isfinite(self.scale) and self.scale > 0

@@ -69,7 +69,7 @@ class Recalibration:
         complete.
 
         Args:
-            good: number of good steps of the fit.
+            good: number of committed steps of the fit.
         """
         if self._good is None or good <= self._good:
             return False
@@ -284,13 +284,10 @@ class Recovery:
         """Whether a step has committed at the present rate."""
         return committed > max(self.lowered_at[1] if self.lowered_at is not None else 0, 0)
 
-    def estimate(self, model: Any, batches: int, seen: int = 0) -> int:
-        """Start to re-estimate the statistics of all layers that update theirs; return the number
-        of layers.
-        """
+    def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
+        """Start to re-estimate the statistics of all layers that update theirs."""
         layers = learning(model)
         self.recalibration = Recalibration(layers, batches, seen) if layers else None
-        return len(layers)
 
     def before_execution(self, committed: int) -> None:
         """Run due tasks before an execution: a new estimate begins to count, rates stay lowered."""

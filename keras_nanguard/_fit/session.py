@@ -237,17 +237,18 @@ class Session(Run):
         first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
         self.healed = False
         reports = {report.verdict.step: report for report in transaction.take_reports()}
-        for counts.step, verdict in enumerate(transaction.verdicts(first, end), first):
+        for step, verdict in enumerate(transaction.verdicts(first, end), first):
+            counts.step = step
             if self.healed or self.stopped:  # what ran on after it ran on a state that is gone
-                counts.refuse(end - counts.step)
-                for step in range(counts.step, end):
-                    self.recorder.push(step, nan, nan, nan, REFUSED)
+                counts.refuse(end - step)
+                for refused in range(step, end):
+                    self.recorder.push(refused, nan, nan, nan, REFUSED)
                 break
             if verdict.halted:
                 counts.refuse()
                 self.record(verdict, REFUSED)
             else:
-                self._judge(verdict, reports.get(verdict.step), last=counts.step == end - 1)
+                self._judge(verdict, reports.get(verdict.step), last=step == end - 1)
         counts.step = end
         if self.transaction is not transaction:  # compiled again before all steps were counted
             self.transaction.recount(end)

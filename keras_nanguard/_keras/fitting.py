@@ -115,9 +115,9 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
 
 @contextmanager
 def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
-    """Set `trainable` of the variables to the values for which the optimizers were built. Keras
+    """Set `trainable` of the variables to the values for which the optimizers were built.
 
-    keeps its train function if `trainable` is changed without a call of `compile`.
+    Keras keeps its train function if `trainable` is changed without a call of `compile`.
     """
     built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
     trained = {id(keras_variables.unwrapped(v)) for v in built}

@@ -58,7 +58,7 @@ def looks_at_the_state_first() -> None:
 
 
 def finds_what_was_committed() -> None:
-    assert Verdict(False, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0).poisoned
+    assert not Verdict(False, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0).finite
 
 
 def finds_one_bad_entry() -> None:
@@ -75,7 +75,7 @@ MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
     ("_backends/shared/rules.py", "ops.maximum(scale * 0.5, MIN_LOSS_SCALE)", "scale * 0.5", keeps_a_scale_above_its_floor),
     ("_policy/state.py", ANEW, FOREVER, ends_a_streak),
     ("_diagnose/causes.py", "for rule in RULES:", "for rule in RULES[::-1]:", looks_at_the_state_first),
-    ("_core/verdict.py", "self.weights + self.slots))", "self.slots))", finds_what_was_committed),
+    ("_core/verdict.py", "self.weights + self.slots", "self.slots", finds_what_was_committed),
     ("_core/finiteness.py", "np.isnan(piece)", "np.isnan(piece[:-1])", finds_one_bad_entry),
 ]  # fmt: skip
 

@@ -125,11 +125,10 @@ def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
     finite = wide[np.isfinite(wide)]
     if not finite.size:
         return Spread(name, 0.0, 0.0, 0.0, integer=integer)
-    constant, features = 0, 1
+    constant = 0
     outliers: tuple[int, ...] = ()
     if wide.ndim >= 1 and wide.shape[0] > 1:
         flat = wide.reshape(wide.shape[0], -1)
-        features = flat.shape[1]
         constant = int((flat == flat[:1]).all(axis=0).sum())
         outliers = _outliers(flat)
     with np.errstate(all="ignore"):
@@ -139,7 +138,6 @@ def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
             float(finite.mean()),
             float(finite.std()),
             constant,
-            features,
             outliers,
             integer,
             bool((finite >= 0.0).all() and (finite == np.floor(finite)).all()),

@@ -72,7 +72,8 @@ class Instrument:
 
     Attributes:
         calls: the calls in the order in which they ended.
-        backward: the call whose gradient is being computed, according to the probes.
+        rows: the table of layers, empty with `keep`.
+        sample_losses: the result of each loss before its reduction, by name, empty with `keep`.
     """
 
     def __init__(self, model: Any, origins: Any = None, keep: bool = False):

@@ -167,7 +167,7 @@ class StepRun:
         body = owner.body if compiled is None else compiled.body
         self.seen = compiled or owner.intercept_of(parts.train_state.optimizers)
         watches = not owner.stock and compiled is None
-        names, log = (parts.paths, parts.tensors), self.undo_log
+        names, log = (parts.paths, parts.natives), self.undo_log
         with log, self.seen.running(self._asked, *names, log, watches):
             try:
                 return body(*self.args)

@@ -118,7 +118,7 @@ class Intercept:
         self,
         asked: Callable[[Update], str],
         paths: dict[int, str],
-        tensors: Mapping[int, Any],
+        natives: Mapping[int, Any],
         undo_log: UndoLog | None = None,
         watches: bool = True,
     ) -> Iterator[Intercept]:
@@ -128,12 +128,12 @@ class Intercept:
             asked: called with each record; returns `"now"` to run the update at once, `"kept"` to
                 keep the old values first, `"later"` to defer it, `"never"` to omit it.
             paths: path of each parameter by its `id`, for torch optimizers.
-            tensors: the tensors of variables, by their `id`.
+            natives: the tensors of variables, by their `id`.
             undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
             watches: whether code of the user's own may follow an update.
         """
         self.release()
-        self.asked, self.paths, self.tensors = asked, paths, tensors
+        self.asked, self.paths, self.natives = asked, paths, natives
         self.undo_log, self.watches = undo_log, watches
         with Overrides() as overrides:
             for target, name, function in self.replacements():
@@ -193,7 +193,7 @@ class Intercept:
 
         def replaced(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             given = None if trainable_variables is None else list(trainable_variables)
-            self._take(KerasUpdate(optimizer, real, list(grads), given, self.tensors))
+            self._take(KerasUpdate(optimizer, real, list(grads), given, self.natives))
 
         return self.reporting(replaced)
 

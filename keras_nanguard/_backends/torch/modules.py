@@ -226,9 +226,9 @@ class TorchOptimizer:
         return restore
 
     def create_state(self) -> None:
-        """Create the state that the first update would create, by an update at rate 0. If `step`
+        """Create the state that the first update would create, by an update at rate 0.
 
-        needs a closure, create nothing.
+        If `step` needs a closure, create nothing.
         """
         params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
         if self.of.state:

@@ -24,6 +24,7 @@ class Parts:
 
     Attributes:
         holders: what has a gradient.
+        natives: the tensor of each trainable weight, by the `id` of its variable.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
         judged_elsewhere: the `id` of tensors that are not statistics.
@@ -50,9 +51,9 @@ class Parts:
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
-        self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
+        self.natives = {id(v): keras_variables.native(v) for v in train_state.trainable}
         self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
-        self._tensors = [
+        self._tensor_attributes = [
             (held, name)
             for held, name, value in keras_layers.attributes_of(train_state.layers)
             if isinstance(value, torch.Tensor)
@@ -104,7 +105,7 @@ class Parts:
         """
         if every:
             return keras_layers.attributes_of(self.train_state.layers)
-        return [(held, name, held.get(name)) for held, name in self._tensors]
+        return [(held, name, held.get(name)) for held, name in self._tensor_attributes]
 
 
 def _is_buffer(variable: Any) -> bool:
