@@ -11,11 +11,8 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import interface
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import BACKENDS, GuardError, expected
 from keras_nanguard._version import __version__
-
-BACKENDS = ("tensorflow", "jax", "torch")
-"""Names of packages next to this module, with the modules that `interface` declares."""
 
 
 def name() -> str:
@@ -53,7 +50,7 @@ def _module(part: str) -> Any:
     return importlib.import_module(f"keras_nanguard._backends.{backend}.{part}")
 
 
-def attachment(model: Any, session: Any) -> Any:
+def attachment(model: Any, session: interface.Session) -> Any:
     """Return a `shared.attach.Attachment` of the transaction to this model's train step."""
     return _module("attach").ModelAttachment(model, session)
 

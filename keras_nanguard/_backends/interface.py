@@ -10,6 +10,9 @@ A backend is a package with these modules, each with what a class here or in `sh
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
 
+The other direction is `Session`: what a backend uses of the host, as the one argument of
+`ModelAttachment` and `LoopStep`.
+
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
 running step), `execution` (one run, or one trace, of the transaction), `reductions` (the sums of a
 verdict) and `origins` (the first bad operation). A module of any other name is specific to its
@@ -22,11 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from math import nan
+from typing import Any, Protocol
 
 import numpy as np
 
 from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._keras.train_state import TrainState
 
 
 class Transaction:
@@ -230,3 +235,128 @@ class Host:
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Return a context without recording for a backward pass."""
         return nullcontext()
+
+
+class Recovery(Protocol):
+    """The changes that the policy has made to learning rates."""
+
+    def adjustments(self) -> dict[int, Any]:
+        """Return the factors that a step multiplies rates by and that are not variables, by `id` of
+        their reader.
+        """
+
+    def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Replace these factors by others inside the context."""
+
+
+class Agreement(Protocol):
+    """How processes that train together make one decision."""
+
+    count: int
+    """Number of processes."""
+
+    news: bool
+    """Whether any process has findings between two steps, according to the last step."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this process has such findings that the others do not have."""
+
+
+class Logs(Protocol):
+    """The logs of a fit."""
+
+    known: Any
+    """Those of the last committed step; `None` before the first one."""
+
+    shown: Any
+    """Those that callbacks have received last."""
+
+
+class Session(Protocol):
+    """The host side of a run, as a backend uses it. The rest of the host is not for backends."""
+
+    model: Any
+
+    transaction: Any
+    """The guarded step; `None` before it is created."""
+
+    resuming: Any
+    """What is to be restored before the first step, or `None`."""
+
+    stopped: bool
+    """Whether the policy has ended training."""
+
+    healed: bool
+    """Whether the state was replaced since this was last set to `False`."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """The changes to learning rates."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """The agreement with other processes."""
+
+    @property
+    def logs(self) -> Logs:
+        """The logs of the fit."""
+
+    @property
+    def refuses(self) -> bool:
+        """Whether bad steps are refused; otherwise they are only reported."""
+
+    @property
+    def step(self) -> int:
+        """Number of complete train steps, including refused ones."""
+
+    @property
+    def nothing_pending(self) -> bool:
+        """Whether nothing is due before the next execution."""
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a healthy next step would only have to be counted."""
+
+    def attach(self, access: StateAccess, transaction: Any = None) -> None:
+        """Store the guarded step, and the access to the state that it trains."""
+
+    def train_state(self) -> TrainState:
+        """Return the train state of the last trace, with the present values."""
+
+    def read_train_state(self) -> TrainState:
+        """Return the present train state, for a trace."""
+
+    def note_created(self, native: Any, value: Any) -> None:
+        """Note a variable that the trace of a step has created, and its first value."""
+
+    def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
+        """Return these variables with their first values; `ends`: for the last time."""
+
+    def needs_variables(self, written: bool) -> bool:
+        """Whether `before` needs the state in the variables; `written`: other code may write
+        them.
+        """
+
+    def skips_batches(self, iterator: Any, batches: int) -> bool:
+        """Skip the batches of one execution, if batches are to be skipped."""
+
+    def before(self) -> None:
+        """Run the tasks before an execution."""
+
+    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
+        """Act on the verdict of a step; return whether it was healthy and no task was due.
+
+        Args:
+            verdict: its numbers.
+            last: whether no other step was started since.
+        """
+
+    def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
+        """Return the logs of the last step for callbacks; `refused` if it was refused."""
+
+    def note_error(self, error: BaseException) -> None:
+        """Report an error that has ended a step, if it is about the data."""
+
+    def end(self) -> None:
+        """End the run, and release what belongs to it."""

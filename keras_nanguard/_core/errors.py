@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 
+BACKENDS = ("tensorflow", "jax", "torch")
+"""Names of the supported backends of Keras, each with its package in `_backends`."""
+
 
 def expected(what: str, received: object, remedy: str) -> str:
     """Return the message ``Expected what. Received: received. remedy``."""
@@ -17,7 +20,7 @@ def expected(what: str, received: object, remedy: str) -> str:
 def no_backend(error: ImportError) -> str:
     """Return what to do where Keras does not find its backend, `""` for any other module."""
     name = (error.name or "").partition(".")[0]
-    if name not in ("tensorflow", "jax", "torch"):
+    if name not in BACKENDS:
         return ""
     received = f"the backend {name}, which is not installed"
     install = f'Run pip install "keras-nanguard[{name}]"'

@@ -274,6 +274,11 @@ class Run:
         return self.counts.step
 
     @property
+    def refuses(self) -> bool:
+        """Whether bad steps are refused; otherwise they are only reported."""
+        return self.policy.refuse
+
+    @property
     def refused(self) -> int:
         """Number of refused steps."""
         return self.counts.refused

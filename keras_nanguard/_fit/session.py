@@ -136,6 +136,10 @@ class Session(Run):
             return self.logs.stand_in(logs, loss)
         return self.logs.measured(logs)
 
+    def note_error(self, error: BaseException) -> None:
+        """Report an error that has ended a step, if it is about the data."""
+        self.incidents.of_error(error)
+
     # Before a step
 
     def before(self) -> None:

@@ -1,5 +1,5 @@
-"""The running backend has what `_backends/interface.py` declares, and nothing outside of `_backends`
-uses anything else.
+"""The running backend, and the host, have what `_backends/interface.py` declares, and neither uses
+anything else of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 import pytest
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.current import BACKENDS
+from keras_nanguard._core.errors import BACKENDS
 
 PACKAGE = Path(__file__).parents[2] / "keras_nanguard"
 OURS = f"keras_nanguard._backends.{keras.backend.backend()}"
@@ -29,8 +29,12 @@ CLASSES = {
         "keras_nanguard._backends.shared.attach.Attachment",
     ],
     "Transaction": [f"{OURS}.step.Transaction"],
+    "Session": ["keras_nanguard._fit.session.Session"],
+    "Recovery": ["keras_nanguard._fit.recovery.Recovery"],
+    "Agreement": ["keras_nanguard._fit.agreement.Agreement"],
+    "Logs": ["keras_nanguard._fit.callbacks.Logs"],
 }
-"""The classes that implement a declared one."""
+"""The classes that implement a declared one: of a backend, or of the host."""
 
 HELD = {"transaction", "attachment", "_attachment", "hook", "_hook", "placed"}
 """How the rest of the library calls what belongs to a backend."""
@@ -45,7 +49,7 @@ def declared(name):
     """Return the attributes and methods that a class of the interface declares."""
     kind = getattr(interface, name)
     attributes = dict.fromkeys(kind.__annotations__)
-    return attributes | {n: v for n, v in vars(kind).items() if not n.startswith("__")}
+    return attributes | {n: v for n, v in vars(kind).items() if not n.startswith("_")}
 
 
 def has(kind, name):
@@ -127,6 +131,23 @@ def test_nobody_uses_what_is_not_declared():
                 undeclared = owner == "transaction" and node.attr not in known
                 wrong += [(module, ast.unparse(node))] if undeclared else []
     assert wrong == []
+
+
+def test_no_backend_uses_what_is_not_declared():
+    """A backend reads only declared attributes of a session, and of its parts."""
+    declares = {"session": "Session", "recovery": "Recovery", "agreement": "Agreement", "logs": "Logs"}
+    read, wrong = set(), []
+    for path in sorted((PACKAGE / "_backends").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = ast.unparse(node.value)
+            part = owner.rpartition(".")[2]
+            if part in declares and ("session" in owner or part == "agreement"):
+                read.add((part, node.attr))
+                wrong += [] if node.attr in declared(declares[part]) else [(path.name, ast.unparse(node))]
+    assert wrong == []
+    assert read == {(part, member) for part, name in declares.items() for member in declared(name)}
 
 
 def test_one_place_asks_whose_a_method_is():

@@ -12,6 +12,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_nanguard._backends.interface import Session
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._backends.shared import attach
@@ -39,7 +40,7 @@ class ModelAttachment(attach.Attachment):
     _gathered = True
     """Whether Keras has gathered the state again for the running step."""
 
-    def __init__(self, model: Any, session: Any):
+    def __init__(self, model: Any, session: Session):
         if _trainer.uses_nnx():
             remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
@@ -67,7 +68,7 @@ class ModelAttachment(attach.Attachment):
                 lambda: _trainer.variables(model),
                 outputs=LogOutputs(model),
                 model=model,
-                refuse=session.policy.refuse,
+                refuse=session.refuses,
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
@@ -195,7 +196,7 @@ class LoopStep(attach.LoopStep):
 
     STATE_PASSES_THROUGH_STEP = True
 
-    def __init__(self, function: Callable[..., Any], session: Any):
+    def __init__(self, function: Callable[..., Any], session: Session):
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
@@ -209,7 +210,7 @@ class LoopStep(attach.LoopStep):
             lambda: self.variables or [],
             outputs=PlainOutputs(),
             model=session.model,
-            refuse=session.policy.refuse,
+            refuse=session.refuses,
             jit=compiled,
             factors=session.recovery.adjustments,
             scaling=session.recovery.with_adjustments,
@@ -276,7 +277,7 @@ class LoopStep(attach.LoopStep):
         return self.state
 
 
-def _owners(state: Any, session: Any) -> list[Any]:
+def _owners(state: Any, session: Session) -> list[Any]:
     """Return the variable of each array of the state, or `None`.
 
     An array that a variable has is its value. A state of other arrays must have one for each

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._backends.interface import Session, StateAccess
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -94,7 +94,7 @@ class Attachment(StateAccess):
 
     Args:
         model: a compiled model.
-        session: the host side, a `Session` of `_fit/session.py`.
+        session: the host side, which is `_fit.session.Session`.
     """
 
     END_OF_DATA: tuple[type[BaseException], ...] = ()
@@ -105,7 +105,7 @@ class Attachment(StateAccess):
     computed.
     """
 
-    def __init__(self, model: Any, session: Any):
+    def __init__(self, model: Any, session: Session):
         self.model, self.session = model, session
         self.attached = self.lasting = False
         self._changed = False
@@ -182,7 +182,7 @@ class Attachment(StateAccess):
         """Return everything that is built into a trace of the step."""
         return (
             self.body,
-            self.session.policy.refuse,
+            self.session.refuses,
             *self._modes,
             *keras_fitting.built_in(self.model, self.session.read_train_state()),
         )
@@ -254,7 +254,7 @@ class Attachment(StateAccess):
         with contextlib.suppress(Exception):
             self._rescue()
         with contextlib.suppress(Exception):
-            self.session.incidents.of_error(error)
+            self.session.note_error(error)
         with contextlib.suppress(Exception):
             self.detach()
 
@@ -317,7 +317,7 @@ class LoopStep(StateAccess):
 
     Args:
         function: the step.
-        session: the host side, a `Session` of `_fit/session.py`.
+        session: the host side, which is `_fit.session.Session`.
     """
 
     STATE_PASSES_THROUGH_STEP = False
@@ -333,7 +333,7 @@ class LoopStep(StateAccess):
         """Return a context around all steps of a loop."""
         return contextlib.nullcontext()
 
-    def __init__(self, function: Any, session: Any):
+    def __init__(self, function: Any, session: Session):
         self.function, self.session = function, session
         self.rebuild()
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import BACKENDS
 from keras_nanguard._core.evidence import Operand, Origin
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
@@ -53,7 +54,7 @@ _LIBRARIES = (
 
 _TRACKERS = tuple(
     os.path.join("keras_nanguard", "_backends", room, "origins.py")
-    for room in ("shared", "tensorflow", "jax", "torch")
+    for room in ("shared", *BACKENDS)
 )
 
 

@@ -60,7 +60,7 @@ class ModelAttachment(attach.Attachment):
             jit=jit,
             counted=many > 1 or not (self._takes or spread_out),
             note_created=session.note_created,
-            refuse=session.policy.refuse and (mirrored or not spread_out),
+            refuse=session.refuses and (mirrored or not spread_out),
             host_has_batches=self._takes,
         )
         if old is not None:
@@ -215,7 +215,7 @@ class LoopStep(attach.LoopStep):
             self.session.read_train_state,
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
             note_created=self.session.note_created,
-            refuse=self.session.policy.refuse,
+            refuse=self.session.refuses,
         )
         how = {"autograph": False, "reduce_retracing": True}
         self.run = tf.function(transaction, **how) if compiled else transaction

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_nanguard._backends.interface import Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.intercept import uncompiled
@@ -26,7 +27,7 @@ __all__ = ["LoopStep", "ModelAttachment"]
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
-    def __init__(self, model: Any, session: Any):
+    def __init__(self, model: Any, session: Session):
         super().__init__(model, session)
         self._overrides = Overrides()
 
@@ -69,7 +70,7 @@ class ModelAttachment(attach.Attachment):
             jit=bool(model.jit_compile),
             compiled=self._cached_step("compiled") if model.jit_compile else None,
             note_created=session.note_created,
-            refuse=session.policy.refuse,
+            refuse=session.refuses,
             agreement=session.agreement,
         )
         if old is not None:
@@ -140,7 +141,7 @@ class LoopStep(attach.LoopStep):
             self.session.read_train_state,
             jit=function is not self.function,
             note_created=self.session.note_created,
-            refuse=self.session.policy.refuse,
+            refuse=self.session.refuses,
             agreement=self.session.agreement,
         )
 

@@ -49,8 +49,7 @@ class Transaction(interface.Transaction):
         note_created: called with each variable that is created inside the step, and its first
             value.
         refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
-        agreement: the agreement of processes that train together, with `count`, `has_news` and
-            `news`; `None` for one process.
+        agreement: the agreement of processes that train together; `None` for one process.
 
     Attributes:
         verdict: the verdict of the last step.
@@ -73,7 +72,7 @@ class Transaction(interface.Transaction):
         compiled: Compiled | None = None,
         note_created: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
-        agreement: Any = None,
+        agreement: interface.Agreement | None = None,
     ):
         self.body = self.replayed = body
         self.read_train_state, self.model = train_state, model
