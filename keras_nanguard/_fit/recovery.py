@@ -384,6 +384,8 @@ class GuardState(Record):
                 wrong type.
         """
         names = {"format", *cls.model_fields}
+        if isinstance(data, dict):  # the first files of this format do not have it
+            data = {"diverged": False, **data}
         if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != names:
             received = sorted(data) if isinstance(data, dict) else type(data).__name__
             what = f"a guard state of format {FORMAT}"

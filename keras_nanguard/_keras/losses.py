@@ -134,8 +134,7 @@ def rejected(
     elif of_probabilities:
         wrong, words = (wide < 0) | (wide > 1), "{:g} instead of a probability from 0 to 1"
     elif names & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
-        lowest = -1 if "mean_squared_logarithmic_error" in names else 0
-        wrong, words = wide < lowest, "the negative number {:g}"
+        wrong, words = wide < 0, "the negative number {:g}"
     else:
         return None
     if wrong.any():

@@ -161,6 +161,7 @@ SPARSE, IGNORED = (
         ("binary_focal_crossentropy", FIVES, "sigmoid", False),
         ("BCE", FIVES, "sigmoid", False),
         ("msle", -FIVES, "softplus", False),
+        ("msle", -np.ones((4, 3)), "softplus", False),
         ("hinge", FIVES, "tanh", True),
     ],
 )
