@@ -10,14 +10,13 @@ an epoch is longer):
     untrained   the present weights are not clearly better than those before the first step, or no
                 better on their batches than with the inputs of another batch (by a hundredth), or
                 most kernels no longer change
-    no progress if training continues on the remembered batches, as the run would, the network
-                still has not learned anything: the result is not clearly better (with damage, a
-                kernel that has grown tenfold or most of them dead, not better than untrained), or
-                it does not depend on the inputs
+    no progress if training continues on the remembered batches, as the run would, the result is
+                not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
+                is progress only once better than untrained
     helps       from the first state (or the best snapshot), at a tenth, a hundredth or a thousandth
                 of the rate, the same batches lead to a clearly lower loss on held-out batches, and
-                to less than half of it, or a tenth of it then depends on the inputs; with damage,
-                a clearly lower loss is enough
+                to less than half of it, or (from the first state) a tenth of it then depends on
+                the inputs; with damage, a clearly lower loss is enough
 
 All four are required. The action is then on probation: a window later the abandoned state is
 compared with the new one, again on the same batches. If the new one is not clearly better, state
@@ -255,9 +254,8 @@ class Divergence:
             dead = _dead(run, trying.present, further)
             damaged = bool(dead) or growth >= GROWN
             aim = untrained.losses if damaged else present
-            better = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
-            progress = better and not dead and not before
-            if progress and _has_learned(trying, further, goes_on, untrained.losses, held_out):
+            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
+            if progress and not dead and not before:
                 return None
         further = None
         batches = [*batches, *again]
@@ -269,7 +267,8 @@ class Divergence:
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            explains = not learned and arm.explains(trying, held_out)
+            anew = origin is untrained and not learned
+            explains = anew and arm.explains(trying, held_out)
             far = clear and (arm.mean <= HALF * least or explains)
             if far or before:
                 break
@@ -365,13 +364,13 @@ def _better_rate(
 
 def _has_learned(
     trying: Trial,
-    state: State | None,
+    state: State,
     losses: Sequence[float],
     untrained: Sequence[float],
     held_out: Sequence[Any],
 ) -> bool:
     """Whether a state with these losses is better than untrained, and depends on the inputs."""
-    if state is None or not clearly_lower(losses, untrained):
+    if not clearly_lower(losses, untrained):
         return False
     return _explained(trying, state, losses, held_out) >= EXPLAINED
 
