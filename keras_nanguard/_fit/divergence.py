@@ -257,7 +257,7 @@ class Divergence:
             progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
             if progress and not dead and not before:
                 return None
-        further = None
+        further = None  # the trials at lower rates need the memory
         batches = [*batches, *again]
         others = (present, goes_on, untrained.losses)
         least = min(map(fmean, others[:2] if before else others))
@@ -268,8 +268,7 @@ class Divergence:
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
             anew = origin is untrained and not learned
-            explains = anew and arm.explains(trying, held_out)
-            far = clear and (arm.mean <= HALF * least or explains)
+            far = clear and (arm.mean <= HALF * least or (anew and arm.explains(trying, held_out)))
             if far or before:
                 break
         if best is None:

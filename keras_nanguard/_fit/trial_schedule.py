@@ -35,22 +35,17 @@ loss of a run that has not learned anything does not clearly fall.
 
 
 class Schedule:
-    """When trials are worth their time.
-
-    Attributes:
-        looked: the step of the last trials.
-        wait: number of steps until the next ones.
-    """
+    """When trials are worth their time."""
 
     def __init__(self) -> None:
-        self.looked, self.wait = 0, 0.0
+        self._looked, self._wait = 0, 0.0
         self._spent, self._falls = 0, True
         self._window: Sequence[float] = ()
         self._lowest: Sequence[float] = ()
 
     def restart(self) -> None:
         """Forget the trials so far, as after a rollback."""
-        self.wait, self._spent = 0.0, 0
+        self._wait, self._spent = 0.0, 0
 
     def is_due(self, run: Run, began: int) -> bool:
         """Whether to run trials now, at the end of a window that began after a step."""
@@ -63,12 +58,12 @@ class Schedule:
         falls = median(losses) < FALLS * median(before or [math.inf])
         if falls and median(losses[-WINDOW:]) < HALF * min(first):
             return False
-        wait = self.wait
+        wait = self._wait
         if _below(self._lowest, losses):
             wait /= REST_LEARNED
         elif _mean_log(losses) < _mean_log(self._lowest):
             self._lowest = losses
-        return run.step >= self.looked + wait
+        return run.step >= self._looked + wait
 
     def note(self, step: int, steps: int, learned: bool, diverged: bool) -> None:
         """Note what trials took, and rest.
@@ -83,8 +78,8 @@ class Schedule:
         rest = REST * (self._falls or self._spent > LONGEST)
         rest = REST_DIVERGED if diverged else rest
         rest = REST_LEARNED if learned else rest
-        self.wait = max(2 * self.wait, rest * steps)
-        self.looked, self._lowest = step, self._window
+        self._wait = max(2 * self._wait, rest * steps)
+        self._looked, self._lowest = step, self._window
 
 
 def _below(losses: Sequence[float], others: Sequence[float]) -> bool:
