@@ -70,8 +70,8 @@ class Bench:
         self.fit(x, y, *callbacks, *([] if self.program == "stock" else [guard]))
         if self.program != "stock":
             said, session = [str(incident) for incident in guard.incidents], guard.session
-            refused = session.refused - session.overflows
-            self.healthy.append({"healthy": repr(key), "steps": session.step, "refused": refused, "incidents": said})
+            refused = session.run.counts.refused - session.run.counts.overflows
+            self.healthy.append({"healthy": repr(key), "steps": session.run.step, "refused": refused, "incidents": said})
 
     # One run
 
@@ -363,7 +363,7 @@ def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: st
     first = next(iter([*mine, *incidents]), None)
     named = {i.diagnosis.cause for i in mine or incidents if i.diagnosis is not None}
     diagnosis = first.diagnosis if first is not None else None
-    counted = expected in ("overflow", "either") and session.overflows == 1 and not incidents
+    counted = expected in ("overflow", "either") and session.run.counts.overflows == 1 and not incidents
     compared = expected != "may" or (bool(mine) and fault.way != "flip")
     oracle = fault_plan.repairs(fault, bench.c.precision, together, becomes) if compared else ""
     if oracle == "without" and bench.has_other_scale(ended.state):
@@ -374,7 +374,7 @@ def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: st
         "seen": counted or (bool(mine) and expected != "overflow"),
         "late": None if first is None else first.step - fault.step,
         "incidents": [str(i) for i in incidents],
-        "refused": session.refused,
+        "refused": session.run.counts.refused,
         "oracle": oracle,
         **_identical(bench, fault, oracle, ended, together),
         "cause": "" if diagnosis is None else diagnosis.cause,
@@ -383,7 +383,7 @@ def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: st
         "named": "" if diagnosis is None else f"{diagnosis.culprit} {diagnosis.samples}",
         "path": path,
         "finite": finite(ended.state),
-        "stopped": session.stopped,
+        "stopped": session.run.stopped,
         "accuracy": ended.accuracy,
         "undisturbed": bench.whole()[1],
         "error": ended.error,

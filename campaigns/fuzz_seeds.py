@@ -44,8 +44,9 @@ def run_of(model: Any) -> Any:
     """Return the run of a model that has not begun."""
     from keras_nanguard._fit.run import Run
     from keras_nanguard._policy.policy import Policy
+    from keras_nanguard._recording.recorder import Recorder
 
-    return Run(model, Policy.load("recover"))
+    return Run(model, Policy.load("recover"), Recorder())
 
 
 def save(run: Path, folder: Path) -> None:

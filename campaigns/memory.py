@@ -77,8 +77,8 @@ def child(backend: str, state: float, guarded: str) -> None:
     variables = [*model.variables, *model.optimizer.variables]
     found: dict[str, Any] = {"seconds": time.monotonic() - begin, "state": sum(int(np.prod(v.shape)) * 4 for v in variables)}
     for guard in callbacks:
-        ring = guard.session.ring  # type: ignore[attr-defined]
-        found |= {"refused": guard.session.refused, "steps": guard.session.step}  # type: ignore[attr-defined]
+        ring = guard.session.run.ring  # type: ignore[attr-defined]
+        found |= {"refused": guard.session.run.counts.refused, "steps": guard.session.run.step}  # type: ignore[attr-defined]
         found |= {"ring": type(ring).__name__, "snapshots": [(s.step, bool(s.arrays)) for s in ring.snapshots]}
         found |= {"causes": [i.diagnosis.cause for i in guard.incidents]}  # type: ignore[attr-defined]
     found["finite"] = bool(np.isfinite(keras.ops.convert_to_numpy(model.trainable_variables[-1])).all())

@@ -235,10 +235,10 @@ def counted(guard: Any, directory: str | None) -> dict[str, Any]:
     """Return how many steps a long run has made, and how its incidents compare with the faults so far."""
     from keras_nanguard import Recording
 
-    steps = guard.session.step
+    steps = guard.session.run.step
     made = [(step, True, CAUSES[number % len(CAUSES)]) for number, step in enumerate(range(PERIOD - 1, steps, PERIOD))]
     found = [(incident.step, incident.refused, incident.diagnosis.cause) for incident in guard.incidents]
-    result = {"steps": steps, "faults": len(made), "refused": guard.session.refused, "incidents": len(found), "wrong": wrong(made, found)}
+    result = {"steps": steps, "faults": len(made), "refused": guard.session.run.counts.refused, "incidents": len(found), "wrong": wrong(made, found)}
     if directory:
         files = [file.stat().st_size for file in Path(directory).rglob("*") if file.is_file()]
         guard._recorder.flush()

@@ -32,6 +32,7 @@ from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.reports import Reporter, ReportMixin
 from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.train_state import TrainState
@@ -226,19 +227,18 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         from keras_nanguard._diagnose.explain_step import Explainer
 
         directory, self._scratch = processes.folder(self.directory)
-        session = Session(
+        run = Run(
             model,
             self.policy,
-            self._announce,
-            Explainer(bool(self.verbose)) if self.diagnose else None,
+            self._recorder,
             optimizers=optimizers,
             functions=self.functions,
             directory=None if directory is None else str(directory),
             say=self._reporter.line,
-            recorder=self._recorder,
-            bad_rows=self._bad_rows,
         )
-        if self.session is not None and self.session.model is model:
+        explain = Explainer(bool(self.verbose)) if self.diagnose else None
+        session = Session(run, self._announce, explain, self._bad_rows)
+        if self.session is not None and self.session.run.model is model:
             session.follow(self.session)
         self._counts = self._counted()
         return session
@@ -286,10 +286,10 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         """
         if self.session is None or not self.verbose:
             return
-        model, paths = self.session.model, None
+        model, paths = self.session.run.model, None
         self._unnamed = not getattr(model, "built", True)
         if getattr(model, "built", False):
-            state = TrainState.of(model, self.session.optimizers)
+            state = TrainState.of(model, self.session.run.optimizers)
             variables = (*state.trainable, *state.statistics, *state.slots)
             paths = tuple(str(variable.path) for variable in variables)
         name = str(getattr(model, "name", "")) or type(model).__name__
@@ -358,7 +358,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         session.begin_epoch(epoch)
         self._settle_start(epoch)
         if session.resuming is not None:
-            session.counts.resume_epoch(session.resuming.batch)
+            session.run.counts.resume_epoch(session.resuming.batch)
             keras_fitting.begin_at(self.model, None)
             placed = self._attachment if session.resuming.with_state else None
             if placed is not None and placed.prepare():
@@ -382,11 +382,11 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         session = self.session
         callbacks: Iterable[Any] = ()
         if session is not None:
-            session.access.resolve_pending()
-            session.note_rate()
-            if session.counts.idle and isinstance(logs, dict):
+            session.run.access.resolve_pending()
+            session.tasks.read_rate()
+            if session.run.counts.idle and isinstance(logs, dict):
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
-            if session.failed and isinstance(logs, dict):
+            if session.run.failed and isinstance(logs, dict):
                 session.logs.fail(logs)
             self._add_logs(logs)
         if self._fit is not None and self.policy.refuse:
@@ -402,8 +402,8 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             self._print_policy_warnings()
         self._warn_unless_begun()
         self._add_counts(logs)
-        seen = self.session.logs
-        self._reporter.epoch(self.session.counts, epoch, seen.unmeasured, seen.known is not None)
+        counts, seen = self.session.run.counts, self.session.logs
+        self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -412,13 +412,13 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         self._warn_unless_begun()
         if self.session is not None:
             self.session.finished = True
-            self._reporter.end(self.session.counts, self.session.directory)
+            self._reporter.end(self.session.run.counts, self.session.run.directory)
         self._detach()
 
     def _warn_unless_begun(self) -> None:
         """Warn if the steps of a loop of the user's own were not guarded."""
         by_hand = self._fit is not None and self._fit.by_hand
-        if by_hand and self.session is not None and not self.session.began:
+        if by_hand and self.session is not None and not self.session.run.began:
             self._reporter.once(
                 "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "
                 "Use guard.watch(model) and guard.step(train_step)."
@@ -427,14 +427,14 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Handle the results of all steps so far before a validation."""
         if self.session is not None:
-            self.session.access.resolve_pending()
+            self.session.run.access.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Report NaN and Inf in results, and outdated BatchNormalization statistics."""
         bad, session = results.bad_metrics(logs), self.session
         self._announce_results(bad)
         if self._training and not bad and session is not None and self.diagnose:
-            found = self._lagging.look(session, logs, results.one_batch, self.params or {})
+            found = self._lagging.look(session.run, logs, results.one_batch, self.params or {})
             if found is not None:
                 session.seen_outside(*found)
         self._leave()

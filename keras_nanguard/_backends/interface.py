@@ -10,8 +10,8 @@ A backend is a package with these modules, each with what a class here or in `sh
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
 
-The other direction is `Session`: what a backend uses of the host, as the one argument of
-`ModelAttachment` and `LoopStep`.
+The other direction is `Session`: what a backend calls around each step, as the one argument of
+`ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
 running step), `execution` (one run, or one trace, of the transaction), `reductions` (the sums of a
@@ -273,16 +273,13 @@ class Logs(Protocol):
     """Those that callbacks have received last."""
 
 
-class Session(Protocol):
-    """The host side of a run, as a backend uses it. The rest of the host is not for backends."""
+class Run(Protocol):
+    """The facts of a run, as a backend uses them."""
 
     model: Any
 
     transaction: Any
     """The guarded step; `None` before it is created."""
-
-    resuming: Any
-    """What is to be restored before the first step, or `None`."""
 
     stopped: bool
     """Whether the policy has ended training."""
@@ -299,24 +296,12 @@ class Session(Protocol):
         """The agreement with other processes."""
 
     @property
-    def logs(self) -> Logs:
-        """The logs of the fit."""
-
-    @property
     def refuses(self) -> bool:
         """Whether bad steps are refused; otherwise they are only reported."""
 
     @property
     def step(self) -> int:
         """Number of complete train steps, including refused ones."""
-
-    @property
-    def nothing_pending(self) -> bool:
-        """Whether nothing is due before the next execution."""
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether a healthy next step would only have to be counted."""
 
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
         """Store the guarded step, and the access to the state that it trains."""
@@ -332,6 +317,31 @@ class Session(Protocol):
 
     def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
         """Return these variables with their first values; `ends`: for the last time."""
+
+
+class Session(Protocol):
+    """The host side of a run, as a backend uses it: what it calls around each step. The rest of the
+    host is not for backends.
+    """
+
+    resuming: Any
+    """What is to be restored before the first step, or `None`."""
+
+    @property
+    def run(self) -> Run:
+        """The facts of the run."""
+
+    @property
+    def logs(self) -> Logs:
+        """The logs of the fit."""
+
+    @property
+    def nothing_pending(self) -> bool:
+        """Whether nothing is due before the next execution."""
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a healthy next step would only have to be counted."""
 
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: other code may write

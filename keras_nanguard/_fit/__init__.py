@@ -1,10 +1,10 @@
 """One guarded run on the host.
 
-A backend calls `session.Session` before and after each execution. It is a `run.Run`, the state of
-the run that all other files read, with the tasks that fall due between two steps (`session.TASKS`).
-What a step or an incident leads to is passed on as a value. The files by topic:
+A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts, each
+with one owner; all other files read them there. The files by topic:
 
-    a step        session, run (counters, state, recording), agreement (several processes)
+    a step        session (before and after it), tasks (what is due between two)
+    the facts     run (train state), counts, recording, agreement (several processes)
     an incident   incidents: detect, explain, decide, perform, report
                   bad_rows (of the data), perform (the actions)
     rollback      rollback (restore and replay), snapshots (states and batches in memory),

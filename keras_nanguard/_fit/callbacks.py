@@ -172,9 +172,9 @@ class Firewall:
 
     def __init__(self, session: Any, callbacks: Sequence[Any]):
         self._session, self._overrides = session, Overrides()
-        if not session.policy.refuse:
+        if not session.run.policy.refuse:
             return
-        own = [(session.model, "save"), (session.model, "save_weights")]
+        own = [(session.run.model, "save"), (session.run.model, "save_weights")]
         for target, name in [*own, *keras_fitting.savers(callbacks)]:
             if hasattr(target, name):  # not so a trainer that is no `keras.Model`
                 self._overrides.set(target, name, self._looked_at(getattr(target, name)))
@@ -191,14 +191,14 @@ class Firewall:
     def _looked_at(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             session = self._session
-            if not session.scan("weights"):
+            if not session.run.scan("weights"):
                 return save(*args, **kwargs)
             session.seen_outside([])
-            if not session.scan("weights"):
+            if not session.run.scan("weights"):
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             text = f"Not saved: {where}. The model has NaN or Inf."
-            session.recorder.event("firewall", session.step, session.counts.epoch, text)
+            session.run.recording.event("firewall", text)
             why = "the model has NaN or Inf. An existing file is kept."
             processes.print_line(f"NanGuard: did not save {where}: {why}")
             return None

@@ -22,6 +22,7 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.perform import PERFORMERS, perform
 from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
 from keras_nanguard._fit.run import Run
@@ -69,6 +70,7 @@ class Incidents:
         run: the run.
         report: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
+        bad_rows: the bad rows of the data so far.
         after: handles the verdict of a replayed step.
     """
 
@@ -77,9 +79,11 @@ class Incidents:
         run: Run,
         report: Callable[[Incident], None],
         explain: Explainer | None,
+        bad_rows: BadRows,
         after: Callable[[Verdict], object],
     ):
         self._run, self._report_now, self._explain, self._after = run, report, explain, after
+        self._bad_rows = bad_rows
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
@@ -97,7 +101,7 @@ class Incidents:
         extraordinary = not self._is_ordinary_overflow(verdict, report)
         left, extraordinary = run.agreement.any_of(left, extraordinary)
         overflow = not (left or extraordinary)
-        run.record(verdict, OVERFLOW if overflow else REFUSED)
+        run.recording.step(verdict, OVERFLOW if overflow else REFUSED)
         if left:
             self.raise_incident(step - 1, run.scan("weights"), verdict=verdict)
             return
@@ -113,7 +117,7 @@ class Incidents:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
         incident = self.raise_incident(step, findings, refused=True, report=report, verdict=verdict)
-        back = any(o.action == "rollback" and o.status == "done" for o in incident.outcomes)
+        back = "rollback" in incident.changes
         if not is_of_data(incident):
             again = step - 1 == self._last_unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
@@ -169,7 +173,7 @@ class Incidents:
         """
         run, findings = self._run, self._run.scan("weights")
         if findings:
-            run.record(verdict)
+            run.recording.step(verdict)
             batch = run.transaction.batch(run.step, run.transaction.given)
             report = Report(verdict, (), (), batch)
             self.raise_incident(run.step, findings, report=report, verdict=verdict)
@@ -188,7 +192,7 @@ class Incidents:
         finite step.
         """
         run = self._run
-        run.record(verdict)
+        run.recording.step(verdict)
         if run.counts.streak:
             return
         run.counts.streak = 1
@@ -271,7 +275,7 @@ class Incidents:
             rate = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
             measured["learning_rate"] = rate(optimizer)
             if refused:
-                self._run.recorder.rate(measured["learning_rate"])
+                self._run.recording.recorder.rate(measured["learning_rate"])
         if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
             measured["loss_scale"] = verdict.scale
         return measured
@@ -288,7 +292,7 @@ class Incidents:
             evidence: what was measured in this process, `None` without a diagnosis in full.
         """
         run, values = self._run, dict(incident.values)
-        run.bad_rows.note(incident, report)
+        self._bad_rows.note(incident, report)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
         poles = find_poles(run, incident)
@@ -305,7 +309,7 @@ class Incidents:
         run = self._run
         outcomes = run.agreement.outcomes(perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
-        run.record_actions(outcomes)
+        run.recording.actions(outcomes)
         if run.rerun is not None and not run.reruns:
             outcomes = self._run_again(incident.with_(outcomes=outcomes))
         outcomes = pass_poles(run, poles, outcomes)

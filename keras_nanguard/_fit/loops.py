@@ -89,7 +89,7 @@ class LoopMixin:
             self._watching = False
             try:
                 self._reporter.line(self._bad_rows.line())
-                self._reporter.end(self.session.counts, self.session.directory)
+                self._reporter.end(self.session.run.counts, self.session.run.directory)
             finally:
                 self.session.end()
 
@@ -127,14 +127,14 @@ class LoopMixin:
     @property
     def refused(self) -> bool:
         """Whether the last step was refused."""
-        return self.session is not None and self.session.counts.last_refused
+        return self.session is not None and self.session.run.counts.last_refused
 
     @property
     def stopped(self) -> bool:
         """Whether the policy has ended training. Your own loop has to check this after each
         step.
         """
-        return self.session is not None and self.session.stopped
+        return self.session is not None and self.session.run.stopped
 
 
 def _remedy(given: Any) -> str:

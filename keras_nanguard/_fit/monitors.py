@@ -194,7 +194,7 @@ def _compare(run: Run, copies: _Copies) -> None:
             value = finiteness.widen(keras_variables.view(variable))
             variables.append((str(variable.path), "statistics"))
             values.append((float(value.min()), float(value.max()), np.nan))
-    run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
+    run.recording.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
 
 
 def _counted(slots: Mapping[int, tuple[GradientSlot, Array]]) -> dict[int, int]:

@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Whole
 from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate, RateChange
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -210,14 +211,12 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(
-        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
-    ) -> GuardState:
+    def saved(self, optimizers: Sequence[Any], counts: Counts) -> GuardState:
         """Return the record of all changes. Its numbers may be invalid: the user may have set them.
 
         Args:
             optimizers: those of the run.
-            step, committed, rollbacks: the counts of the run.
+            counts: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -232,12 +231,13 @@ class Recovery:
         ]
         estimate, lowered = self.recalibration, None
         if self.lowered_at is not None:
-            lowered = (step - self.lowered_at[0], committed - self.lowered_at[1])
+            step, committed = self.lowered_at
+            lowered = (counts.step - step, counts.committed - committed)
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
-            rollbacks=rollbacks,
+            rollbacks=counts.rollbacks,
             recovery=self.returns,
             lowered=lowered,
             diverged=self.diverged,

@@ -18,7 +18,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.callbacks import OWN, REFUSED, numbers
-from keras_nanguard._fit.run import Counts, Totals
+from keras_nanguard._fit.counts import Counts, Totals
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._policy.policy import Policy
@@ -220,7 +220,7 @@ class ReportMixin:
 
     def _counted(self) -> Totals:
         """Return the counts of all fits so far."""
-        return self._counts if self.session is None else self._counts.plus(self.session.counts)
+        return self._counts if self.session is None else self._counts.plus(self.session.run.counts)
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
         """Return the rows of the data that caused bad steps, each once, in the order in which they
@@ -254,13 +254,13 @@ class ReportMixin:
         """Add the guard's own numbers to the logs of an epoch."""
         if self.session is None or not isinstance(logs, dict):
             return
-        counts = self.session.counts
+        counts = self.session.run.counts
         if self.logs:
             norm, scale = self._recorder.epoch_means(counts.epoch)
             self._last_norm = norm if math.isfinite(norm) else self._last_norm
             logs |= {
                 f"{OWN}grad_norm": self._last_norm,
-                f"{OWN}rate_factor": self.session.recovery.rate_factor,
+                f"{OWN}rate_factor": self.session.run.recovery.rate_factor,
                 f"{OWN}loss_scale": scale,
                 f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
             }
@@ -271,7 +271,7 @@ class ReportMixin:
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
         self.incidents.append(incident)
-        directory = self.session.directory if self.session is not None else None
+        directory = self.session.run.directory if self.session is not None else None
         self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
         step = incident.step + self._recorder.base
         samples = [sample for sample in self._recorder.samples.values() if step in sample.steps]
@@ -304,7 +304,7 @@ class ReportMixin:
         if self.session is None:
             return
         self._reporter.line(self._bad_rows.line())
-        counts = self.session.counts
+        counts = self.session.run.counts
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         self.session.say_problem()

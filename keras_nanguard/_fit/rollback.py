@@ -228,11 +228,11 @@ def _record(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> N
     """Record that a snapshot was restored."""
     batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
     again = frozenset(step for step, args in batches if args is not None)
-    run.recorder.undo(snapshot.step, again)
+    run.recording.recorder.undo(snapshot.step, again)
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
     then = f"; {len(again)} steps replayed" if again else ""
     text = f"Restored the state {_moment(snapshot)}{then}."
-    run.recorder.event("rollback", run.step, run.counts.epoch, text, data)
+    run.recording.event("rollback", text, data)
 
 
 def draw_anew(run: Run) -> None:
@@ -280,8 +280,8 @@ def run_again(run: Run, after: Callable[[Verdict], object]) -> None:
                 run.counts.return_to(at, good, plan.refused)
                 run.recovery.return_to(at, run.counts.committed)
                 for task in ("checks", "proof"):  # they are due again
-                    run.plan(task, at + 1)
-                run.plan("snapshot", at + every if every else math.inf)
+                    run.due.plan(task, at + 1)
+                run.due.plan("snapshot", at + every if every else math.inf)
                 batches.extendleft(reversed(plan.batches))
                 continue
             args = batches.popleft()

@@ -1,161 +1,33 @@
-"""The state of one guarded run on the host."""
+"""The facts of one guarded run on the host, each with one owner.
+
+`Run` has them; `Session` changes them step by step.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding, Outcome
+from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.recording import FitRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshots import Recent, Rerun, Ring, compact
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.state import BUDGET_WINDOW
-from keras_nanguard._recording import database
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import COMMITTED
-
-# Counters
-
-
-_MAX_EPOCHS = 256
-"""Number of epochs whose first step is remembered, for replays."""
-
-
-class Totals(NamedTuple):
-    """Sums of the counters of one or several fits; the fields are those of `Counts`."""
-
-    steps: int = 0
-    refused: int = 0
-    overflows: int = 0
-    run_again: int = 0
-
-    def plus(self, counts: Counts) -> Totals:
-        """Return the totals including another fit."""
-        more = (counts.step, counts.refused, counts.overflows, counts.run_again)
-        return Totals(*map(sum, zip(self, more)))
-
-
-class Counts:
-    """The counters of one fit.
-
-    Attributes:
-        step: complete train steps, including refused ones.
-        committed: committed steps.
-        good: those that no rollback has undone.
-        refused: refused steps.
-        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
-        run_again: further steps that were refused, undone by a rollback, and replayed.
-        streak: ordinary overflows in a row; under a policy that refuses nothing 1 after a bad step.
-        last_refused: whether the last step was refused.
-        rollbacks: number of rollbacks.
-        restored: the step of the last restored snapshot, `None` before the first rollback.
-        epoch, epoch_start: the present epoch, and its first step.
-        epoch_refused, epoch_passed: refused steps of this epoch, and its batches without a step.
-        epoch_rollbacks: number of rollbacks before this epoch.
-        skip_batches: number of batches still to skip.
-    """
-
-    def __init__(self) -> None:
-        self.step = self.committed = self.good = 0
-        self.refused = self.overflows = self.run_again = 0
-        self.streak = self.rollbacks = self.skip_batches = 0
-        self.epoch = self.epoch_start = 0
-        self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
-        self.last_refused = False
-        self.restored: int | None = None
-        self._began = self._overflows_before = 0
-        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin counting batches and refused steps of an epoch."""
-        if self.step > self._began:
-            self._epochs.append((self._began, self.epoch, self.epoch_start))
-        self._began = self.step
-        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
-        self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
-
-    def resume_epoch(self, batches: int) -> None:
-        """Skip the batches of this epoch that an earlier run has trained on; its metrics
-        continue.
-        """
-        self.skip_batches, self.epoch_passed = batches, -batches
-
-    def refuse(self, steps: int = 1) -> None:
-        """Count refused steps."""
-        self.refused += steps
-        self.epoch_refused += steps
-
-    def return_to(self, step: int, good: int, again: Set[int] = frozenset()) -> None:
-        """Continue counting from an earlier step, when there were fewer `good` ones; the given
-        refused steps since then are replayed.
-        """
-        self.step, self.committed, self.good = step, self.committed - self.good + good, good
-        self.refused -= len(again)
-        self.run_again += len(again)
-        here = sum(number >= self.epoch_start for number in again)
-        self.epoch_refused = max(self.epoch_refused - here, 0)
-
-    def skip_batch(self) -> None:
-        """Count a batch of this epoch that is not trained on."""
-        self.skip_batches = max(self.skip_batches - 1, 0)
-        self.epoch_start -= 1
-        self.epoch_passed += 1
-
-    def batch(self, step: int) -> int:
-        """Return the batch of a step within the epoch, from 0."""
-        return max(step - self.epoch_start, 0)
-
-    def place(self, step: int) -> tuple[int, int]:
-        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
-        epoch.
-        """
-        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
-            if step >= began:
-                return epoch, step - start
-        return self.epoch, self.batch(step)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the number of its batches that are complete or will be skipped."""
-        return self.epoch, self.step - self.epoch_start + self.skip_batches
-
-    @property
-    def epoch_committed(self) -> int:
-        """Number of committed steps of this epoch."""
-        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
-
-    @property
-    def epoch_overflows(self) -> int:
-        """How many steps of this epoch were refused for an ordinary float16 overflow."""
-        return self.overflows - self._overflows_before
-
-    @property
-    def idle(self) -> bool:
-        """Whether no step of this epoch has committed yet, so that its metrics are empty."""
-        return self.epoch_committed <= 0
-
 
 # Findings in the state
 
@@ -187,18 +59,38 @@ def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
 # The run
 
 
+class DueTasks:
+    """The step at which each task between two steps is due.
+
+    Attributes:
+        next: the earliest of them.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[str, float] = {}
+        self.next = inf
+
+    def plan(self, task: str, step: float) -> None:
+        """Set the step at which a task is due, infinity for never."""
+        self._steps[task] = step
+        self.next = min(self._steps.values())
+
+    def is_due(self, task: str, step: int) -> bool:
+        """Whether a task is due at a step."""
+        return step >= self._steps.get(task, inf)
+
+
 class Run:
-    """The state of one guarded run.
+    """The facts of one guarded run.
 
     Args:
         model: the guarded model.
         policy: the policy.
+        recorder: stores measurements and events.
         optimizers: the optimizers of a loop without a trainer; by default those of the model.
         functions: the functions that the policy may call, by name.
         directory: folder for files; `None` writes nothing.
         say: prints a line.
-        recorder: stores measurements and events.
-        bad_rows: the bad rows of the data so far.
 
     Attributes:
         access: host access to the train state, from the backend.
@@ -208,12 +100,9 @@ class Run:
         counts: the counters.
         recovery: the changes of the policy.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
+        recording: what is recorded of them.
         agreement: how several processes that train together make one decision.
-        poles: the iterations at which a schedule gives no usable rate, by `id` of the optimizer.
-        due: the step at which each task between two steps is due, by its name.
-        next_due: the earliest of them.
-        rerun: the undone steps that are to be replayed.
-        reruns: how often steps were replayed since the first of these replays began; 0 outside.
+        due: when the tasks between two steps are due.
         began: whether the state before the first step was checked.
         stopped: whether the policy has ended training.
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
@@ -226,18 +115,15 @@ class Run:
         self,
         model: Any,
         policy: Policy,
+        recorder: Recorder,
         *,
         optimizers: Any = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
         say: Callable[[str], None] = lambda line: None,
-        recorder: Recorder | None = None,
-        bad_rows: BadRows | None = None,
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
         self.functions, self.directory, self.say = functions or {}, directory, say
-        self.recorder = Recorder() if recorder is None else recorder
-        self.bad_rows = BadRows(self.recorder, None) if bad_rows is None else bad_rows
         self.access = StateAccess()
         self.transaction: Any = None
         self.tolerated, self.nan_markers = set[int](), set[int]()
@@ -246,14 +132,15 @@ class Run:
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()
+        about = (self.counts, self.recovery, policy)
+        self.recording = FitRecording(recorder, *about, lambda: self.train_state().optimizers)
+        self.due = DueTasks()
         self.poles: dict[int, set[int]] = {}
-        self.due: dict[str, float] = {}
-        self.next_due = inf
         self.rerun: Rerun | None = None
         self.reruns = 0
         self.began = self.stopped = self.failed = self.healed = False
         self.checks_fully = True
-        self.short_of_memory = set[str]()
+        self._short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
 
@@ -278,20 +165,9 @@ class Run:
         """Whether bad steps are refused; otherwise they are only reported."""
         return self.policy.refuse
 
-    @property
-    def refused(self) -> int:
-        """Number of refused steps."""
-        return self.counts.refused
-
-    @property
-    def overflows(self) -> int:
-        """Number of refused steps that were ordinary float16 overflows, which are not incidents."""
-        return self.counts.overflows
-
-    def plan(self, task: str, step: float) -> None:
-        """Set the step at which a task between two steps is due."""
-        self.due[task] = step
-        self.next_due = min(self.due.values())
+    def attach(self, access: StateAccess, transaction: Any = None) -> None:
+        """Store the guarded step, and the access to the state that it trains."""
+        self.access, self.transaction = access, transaction
 
     # The train state
 
@@ -360,8 +236,8 @@ class Run:
 
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and what there is without it."""
-        if what not in self.short_of_memory:
-            self.short_of_memory.add(what)
+        if what not in self._short_of_memory:
+            self._short_of_memory.add(what)
             needed, free = memory.readable(size), memory.readable(memory.room())
             self.say(f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free.")
 
@@ -369,99 +245,9 @@ class Run:
 
     def changes(self) -> GuardState:
         """Return the present changes of the policy."""
-        counts, optimizers = self.counts, self.train_state().optimizers
-        return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
+        return self.recovery.saved(self.train_state().optimizers, self.counts)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.rollbacks = changes.rollbacks
         self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
-
-    # The recording
-
-    def record(self, verdict: Verdict, status: int = COMMITTED) -> None:
-        """Record the present step, with its verdict."""
-        measured = (verdict.loss, verdict.gradients, verdict.scale)
-        self.recorder.push(self.counts.step, *measured, status)
-
-    def begin_recording(self, resumed: int | None) -> None:
-        """Begin the recording of a fit, which resumes from the snapshot of step `resumed`, if
-        any.
-        """
-        optimizers = self.train_state().optimizers
-        path = None
-        if self.directory is not None and processes.index() == 0:
-            path = Path(self.directory) / database.NAME
-        meta = {
-            "model": str(getattr(self.model, "name", type(self.model).__name__)),
-            "backend": current.name(),
-            "versions": current.versions(),
-            "policy": self.policy.to_toml(),
-            "budgets": self._budgets(),
-        }
-        scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
-        epoch = self.counts.epoch
-        self.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed, epoch=epoch)
-        self.recorder.factor = self.recovery.rate_factor
-        self.say_problem()
-
-    def say_problem(self) -> None:
-        """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.recorder.problem():
-            self.say(f"NanGuard: {problem}")
-
-    def record_rate(self, ahead: bool = False) -> None:
-        """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`).
-
-        The variables have the present state, or read as it.
-        """
-        for optimizer in self.train_state().optimizers[:1]:
-            try:
-                rate = keras_optimizers.learning_rate(optimizer)
-            except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step
-                return
-            plain = keras_optimizers.rate_variable(optimizer) is not None
-            before = self.recorder.rate(rate, ahead or not plain)
-            if not ahead and self.recorder.factor != self.recovery.rate_factor:
-                self._record_factor()
-            elif before is not None and plain and not ahead:
-                data = {"before": before, "after": rate, "by": "callback"}
-                text = f"{optimizer.name}: {before:.3g} -> {rate:.3g}"
-                self.recorder.event("learning_rate", self.step, self.counts.epoch, text, data)
-
-    def record_actions(self, outcomes: tuple[Outcome, ...]) -> None:
-        """Record the budgets after an incident, and a learning rate that its actions have
-        changed.
-        """
-        self.recorder.note(budgets=self._budgets())
-        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        if self.recovery.rate_factor != self.recorder.factor or lowered:
-            self._record_factor("; ".join(lowered))
-            self.record_rate(ahead=True)
-
-    def record_return(self) -> None:
-        """Record that a lowered rate has returned, and at intervals its way there."""
-        changed = self.recovery.rate_factor != self.recorder.factor
-        if changed and (self.recovery.returns is None or self.recorder.wants_rate):
-            self._record_factor()
-            self.record_rate(ahead=True)
-
-    def _record_factor(self, text: str = "") -> None:
-        """Record the present factor of the guard on learning rates."""
-        before, after = self.recorder.factor, self.recovery.rate_factor
-        self.recorder.factor = after
-        text = text or f"The learning rate is {after:.3g} times the configured rate."
-        data = {"factor_before": before, "factor": after, "by": "guard"}
-        self.recorder.event("learning_rate", self.step, self.counts.epoch, text, data)
-
-    def _budgets(self) -> list[dict[str, Any]]:
-        """Return how often each change was made, and how often the policy allows it within a window
-        of steps.
-        """
-        state, times = self.recovery.policy_state, self.policy.action_budget
-        used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
-        return [
-            {"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW}
-            for name, n in used.items()
-        ]

@@ -51,13 +51,12 @@ class Recorder:
 
     Attributes:
         base: the first step of the current fit, counted across all fits.
-        factor: the last recorded factor of the guard on the learning rates.
         samples: the bad samples so far, by fingerprint and label: rows with the same contents
             share a fingerprint.
     """
 
     def __init__(self, now: Now = time.time):
-        self._now, self.factor = now, 1.0
+        self._now = now
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._memory = Memory()
         self._events = self.base = self._since = 0

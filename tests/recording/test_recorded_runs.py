@@ -29,9 +29,9 @@ def counted(guard):
     steps, session = guard.recording.steps, guard.session
     standing = ~steps["undone"]
     refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
-    assert (refused & standing).sum() == session.refused and (steps["status"] == OVERFLOW).sum() >= session.overflows
+    assert (refused & standing).sum() == session.run.counts.refused and (steps["status"] == OVERFLOW).sum() >= session.run.counts.overflows
     ran = steps["status"] != SKIPPED
-    assert sorted(set(steps["step"][ran].tolist())) == list(range(session.step))
+    assert sorted(set(steps["step"][ran].tolist())) == list(range(session.run.step))
     return steps
 
 
@@ -127,7 +127,7 @@ def test_steps_that_are_run_again():
     zoo.run(build, zoo.regression(), guard=guard, epochs=1, callbacks=[damages])
     steps = counted(guard)
     (event,) = (event for event in guard.recording.events if event.kind == "rollback")
-    assert event.data == {"to": 8, "undone": 2, "run_again": 3} and guard.session.refused == 0
+    assert event.data == {"to": 8, "undone": 2, "run_again": 3} and guard.session.run.counts.refused == 0
     assert steps["step"].tolist() == [*range(11), 8, 9, 10, 11] and np.flatnonzero(steps["undone"]).tolist() == [8, 9, 10]
     assert np.flatnonzero(steps["status"]).tolist() == [10] and steps["batch"].tolist() == steps["step"].tolist()
     np.testing.assert_array_equal(steps["loss"][8:10], steps["loss"][11:13])

@@ -134,10 +134,10 @@ def test_later_steps_of_an_execution(action, refused, remembered):
     """After an action the steps of its execution that had begun before it do not count, and no step from before it is replayed."""
     zoo.tensorflow_only("several steps in one compiled call")
     guard = acting(action)
-    known = zoo.After(lambda model: len(guard.session.recent._entries))
+    known = zoo.After(lambda model: len(guard.session.run.recent._entries))
     train(guard, 5, build=lambda: zoo.plain(steps_per_execution=4), callbacks=[known], steps_per_epoch=8)
     assert [o.status for i in guard.incidents for o in i.outcomes] == ["done"]
-    assert (guard.session.counts.refused, known.seen[-1]) == (refused, remembered)
+    assert (guard.session.run.counts.refused, known.seen[-1]) == (refused, remembered)
 
 
 class TestSkip:
@@ -218,7 +218,7 @@ class TestRollback:
         counted = []
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counted.append(batch))
         run = train(guard, 3, build=lambda: zoo.plain(**zoo.MODES[mode]), callbacks=[count])
-        assert guard.session.step == 8 and counted[-1] == 11
+        assert guard.session.run.step == 8 and counted[-1] == 11
         assert int(run.model.optimizer.iterations.numpy()) == 4
         assert [i.batch for i in guard.incidents] == [3]
 
@@ -302,7 +302,7 @@ class TestLowerLr:
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), steps_per_execution=4)
         guard = acting({"lower_lr": {"factor": 0.5}})
         walk(model, guard, 1, 6, 9)
-        assert [i.step for i in guard.incidents] == [1, 6, 9] and guard.session.step == 12
+        assert [i.step for i in guard.incidents] == [1, 6, 9] and guard.session.run.step == 12
 
     def test_two_optimizers(self):
         """With two optimizers both rates are lowered."""
@@ -314,7 +314,7 @@ class TestLowerLr:
         guard = acting({"lower_lr": {"factor": 0.1}})
         model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
         assert float(model.one.learning_rate.numpy()) == pytest.approx(0.01)
-        assert guard.session.recovery.rates[id(model.other)].lowest == pytest.approx(0.1)
+        assert guard.session.run.recovery.rates[id(model.other)].lowest == pytest.approx(0.1)
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
     def test_min_lr(self):
@@ -344,7 +344,7 @@ class TestLowerLr:
         model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
         walk(model, guard, batches=6)
         assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 3
-        assert np.isfinite(model.get_weights()).all() and guard.session.counts.committed == 3
+        assert np.isfinite(model.get_weights()).all() and guard.session.run.counts.committed == 3
 
     @pytest.mark.parametrize("rate", ["plain", "schedule"])
     def test_recovery(self, rate):
@@ -357,7 +357,7 @@ class TestLowerLr:
         np.testing.assert_allclose(steps[3], 0.005, atol=1e-6)
         np.testing.assert_allclose(steps[5:8], 0.5e-4, atol=1e-6)
         np.testing.assert_allclose(steps[8:13], ramp, rtol=1e-2, atol=1e-6)
-        assert not guard.session.recovery.active
+        assert not guard.session.run.recovery.active
 
     def test_reduce_lr_on_plateau(self):
         """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
@@ -594,7 +594,7 @@ class TestRecalibrateBatchnorm:
         tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
         np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
         np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
-        assert not guard.session.recovery.active
+        assert not guard.session.run.recovery.active
 
     def test_rollback_in_between(self):
         """A rollback while the statistics are estimated starts the estimate over, from batches only."""
@@ -714,7 +714,7 @@ class TestStop:
         kept, guard = {}, acting("stop", snapshot={"every": 4, "verify_after": 1})
         train(acting("stop"), callbacks=[At(s7=lambda m: kept.update(k=m.layers[0].kernel.numpy()))])
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
-        assert run.model.stop_training and guard.session.step == 7
+        assert run.model.stop_training and guard.session.run.step == 7
         assert "the state after 4 steps restored, and 3 later steps replayed" in outcomes(guard, "stop")[0][2]
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
 
@@ -750,7 +750,7 @@ class TestStop:
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-            assert bool(guard.session.recovery.returns) == (not restore)
+            assert bool(guard.session.run.recovery.returns) == (not restore)
 
 
 class TestRaiseError:
@@ -778,7 +778,7 @@ class TestCall:
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: 1 / 0})
         train(guard, 3)
         assert outcomes(guard, "call") == [(3, "skipped", "ZeroDivisionError: division by zero")]
-        assert guard.session.step == 12
+        assert guard.session.run.step == 12
 
     def test_skipped(self):
         """A name that nobody registered is reported together with those that are."""

@@ -66,7 +66,7 @@ def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
     said = capsys.readouterr().out
     assert said.count("cannot write snapshots") == 1 and os.strerror(code) in said
     assert steps_on_disk(tmp_path)
-    assert guard.session.ring.newest().step == 16, "those that are not on disk are in memory"
+    assert guard.session.run.ring.newest().step == 16, "those that are not on disk are in memory"
 
 
 def test_full_for_a_while(tmp_path, monkeypatch, capsys):
@@ -87,7 +87,7 @@ def test_nothing_can_be_written(capsys, undisturbed):
         np.testing.assert_array_equal(a, b)
     said = capsys.readouterr().out
     assert said.count("cannot write snapshots") == 1 and "This run has none yet" in said
-    assert guard.session.ring.newest().step == 16
+    assert guard.session.run.ring.newest().step == 16
 
 
 HOLDS = """
@@ -123,7 +123,7 @@ class TestTwoProcesses:
             np.testing.assert_array_equal(a, b)
         said = capsys.readouterr().out
         assert said.count("is in use by another run") == 1 and "use one directory per run" in said
-        assert list((tmp_path / "snapshots").iterdir()) == [theirs] and guard.session.ring.newest().step == 16
+        assert list((tmp_path / "snapshots").iterdir()) == [theirs] and guard.session.run.ring.newest().step == 16
 
     def test_after_the_end_of_the_first(self, tmp_path, other, capsys):
         """A process that ends, however, leaves no lock behind."""

@@ -94,7 +94,7 @@ class TestOverflow:
         assert np.isnan(loss(0.1)), "stock Keras ends with NaN"
         assert loss(0.1, guard) < 1.15 * np.nanmin([loss(0.1 * 0.1**n) for n in (1, 2, 3)])
         assert {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
-        assert guard.session.counts.run_again == sum(i.refused for i in guard.incidents)
+        assert guard.session.run.counts.run_again == sum(i.refused for i in guard.incidents)
 
     def test_weights_that_training_has_made_huge(self):
         """Weights beyond 1e30 are a divergence if the loss has grown over the steps before, and no other code wrote them."""

@@ -122,14 +122,14 @@ class TestFit:
         said = capsys.readouterr().out
         assert said.count("NanGuard: no snapshot of the state before the first step: ") == 1
         assert said.count("NanGuard: no snapshot: a copy takes ") == 1
-        assert guard.session.ring.snapshots == [] and "Traceback" not in said
+        assert guard.session.run.ring.snapshots == [] and "Traceback" not in said
 
     def test_steps_are_refused_all_the_same(self, room):
         """Nothing is run again, which the incident says; what needs a snapshot is skipped with its reason."""
         room(0)
         guard = NanGuard(snapshot=OFTEN, verbose=0)
         model = trained(guard, bad=(6, 7, 8, 9))
-        assert guard.session.refused == 4 and all(np.isfinite(w).all() for w in model.get_weights())
+        assert guard.session.run.counts.refused == 4 and all(np.isfinite(w).all() for w in model.get_weights())
         assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
         assert any("was not replayed" in text for text in guard.incidents[0].diagnosis.evidence)
         skipped = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
@@ -148,10 +148,10 @@ class TestFit:
     def test_one_copy(self, room, capsys):
         """The newest one takes the place of the one before, without a line."""
         guard = NanGuard(snapshot=OFTEN)
-        room(lambda: np.inf if guard.session.step < 8 else 0)
+        room(lambda: np.inf if guard.session.run.step < 8 else 0)
         trained(guard)
         assert "NanGuard" not in capsys.readouterr().out
-        assert len([s for s in guard.session.ring.snapshots if s.step]) == 1
+        assert len([s for s in guard.session.run.ring.snapshots if s.step]) == 1
 
     def test_rollback_from_files_alone(self, room, tmp_path):
         """Snapshots on disk are restored without a copy in memory."""

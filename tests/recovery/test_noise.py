@@ -40,7 +40,7 @@ def test_bad_noise_is_drawn_anew():
     guard, model = NanGuard(verbose=0), build(SometimesEmpty())
     history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard]).history
     assert not any(i.changes for i in guard.incidents) and not model.stop_training
-    assert 4 <= guard.session.refused < 40 and guard.session.step == 128
+    assert 4 <= guard.session.run.counts.refused < 40 and guard.session.run.step == 128
     steps = {incident.step for incident in guard.incidents}
     again = [step for step in steps if step + 1 in steps]
     assert len(again) < 0.5 * len(steps), "the same noise was drawn once more"

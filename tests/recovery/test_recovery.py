@@ -77,7 +77,7 @@ class TestSeveralInARow:
         model.compile("adam", loss=lambda y, p: ops.mean(ops.log(p * 0.0 - 1.0)), run_eagerly=True)
         before = [v.numpy() for v in model.trainable_variables]
         model.fit(x.x, x.y, batch_size=8, epochs=3, verbose=0, callbacks=[guard])
-        assert guard.session.step == 10 and model.stop_training
+        assert guard.session.run.step == 10 and model.stop_training
         assert actions_of(guard) == [*((step, []) for step in range(9)), (9, ["stop"])]
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
         assert guard.incidents[-1].diagnosis.cause == "loss_domain"
@@ -104,7 +104,7 @@ class TestDamagedState:
         guard = NanGuard(verbose=1)
         data = zoo.regression()
         model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard])
-        assert guard.session.step == 0 and model.stop_training
+        assert guard.session.run.step == 0 and model.stop_training
         assert guard.incidents[0].sites == ("state",) and "dense" in capsys.readouterr().out
 
 
@@ -122,13 +122,13 @@ class TestMixedPrecision:
     def test_ordinary_overflow(self):
         """An overflow that dynamic scaling handles is no incident, however often it comes."""
         model, guard = self._run(range(0, 24, 3))
-        assert guard.incidents == [] and guard.session.overflows == 8
+        assert guard.incidents == [] and guard.session.run.counts.overflows == 8
         assert float(model.optimizer.dynamic_scale.numpy()) == 4.0
 
     def test_streak(self):
         """A streak of overflows is an incident."""
         model, guard = self._run(range(4, 16))
-        assert guard.session.overflows == 8 and guard.incidents[0].step == 12
+        assert guard.session.run.counts.overflows == 8 and guard.incidents[0].step == 12
         assert zoo.bad_entries(model) == []
 
     def test_collapse(self):

@@ -17,7 +17,7 @@ OFTEN = {"every": 4, "verify_after": 1}
 
 def arrays_of(guard):
     """Return weak references to the arrays of all snapshots."""
-    found = [a for s in guard.session.ring.snapshots for a in s.arrays.values()]
+    found = [a for s in guard.session.run.ring.snapshots for a in s.arrays.values()]
     return [weakref.ref(a) for a in found if a.base is None]
 
 
@@ -33,7 +33,7 @@ class Looks(keras.callbacks.Callback):
 def held(guard, looks):
     gc.collect()
     assert looks.arrays, "there were snapshots"
-    return [ref for ref in looks.arrays if ref() is not None], guard.session.ring.snapshots
+    return [ref for ref in looks.arrays if ref() is not None], guard.session.run.ring.snapshots
 
 
 def test_after_fit(tmp_path):
@@ -54,7 +54,7 @@ def test_after_a_watched_loop():
     model, guard = zoo.plain(), NanGuard(verbose=0, snapshot=OFTEN)
     looks = Looks(guard)
     with guard.watch(model):
-        guard.session.ring.take(guard.session.train_state(), 0, 0, verified=True)
+        guard.session.run.ring.take(guard.session.run.train_state(), 0, 0, verified=True)
         looks.on_epoch_end(0)
     assert held(guard, looks) == ([], [])
 
@@ -69,7 +69,7 @@ def test_after_a_fit_of_a_guarded_model():
     model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[looks])
     assert held(model.nanguard, looks) == ([], [])
     model.train_on_batch(data.x[:8] * np.nan, data.y[:8])
-    assert model.nanguard.session.refused == 1 and zoo.bad_entries(model) == []
+    assert model.nanguard.session.run.counts.refused == 1 and zoo.bad_entries(model) == []
 
 
 def test_after_a_fit_that_fails():

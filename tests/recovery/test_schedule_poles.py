@@ -57,10 +57,10 @@ def test_pole_is_passed_over(name, set_limit):
     assert not np.isfinite(incident.values["learning_rate"]) or incident.values["learning_rate"] > 1e30
     assert zoo.bad_entries(model) == [] and not model.stop_training
     done = {o.action for o in incident.outcomes if o.status == "done"}
-    assert "lower_lr" not in done and guard.session.recovery.rates == {}
+    assert "lower_lr" not in done and guard.session.run.recovery.rates == {}
     iterations = int(model.optimizer._iterations)
     assert iterations == STEPS + (name == "accumulated")
-    assert guard.session.counts.committed == STEPS - 1
+    assert guard.session.run.counts.committed == STEPS - 1
     assert f"continues at iteration {POLE + 1 + (name == 'accumulated')}" in str(incident)
     if incident.diagnosis is not None and incident.diagnosis.cause != "unknown":
         assert incident.diagnosis.cause == "optimizer_domain"
@@ -100,7 +100,7 @@ def test_schedule_without_any_usable_rate_ends_the_run():
     """From some iteration on every rate is NaN: training ends within a dozen steps, in a good state."""
     model, guard = run(Pole(np.nan, lasting=True))
     assert model.stop_training and zoo.bad_entries(model) == []
-    assert guard.session.step <= POLE + 13
+    assert guard.session.run.step <= POLE + 13
     assert guard.incidents[-1].diagnosis.cause == "optimizer_domain"
 
 

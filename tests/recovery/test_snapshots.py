@@ -244,8 +244,8 @@ class TestResume:
 
         def look(batch, logs):
             inner = model.optimizer.inner_optimizer
-            rate = second.session.recovery.rate(model.optimizer)
-            bounds = second.session.recovery.scale_bounds
+            rate = second.session.run.recovery.rate(model.optimizer)
+            bounds = second.session.run.recovery.scale_bounds
             seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
 
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
@@ -264,7 +264,7 @@ class TestResume:
         data, factors = zoo.poison(zoo.regression(), 3), []
         for _ in range(3):
             model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-            factors.append(round(guard.session.recovery.rates[id(model.optimizer)].lowest, 6))
+            factors.append(round(guard.session.run.recovery.rates[id(model.optimizer)].lowest, 6))
         assert factors == [0.1, 0.01, 1.0] and model.stop_training, "an end restores the rate"
         assert len(guard.incidents) == 3
 
@@ -272,9 +272,9 @@ class TestResume:
         """With nothing to go on from, a run starts anew; the fit after it is a run of its own."""
         guard = on_disk(tmp_path, resume=True)
         first = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
-        assert first.guard.session.step == 12
+        assert first.guard.session.run.step == 12
         again = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
-        assert again.guard.session.step == 12
+        assert again.guard.session.run.step == 12
 
     def test_another_model(self, tmp_path):
         """The snapshots of another model are refused with the reason."""
@@ -295,7 +295,7 @@ class TestResume:
         guard.verbose = 1
         before = sorted(tmp_path.rglob("*"))
         again = zoo.run(build, data(), guard=guard, epochs=epochs, callbacks=[callback])
-        assert again.history == {} and again.guard.session.step == 0
+        assert again.history == {} and again.guard.session.run.step == 0
         pairs = zip(*([*run.model.variables, *run.model.optimizer.variables] for run in (again, done)), strict=True)
         for one, other in pairs:
             np.testing.assert_array_equal(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other), err_msg=one.path)
@@ -343,7 +343,7 @@ class TestResume:
         build, data, _ = RESUMED["unbuilt"]
         interrupted(build, data(), on_disk(tmp_path), 2)
         run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
-        assert run.guard.session.step == 12
+        assert run.guard.session.run.step == 12
         warned = [str(w.message) for w in recwarn if "was written before the model was built" in str(w.message)]
         assert len(warned) == (zoo.BACKEND == "tensorflow")
 
@@ -450,7 +450,7 @@ class TestFiles:
         before = {name: sorted(p.name for p in (folder / name).iterdir()) for name in names}
         guard = on_disk(tmp_path, resume=resume)
         zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3)
-        assert guard.session.step == (36 - 20 if resume else 36)
+        assert guard.session.run.step == (36 - 20 if resume else 36)
         assert {name: sorted(p.name for p in (folder / name).iterdir()) for name in names} == before
         assert (folder / "snapshot-00000090").read_bytes() == b"a file"
         assert (tmp_path / "elsewhere" / "snapshot.json").exists() and not oldest.is_symlink()
@@ -500,7 +500,7 @@ class TestFiles:
         for _ in range(2):
             run = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(), guard=on_disk(tmp_path), epochs=1)
         records = [read(path) for path in written(tmp_path / "snapshots")]
-        assert [record.step for record in records] == [5, 10] and run.guard.session.step == 12
+        assert [record.step for record in records] == [5, 10] and run.guard.session.run.step == 12
 
     def test_bfloat16(self, tmp_path):
         """Variables of a dtype that NumPy cannot write come back bit by bit."""

@@ -12,9 +12,10 @@ from support import zoo
 from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
+from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.rollback import run_again
-from keras_nanguard._fit.run import Counts
+from keras_nanguard._fit.run import DueTasks
 from keras_nanguard._fit.snapshots import Rerun, Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
@@ -25,11 +26,11 @@ X, Y = RNG.standard_normal((256, 4)).astype("float32"), RNG.standard_normal((256
 
 def tried(session):
     """Train on the remembered batches from the first state, at a tenth of the learning rate; return the state."""
-    with trial(session) as trying:
+    with trial(session.run) as trying:
         if trying is None:
             return None
-        batches = session.recent.last(8, session.transaction.batch)
-        return trying.trained(trying.state_of(session.ring.start), batches, 0.1)
+        batches = session.run.recent.last(8, session.run.transaction.batch)
+        return trying.trained(trying.state_of(session.run.ring.start), batches, 0.1)
 
 
 class Trial(keras.callbacks.Callback):
@@ -41,7 +42,7 @@ class Trial(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         session = self.guard.session
-        if session.step == self.step:
+        if session.run.step == self.step:
             self.found.append(tried(session))
 
 
@@ -256,7 +257,7 @@ def replayed(stops_at):
         rerun=Rerun(Snapshot(0, 0), tuple("abcde")),
         reruns=0,
         stopped=False,
-        plan=lambda task, step: None,
+        due=DueTasks(),
         train_state=lambda: SimpleNamespace(metrics=()),
     )
     ran = []

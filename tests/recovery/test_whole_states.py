@@ -82,7 +82,7 @@ def test_failed_rollback_changes_nothing(monkeypatch, error, first):
     assert same(after[BAD.stop - 1], last_good)
     outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
     assert [o.status for o in outcomes] == ["skipped"] and "RESOURCE_EXHAUSTED" in outcomes[0].detail
-    assert guard.session.counts.rollbacks == guard.session.counts.run_again == 0
+    assert guard.session.run.counts.rollbacks == guard.session.run.counts.run_again == 0
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])
@@ -92,14 +92,14 @@ def test_write_that_fails_once_is_repeated(monkeypatch, at):
     _, guard, _, ended = trained(monkeypatch, EXHAUSTED, {at}, again)
     outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
     assert ended is None and [o.status for o in outcomes] == ["done"]
-    assert guard.session.counts.rollbacks == 1
+    assert guard.session.run.counts.rollbacks == 1
 
 
 def test_failed_rollback_runs_no_step_again(monkeypatch):
     """Steps are run again only from a state that was restored."""
     again = {"rollback": {"replay_steps": True}}
     _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2, 3}, again)
-    assert ended is None and guard.session.counts.run_again == 0
+    assert ended is None and guard.session.run.counts.run_again == 0
     assert same(after[BAD.stop - 1], after[BAD.start - 1])
 
 

@@ -56,7 +56,7 @@ def test_left_alone(name):
         raise Misdescribed(name, tame, measured["steps"])
     guarded, _ = train(program, guarded=True)
     assert [str(incident) for incident in guarded.guard.incidents] == []
-    assert bool(guarded.guard.session.refused) == bool(program.overflows)
+    assert bool(guarded.guard.session.run.counts.refused) == bool(program.overflows)
     assert differences(program, guarded, plain, 1e-5 if zoo.BACKEND == "jax" and name in ROUNDED else 0.0) == []
 
 

@@ -53,7 +53,7 @@ class Closed(Full):
 def trained(guard, epochs=2):
     data = zoo.regression().with_poison([3, 7])
     run = zoo.run(zoo.plain, data, guard=guard, epochs=epochs)
-    assert guard.session.refused == 2 * epochs and len(guard.incidents) == 2 * epochs
+    assert guard.session.run.counts.refused == 2 * epochs and len(guard.incidents) == 2 * epochs
     assert zoo.bad_entries(run.model) == []
     return run
 

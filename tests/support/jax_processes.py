@@ -189,10 +189,10 @@ def reported(what):
         "incidents": [
             [i.step, i.diagnosis.cause, list(i.diagnosis.samples), done(i)] for i in guard.incidents
         ],
-        "snapshots": [s.step for s in guard.session.ring.snapshots] if guard.session else [],
+        "snapshots": [s.step for s in guard.session.run.ring.snapshots] if guard.session else [],
         "findings": [[str(f) for f in i.findings] for i in guard.incidents],
         "evidence": [list(i.diagnosis.evidence) for i in guard.incidents],
-        "folder": guard.session.directory if guard.session is not None else "",
+        "folder": guard.session.run.directory if guard.session is not None else "",
     }
 
 

@@ -212,7 +212,7 @@ def overflow() -> dict[str, Any]:
     done = run(lambda: zoo.plain(scaled(keras.optimizers.Adam())), data, guard, epochs=1, callbacks=[Watch()])
     before, after = states[1], states[2]
     changed = {key: (before[key].tolist(), after[key].tolist()) for key in before if not np.array_equal(before[key], after[key])}
-    return {"changed": changed, "overflows": guard.session.overflows, "finite": all(zoo.finite(a) for _, a in done.state), **reports(guard)}
+    return {"changed": changed, "overflows": guard.session.run.counts.overflows, "finite": all(zoo.finite(a) for _, a in done.state), **reports(guard)}
 
 
 @case

@@ -162,7 +162,7 @@ def run(rank, world, kind, fault, folder):
         "weights": [local(p).double().flatten().tolist() for p in parameters],
         "optimizer": slots(optimizer),
         "rate": float(optimizer.learning_rate.value) if kind == "keras" else optimizer.param_groups[0]["lr"],
-        "snapshots": [s.step for s in guard.session.ring.snapshots] if guard.session is not None else [],
+        "snapshots": [s.step for s in guard.session.run.ring.snapshots] if guard.session is not None else [],
         "incidents": [
             {
                 "step": i.step,

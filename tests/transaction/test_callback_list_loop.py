@@ -81,7 +81,7 @@ def test_loop_that_died_does_not_block_the_next(anew, recwarn):
     assert len(second.incidents) == (2 if anew else 3) and zoo.bad_entries(model) == []
     assert not any("Two NanGuards" in str(w.message) for w in recwarn)
     model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[second])
-    assert second.session.step == zoo.BATCHES
+    assert second.session.run.step == zoo.BATCHES
 
 
 @pytest.mark.parametrize("verbose", [0, 1])

@@ -105,9 +105,9 @@ class Test:
         assert other.functions == {"said": said} and not other.diagnose
         data = zoo.regression()
         again = zoo.run(zoo.plain, data, guard=other, epochs=1)
-        assert again.guard.session.step == 12
+        assert again.guard.session.run.step == 12
         if how in FRESH:
-            assert again.guard.session.counts.committed == 12
+            assert again.guard.session.run.counts.committed == 12
             assert zoo.plain_logs(again.history) == zoo.run(zoo.plain, data, epochs=1).history
 
     @pytest.mark.daily("deepcopy", "pickle")

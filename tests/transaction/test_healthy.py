@@ -99,8 +99,8 @@ def train(name, optimizer, precision, executions, steps):
 def check(guard, steps, scaled):
     """No incident; no step lost but where a loss scale that has doubled overflows, which Keras skips as well."""
     assert [(i.step, i.sites) for i in guard.incidents] == []
-    assert guard.session.refused <= (steps // GROWTH if scaled else 0)
-    assert guard.session.step >= steps
+    assert guard.session.run.counts.refused <= (steps // GROWTH if scaled else 0)
+    assert guard.session.run.step >= steps
 
 
 NORMAL = [

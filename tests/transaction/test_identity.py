@@ -45,7 +45,7 @@ def test_program(name, mode):
     oracle = program.run(program.data(), None, mode)
     healthy = program.run(program.data(), True, mode)
     assert zoo.differences(healthy, oracle, TOLERANCE) == []
-    assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
+    assert healthy.guard.incidents == [] and healthy.guard.session.run.counts.refused == 0
     assert set(healthy.history["refused_steps"]) == {0}
     poisoned = program.run(program.data().with_poison(BAD, where=program.where), True, mode)
     assert zoo.differences(poisoned, oracle, TOLERANCE) == []

@@ -232,7 +232,7 @@ def test_fit_inside_of_a_strategy_scope():
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         model = zoo.plain(optimizer=keras.optimizers.Adam(use_ema=True))
         model.fit(*data.all, batch_size=zoo.BATCH, epochs=1, verbose=0, callbacks=[guard])
-    assert guard.incidents == [] and guard.session.step == zoo.BATCHES
+    assert guard.incidents == [] and guard.session.run.step == zoo.BATCHES
 
 
 @pytest.mark.parametrize("bad", [False, True])

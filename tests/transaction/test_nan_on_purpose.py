@@ -99,7 +99,7 @@ def test_what_can_be_no_mark_is_found_before_the_first_step(which):
     guard = NanGuard(verbose=0, diagnose=False)
     fitted(built, zoo.regression(), guard, epochs=1)
     assert guard.incidents[0].step == 0 and guard.incidents[0].findings[0].path == states[which].path
-    assert guard.session.step == 0
+    assert guard.session.run.step == 0
 
 
 def test_a_mark_that_is_read_as_a_number_is_named():

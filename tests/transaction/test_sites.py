@@ -138,7 +138,7 @@ class TestSites:
         """After all of these faults no entry of the state is bad, and training has not ended."""
         guard = _guarded(mode, precision)
         assert guard.bad == []
-        assert not guard.session.stopped
+        assert not guard.session.run.stopped
 
 
 class TestSlots:
@@ -179,7 +179,7 @@ class TestOutsideWrites:
             model.fit(data.x, np.eye(2)[(data.x[:, 0] > 0) * 1], batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
         (incident,) = guard.incidents
         assert (incident.step, incident.refused, incident.diagnosis.cause) == (6, True, "state_nonfinite")
-        assert guard.session.overflows == 0 and float(keras.ops.convert_to_numpy(scaled.dynamic_scale)) == 64.0
+        assert guard.session.run.counts.overflows == 0 and float(keras.ops.convert_to_numpy(scaled.dynamic_scale)) == 64.0
         assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e3
 
     def test_one_cure_for_one_execution(self):
@@ -189,10 +189,10 @@ class TestOutsideWrites:
         model = zoo.plain(dropout=False, steps_per_execution=16)
         with inject(model, site="weights", step=20):
             model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
-        assert not guard.session.stopped
-        assert guard.session.step == 48
+        assert not guard.session.run.stopped
+        assert guard.session.run.step == 48
         assert zoo.bad_entries(model) == []
-        assert guard.session.refused <= 12
+        assert guard.session.run.counts.refused <= 12
 
     def test_runaway_loss_scale(self):
         """A loss scale above all bounds is reported of in that step, and put right."""

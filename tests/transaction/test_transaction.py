@@ -69,7 +69,7 @@ def test_bad_batches_never_happened(optimizer, mode):
     expected = [(epoch * 14 + batch, epoch, batch, site) for epoch in (0, 1) for batch, site in POISONED.items()]
     incidents = guarded.guard.incidents
     assert [(i.step, i.epoch, i.batch, i.sites[0]) for i in incidents] == expected and all(i.refused for i in incidents)
-    assert guarded.history["refused_steps"] == [5, 5] and guarded.guard.session.refused == 10
+    assert guarded.history["refused_steps"] == [5, 5] and guarded.guard.session.run.counts.refused == 10
     assert "refused_steps" not in oracle.history
 
 
@@ -110,8 +110,8 @@ def test_every_batch_bad(mode):
     for one, other in zip(run.model.get_weights(), fresh.get_weights()):
         if one.dtype.kind == "f":
             np.testing.assert_array_equal(one, other)
-    assert run.guard.session.step == 12 and run.guard.session.refused == 12
-    assert run.guard.session.stopped and run.model.stop_training
+    assert run.guard.session.run.step == 12 and run.guard.session.run.counts.refused == 12
+    assert run.guard.session.run.stopped and run.model.stop_training
 
 
 def test_first_step_bad():

@@ -40,20 +40,20 @@ def test_01_rolling_back_to_a_checkpoint_that_is_nan():
 
     def late(model):
         """Damage the state when the step is over, so that only the snapshot can see it."""
-        slot, promote = model.optimizer.variables[-1], guard.session.ring.promote
+        slot, promote = model.optimizer.variables[-1], guard.session.run.ring.promote
 
         def damaged(committed):
-            guard.session.access.sync_variables()
+            guard.session.run.access.sync_variables()
             corrupt(slot)
             return promote(committed)
 
-        guard.session.ring.promote = damaged  # the last that is done before a snapshot is taken
+        guard.session.run.ring.promote = damaged  # the last that is done before a snapshot is taken
 
     guard = guarded()
     run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[zoo.Before(late, 8)])
     assert done(guard, "rollback")
     assert zoo.bad_entries(run.model) == []
-    for snapshot in guard.session.ring.snapshots:
+    for snapshot in guard.session.run.ring.snapshots:
         assert all(zoo.finite(array) for array in snapshot.arrays.values() if array.dtype.kind == "f")
 
 
@@ -93,8 +93,8 @@ def test_07_skipping_by_multiplying_with_zero():
         zoo.poison(data, batch)
     guard = guarded()
     run = zoo.run(lambda: eager("sgd"), data, guard=guard, epochs=1)
-    assert zoo.bad_entries(run.model) == [] and guard.session.refused == 10
-    losses = [loss for _, loss in guard.session.history.series]
+    assert zoo.bad_entries(run.model) == [] and guard.session.run.counts.refused == 10
+    losses = [loss for _, loss in guard.session.run.history.series]
     assert len(losses) == 50 and np.isfinite(losses).all()
 
 
@@ -143,7 +143,7 @@ def test_12_alarm_on_an_ordinary_overflow():
     guard, data = guarded(), zoo.regression()
     with inject(model, site="gradients", kind="inf", step=(3, 4, 5, 9)):
         model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard])
-    assert guard.incidents == [] and guard.session.overflows == 4 and guard.session.refused == 4
+    assert guard.incidents == [] and guard.session.run.counts.overflows == 4 and guard.session.run.counts.refused == 4
     assert float(optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
 
 
@@ -157,7 +157,7 @@ def test_12_bad_data_is_no_ordinary_overflow(where, site):
     data, guard = zoo.poison(zoo.regression(), 5, np.inf, where), NanGuard(verbose=0)
     model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     (incident,) = guard.incidents
-    assert (incident.step, incident.sites, guard.session.overflows) == (5, (site, "gradients"), 0)
+    assert (incident.step, incident.sites, guard.session.run.counts.overflows) == (5, (site, "gradients"), 0)
 
 
 def test_13_a_finite_loss_with_nan_predictions():

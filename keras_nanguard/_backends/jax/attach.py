@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import Session
+from keras_nanguard._backends.interface import Run, Session
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._backends.shared import attach
@@ -55,20 +55,20 @@ class ModelAttachment(attach.Attachment):
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
-        model, session, old = self.model, self.session, self.session.transaction
+        model, run, old = self.model, self.run, self.run.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
-        factors, scaling = session.recovery.adjustments, session.recovery.with_adjustments
+        factors, scaling = run.recovery.adjustments, run.recovery.with_adjustments
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, factors, scaling)
+            transaction.rebind(run.read_train_state, factors, scaling)
         else:
             transaction = Transaction(
                 self.body,
-                session.read_train_state,
+                run.read_train_state,
                 lambda: _trainer.variables(model),
                 outputs=LogOutputs(model),
                 model=model,
-                refuse=session.refuses,
+                refuse=run.refuses,
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
@@ -77,7 +77,7 @@ class ModelAttachment(attach.Attachment):
             )
         if old is not None:
             transaction.inherit(old)
-        session.attach(self, transaction)
+        run.attach(self, transaction)
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run_execution
 
@@ -94,7 +94,7 @@ class ModelAttachment(attach.Attachment):
         session, trainer_state = self.session, self.trainer_state
         self._gathered = trainer_state.receive(state)
         ahead = session.may_run_ahead or self.pending is not None
-        if self._gathered or not (ahead and session.transaction.may_run_ahead):
+        if self._gathered or not (ahead and self.run.transaction.may_run_ahead):
             self.resolve_pending()
             return self.run_guarded(data), trainer_state.take()
         started = self._start(data, after=self.pending)
@@ -102,7 +102,7 @@ class ModelAttachment(attach.Attachment):
             self.pending = started
             session.logs_for_callbacks(started.outputs)
             return session.logs.shown, trainer_state.take()
-        if not session.healed:
+        if not self.run.healed:
             result = self._finished(started)
             if not result.verdict.halted:
                 session.after(result.verdict)
@@ -126,7 +126,7 @@ class ModelAttachment(attach.Attachment):
 
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
         """Start a step, and publish its new state before waiting for it."""
-        transaction, trainer_state = self.session.transaction, self.trainer_state
+        transaction, trainer_state = self.run.transaction, self.trainer_state
         result: StepResult = transaction.start(trainer_state.take(), data, after=after)
         trainer_state.hold(result.state)
         transaction.published()
@@ -134,7 +134,7 @@ class ModelAttachment(attach.Attachment):
 
     def _finished(self, result: StepResult) -> StepResult:
         """Wait for the verdict of a step, which may have to run again."""
-        if self.session.transaction.finish(result, self.trainer_state.now()):
+        if self.run.transaction.finish(result, self.trainer_state.now()):
             return result
         with self.trainer_state.gathered():
             return self._finished(self._start(*result.args))
@@ -163,14 +163,14 @@ class ModelAttachment(attach.Attachment):
         """
         pending = self.pending
         assert pending is not None
-        self.session.healed = False
+        self.run.healed = False
         result = self._finished(pending)
         self.pending = None
         return self.session.after(result.verdict, last=last) and result is pending
 
     def _rescue(self) -> None:
-        if self.session.transaction is not None:
-            for state, *_ in self.session.transaction.unpublished:
+        if self.run.transaction is not None:
+            for state, *_ in self.run.transaction.unpublished:
                 self.trainer_state.hold(state)
         self.trainer_state.rescue()
         self._resolve_at_last()
@@ -203,24 +203,24 @@ class LoopStep(attach.LoopStep):
         super().__init__(function, session)
 
     def _transaction(self) -> Transaction:
-        session, compiled = self.session, hasattr(self.function, "lower")
+        run, compiled = self.run, hasattr(self.function, "lower")
         return Transaction(
             getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
-            session.read_train_state,
+            run.read_train_state,
             lambda: self.variables or [],
             outputs=PlainOutputs(),
-            model=session.model,
-            refuse=session.refuses,
+            model=run.model,
+            refuse=run.refuses,
             jit=compiled,
-            factors=session.recovery.adjustments,
-            scaling=session.recovery.with_adjustments,
+            factors=run.recovery.adjustments,
+            scaling=run.recovery.with_adjustments,
         )
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         """Run one step; return its outputs and the state to continue with."""
         session, given = self.session, self.state
         if self.variables is None:
-            self.variables = _owners(state, session)
+            self.variables = _owners(state, self.run)
         self.state, self.synced = state, False
         if session.needs_variables(state is not given):
             self.sync_variables()
@@ -237,7 +237,7 @@ class LoopStep(attach.LoopStep):
         return verdict
 
     def _run(self, args: Sequence[Any]) -> StepResult:
-        result: StepResult = self.session.transaction(self._taken(), *args)
+        result: StepResult = self.run.transaction(self._taken(), *args)
         self.state, self.synced = result.state, False
         return result
 
@@ -277,7 +277,7 @@ class LoopStep(attach.LoopStep):
         return self.state
 
 
-def _owners(state: Any, session: Session) -> list[Any]:
+def _owners(state: Any, run: Run) -> list[Any]:
     """Return the variable of each array of the state, or `None`.
 
     An array that a variable has is its value. A state of other arrays must have one for each
@@ -287,8 +287,8 @@ def _owners(state: Any, session: Session) -> list[Any]:
     Raises:
         GuardError: if the state has neither.
     """
-    model, leaves = session.model, jax.tree_util.tree_leaves(state)
-    optimizers = session.read_train_state().optimizers
+    model, leaves = run.model, jax.tree_util.tree_leaves(state)
+    optimizers = run.read_train_state().optimizers
     main = [
         *model.trainable_variables,
         *model.non_trainable_variables,

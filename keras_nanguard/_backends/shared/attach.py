@@ -106,14 +106,14 @@ class Attachment(StateAccess):
     """
 
     def __init__(self, model: Any, session: Session):
-        self.model, self.session = model, session
+        self.model, self.session, self.run = model, session, session.run
         self.attached = self.lasting = False
         self._changed = False
         self._modes: tuple[Any, ...] = ()
         self.in_use: Callable[..., bool] = lambda strictly=False: False
         self._before: dict[str, Any] = {}
         self._cached: tuple[Any, Any] = None, None
-        session.attach(self)
+        self.run.attach(self)
 
     def attach(self) -> None:
         """Replace the model's train function until `detach`."""
@@ -182,9 +182,9 @@ class Attachment(StateAccess):
         """Return everything that is built into a trace of the step."""
         return (
             self.body,
-            self.session.refuses,
+            self.run.refuses,
             *self._modes,
-            *keras_fitting.built_in(self.model, self.session.read_train_state()),
+            *keras_fitting.built_in(self.model, self.run.read_train_state()),
         )
 
     def _cached_step(self, *modes: Any) -> Any:
@@ -192,7 +192,7 @@ class Attachment(StateAccess):
         `None`.
         """
         self._modes = modes
-        if self._before or self._changed or self._adjusted or self.session.transaction is not None:
+        if self._before or self._changed or self._adjusted or self.run.transaction is not None:
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -200,7 +200,7 @@ class Attachment(StateAccess):
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
-        transaction = self.session.transaction
+        transaction = self.run.transaction
         if (
             self._modes
             and transaction is not None
@@ -212,11 +212,11 @@ class Attachment(StateAccess):
     @property
     def _adjusted(self) -> bool:
         """Whether changes of the policy are built into the step."""
-        return bool(self.session.recovery.adjustments())
+        return bool(self.run.recovery.adjustments())
 
     def _made(self) -> Any:
         """Return the parts of this fit's step that the next fit needs."""
-        return self.session.transaction
+        return self.run.transaction
 
     def rebuild(self) -> None:
         """Compile the step again, after a change of something that is built into it."""
@@ -269,7 +269,7 @@ class Attachment(StateAccess):
             self._before_step(data)
             if self._skips(data):
                 return self._shown()
-            if session.stopped:
+            if self.run.stopped:
                 return self._without_effect(data)
         logs, verdict = self._execute(data)
         session.after(verdict)
@@ -300,10 +300,10 @@ class Attachment(StateAccess):
         """Run the step and undo it: training has ended, but Keras needs logs before it stops."""
         before = [
             (variable, keras_variables.read(variable))
-            for variable in self.session.train_state().everything
+            for variable in self.run.train_state().everything
         ]
         logs, _ = self._execute(data)
-        parts = [*before, *self.session.first_values()]
+        parts = [*before, *self.run.first_values()]
         whole_writes.finish(partial(keras_variables.write, *pair) for pair in parts)
         return self.session.logs_for_callbacks(logs)
 
@@ -334,16 +334,16 @@ class LoopStep(StateAccess):
         return contextlib.nullcontext()
 
     def __init__(self, function: Any, session: Session):
-        self.function, self.session = function, session
+        self.function, self.session, self.run = function, session, session.run
         self.rebuild()
 
     def rebuild(self) -> None:
         """Create the step again."""
-        old = self.session.transaction
+        old = self.run.transaction
         transaction = self._transaction()
         if old is not None:
             transaction.inherit(old)
-        self.session.attach(self, transaction)
+        self.run.attach(self, transaction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""

@@ -37,7 +37,7 @@ class ModelAttachment(attach.Attachment):
     """Whether the step runs eagerly."""
 
     def _build(self) -> None:
-        model, session, many = self.model, self.session, self.model.steps_per_execution
+        model, run, many = self.model, self.run, self.model.steps_per_execution
         strategy, spread_out = model.distribute_strategy, self._spread_out()
         mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
         self._eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
@@ -47,20 +47,20 @@ class ModelAttachment(attach.Attachment):
         cached = self._cached_step(*modes)
         if cached is not None:
             transaction, self.inner = cached
-            transaction.rebind(session.read_train_state, session.note_created)
+            transaction.rebind(run.read_train_state, run.note_created)
             self._place(transaction)
             model.train_function = self.run_execution
             return
-        old = session.transaction
+        old = run.transaction
         transaction = (MirroredTransaction if mirrored else step.Transaction)(
             self._body(),
-            session.read_train_state,
+            run.read_train_state,
             model=model,
             logs=True,
             jit=jit,
             counted=many > 1 or not (self._takes or spread_out),
-            note_created=session.note_created,
-            refuse=session.refuses and (mirrored or not spread_out),
+            note_created=run.note_created,
+            refuse=run.refuses and (mirrored or not spread_out),
             host_has_batches=self._takes,
         )
         if old is not None:
@@ -104,17 +104,17 @@ class ModelAttachment(attach.Attachment):
 
     def _place(self, transaction: Any) -> None:
         """Set the transaction on the session, and on the model for Keras to trace."""
-        transaction.recount(self.session.step)
-        self.session.attach(self, transaction)
+        transaction.recount(self.run.step)
+        self.run.attach(self, transaction)
         instance_overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any]:
-        return self.session.transaction, self.inner
+        return self.run.transaction, self.inner
 
     def detach(self) -> None:
         super().detach()
-        if self.session.transaction is not None:
-            self.session.transaction.release()
+        if self.run.transaction is not None:
+            self.run.transaction.release()
 
     def _spread_out(self) -> bool:
         """Whether the model trains under a `tf.distribute` strategy.
@@ -145,14 +145,14 @@ class ModelAttachment(attach.Attachment):
         """Trace the step for data like this without running it, which creates its variables."""
         while spec is not None:
             try:
-                self.session.transaction.trace(spec)
+                self.run.transaction.trace(spec)
                 return
             except Retrace as found:
                 self._retrace(found)
 
     def _retrace(self, found: Retrace) -> None:
         """Create the step again, with the findings of its trace."""
-        self.session.transaction.learn(found)
+        self.run.transaction.learn(found)
         self._build()
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
@@ -163,7 +163,7 @@ class ModelAttachment(attach.Attachment):
                 return self._run(lambda: self.inner(data))
             batches = list(data)  # of `train_on_batch`: a second trace reads it again
             return self._run(lambda: self.inner(iter(batches)))
-        batch = self.session.transaction.take(data)
+        batch = self.run.transaction.take(data)
         if self._eager:
             return self._run(lambda: self.inner(iter([batch])), (batch,))
         return self._run(lambda: self.inner(batch, data), (batch,))
@@ -183,7 +183,7 @@ class ModelAttachment(attach.Attachment):
     def _run(self, inner: Callable[[], Any], args: Any = None) -> tuple[Any, Verdict]:
         """Run one execution, and trace its step in another mode if its trace requires it."""
         while True:
-            transaction = self.session.transaction
+            transaction = self.run.transaction
             transaction.give(args)
             try:
                 logs, verdict = transaction.read(inner())
@@ -212,13 +212,13 @@ class LoopStep(attach.LoopStep):
         body = tf.autograph.to_graph(written) if compiled else written or self.function
         transaction = step.Transaction(
             lambda args, kwargs: body(*args, **kwargs),
-            self.session.read_train_state,
+            self.run.read_train_state,
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
-            note_created=self.session.note_created,
-            refuse=self.session.refuses,
+            note_created=self.run.note_created,
+            refuse=self.run.refuses,
         )
         how = {"autograph": False, "reduce_retracing": True}
-        self.run = tf.function(transaction, **how) if compiled else transaction
+        self.compiled = tf.function(transaction, **how) if compiled else transaction
         return transaction
 
     can_run_again = True
@@ -231,10 +231,10 @@ class LoopStep(attach.LoopStep):
         """Run one step; return its outputs and its verdict."""
         given = held((args, kwargs))
         while True:
-            transaction = self.session.transaction
+            transaction = self.run.transaction
             transaction.give(given)
             try:
-                outputs, verdict = transaction.read(self.run(args, kwargs))
+                outputs, verdict = transaction.read(self.compiled(args, kwargs))
                 return outputs, verdict
             except Retrace as found:
                 transaction.learn(found)

@@ -59,29 +59,28 @@ class ModelAttachment(attach.Attachment):
         super().detach()
 
     def _build(self) -> None:
-        model, session = self.model, self.session
-        old = session.transaction
+        model, run, old = self.model, self.run, self.run.transaction
         transaction = step.Transaction(
             self.body,
-            session.read_train_state,
+            run.read_train_state,
             model=model,
             logs=True,
             stock=self._stock,
             jit=bool(model.jit_compile),
             compiled=self._cached_step("compiled") if model.jit_compile else None,
-            note_created=session.note_created,
-            refuse=session.refuses,
-            agreement=session.agreement,
+            note_created=run.note_created,
+            refuse=run.refuses,
+            agreement=run.agreement,
         )
         if old is not None:
             transaction.inherit(old)
-        session.attach(self, transaction)
+        run.attach(self, transaction)
         with self._guarded_step():
             self._function = self._made_by_keras(jit_compile=False)
         model.train_function = self.run_execution
 
     def _made(self) -> Any:
-        return self.session.transaction.compiled
+        return self.run.transaction.compiled
 
     def inner(self, data: Any) -> Any:
         """Run Keras' own train function."""
@@ -94,7 +93,7 @@ class ModelAttachment(attach.Attachment):
         Keras 3.16 at each execution.
         """
         with Overrides() as overrides:
-            overrides.set(self.model, "train_step", self.session.transaction)
+            overrides.set(self.model, "train_step", self.run.transaction)
             yield
 
     can_run_again = True
@@ -104,7 +103,7 @@ class ModelAttachment(attach.Attachment):
         return self._execute(list(args))[1]
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        transaction = self.session.transaction
+        transaction = self.run.transaction
         before = transaction.steps
         logs = self.inner(data)
         if transaction.steps == before:
@@ -138,11 +137,11 @@ class LoopStep(attach.LoopStep):
         function = uncompiled(self.function)
         return step.Transaction(
             lambda args, kwargs: function(*args, **kwargs),
-            self.session.read_train_state,
+            self.run.read_train_state,
             jit=function is not self.function,
-            note_created=self.session.note_created,
-            refuse=self.session.refuses,
-            agreement=self.session.agreement,
+            note_created=self.run.note_created,
+            refuse=self.run.refuses,
+            agreement=self.run.agreement,
         )
 
     can_run_again = True
@@ -152,5 +151,5 @@ class LoopStep(attach.LoopStep):
         return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        outputs = self.session.transaction(args, kwargs)
-        return outputs, self.session.transaction.verdict
+        outputs = self.run.transaction(args, kwargs)
+        return outputs, self.run.transaction.verdict

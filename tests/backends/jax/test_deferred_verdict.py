@@ -14,7 +14,8 @@ from support import zoo
 from keras_nanguard import Finding, NanGuard, NanGuardModel
 from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._diagnose.explain_step import Explainer
-from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.run import DueTasks
+from keras_nanguard._fit.tasks import Tasks
 from keras_nanguard.testing import inject
 
 BATCHES = zoo.regression().batches
@@ -53,7 +54,7 @@ def test_nobody_waits(order):
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
     ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
     assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored | layers
-    assert guard.session.transaction._program._cache_size() <= 1, "steps are compiled once"
+    assert guard.session.run.transaction._program._cache_size() <= 1, "steps are compiled once"
 
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
@@ -70,12 +71,12 @@ def test_waited_for(order, how):
         model.compile("adam", "mse")
         for i in range(4):
             model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
-            assert model.nanguard.session.step == i + 1
+            assert model.nanguard.session.run.step == i + 1
         model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
         assert ahead(order)
         for i in range(4):
             model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
-            assert model.nanguard.session.step == i + 1
+            assert model.nanguard.session.run.step == i + 1
         return
     guard = NanGuard(verbose=0)
     build, callbacks = zoo.plain, [zoo.After(lambda model: None)] if how == "a callback looks" else []
@@ -84,7 +85,7 @@ def test_waited_for(order, how):
     if how == "own logs":
         build = with_own_logs
     zoo.run(build, data, guard=guard, callbacks=callbacks)
-    assert guard.session.step == 2 * BATCHES and ahead(order) == []
+    assert guard.session.run.step == 2 * BATCHES and ahead(order) == []
 
 
 def with_own_logs():
@@ -122,8 +123,8 @@ def test_the_same_without_the_bad_batches(where, steps):
     whole = BATCHES + len(bad)
     assert run.steps == [*bad, *(whole + n for n in bad)]
     assert [(i.epoch, i.batch) for i in run.guard.incidents] == [(e, n) for e in (0, 1) for n in bad]
-    assert run.guard.session.step == 2 * whole and run.guard.session.refused == 2 * len(bad)
-    assert run.guard.session.transaction._program._cache_size() <= 1
+    assert run.guard.session.run.step == 2 * whole and run.guard.session.run.counts.refused == 2 * len(bad)
+    assert run.guard.session.run.transaction._program._cache_size() <= 1
 
 
 ACTIONS = {
@@ -157,8 +158,8 @@ def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
     one, other = runs
     assert list(map(_all, one.guard.incidents)) == list(map(_all, other.guard.incidents)) != []
     again = len([i for i in other.guard.incidents for o in i.outcomes if "run again" in o.detail])
-    assert again or starts[1] - starts[0] >= other.guard.session.step  # with the replays of a test of the noise
-    return one, other, starts[0] - one.guard.session.step
+    assert again or starts[1] - starts[0] >= other.guard.session.run.step  # with the replays of a test of the noise
+    return one, other, starts[0] - one.guard.session.run.step
 
 
 def _all(incident):
@@ -176,7 +177,7 @@ def test_the_same_as_with_waiting(order, action, site):
         data = data.with_poison((5, 6), where=site)
     one, other, in_vain = both(order, policy, data, inside)
     assert zoo.differences(one, other, 1e-5) == []
-    assert one.guard.session.step == other.guard.session.step
+    assert one.guard.session.run.step == other.guard.session.run.step
     assert in_vain or site == "weights", "who spoils weights hands the step another state"
 
 
@@ -198,8 +199,8 @@ def test_overflows_in_a_row(count):
     model, guard, data = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0), zoo.regression()
     data.y[5 * zoo.BATCH : (5 + count) * zoo.BATCH] = 6e4  # finite, and so is the loss
     model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
-    overflows = guard.session.overflows
-    assert overflows >= count and guard.session.step == BATCHES
+    overflows = guard.session.run.counts.overflows
+    assert overflows >= count and guard.session.run.step == BATCHES
     assert float(np.asarray(optimizer.dynamic_scale.value)) == 64.0 / 2**overflows
 
 
@@ -211,10 +212,10 @@ class First(keras.callbacks.Callback):
         self.guard, self.known = None, []
 
     def on_test_begin(self, logs=None):
-        self.known.append(self.guard().session.refused)
+        self.known.append(self.guard().session.run.counts.refused)
 
     def on_epoch_end(self, epoch, logs=None):
-        self.known.append(self.guard().session.refused)
+        self.known.append(self.guard().session.run.counts.refused)
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
@@ -235,7 +236,7 @@ def test_an_epoch_ends_with_all_of_its_steps(order, for_good):
     )  # fmt: skip
     assert first.known[1::2] == [1, 2], "at the end of an epoch"
     assert ahead(order)
-    assert first.guard().session.step == 2 * BATCHES and [i.batch for i in first.guard().incidents] == [BATCHES - 1] * 2
+    assert first.guard().session.run.step == 2 * BATCHES and [i.batch for i in first.guard().incidents] == [BATCHES - 1] * 2
 
 
 def ends(data, batch):
@@ -253,7 +254,7 @@ def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
     guard = NanGuard(verbose=0)
     with pytest.raises(OSError, match="disk"):
         zoo.run(zoo.plain, lambda: ends(zoo.poison(zoo.regression(), 7), 8), guard=guard)
-    assert [i.step for i in guard.incidents] == [7, 8] and guard.session.step == 8
+    assert [i.step for i in guard.incidents] == [7, 8] and guard.session.run.step == 8
 
 
 def test_looks_at_the_state_of_their_step(order, monkeypatch):
@@ -262,18 +263,18 @@ def test_looks_at_the_state_of_their_step(order, monkeypatch):
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):
             super().on_epoch_begin(epoch, logs)
-            self.session.monitors.ceiling = -np.inf
-            self.session.due, self.session.next_due = {}, np.inf
+            self.session.tasks.monitors.ceiling = -np.inf
+            self.session.run.due = DueTasks()
 
     due = []
-    real = Session._run_due_tasks
+    real = Tasks.run_due
 
     def tasks(self):
-        if self.step >= self.next_due:
-            due.append((self.step, sum(what == "start" for what, _ in order)))
+        if self._run.step >= self._run.due.next:
+            due.append((self._run.step, sum(what == "start" for what, _ in order)))
         real(self)
 
-    monkeypatch.setattr(Session, "_run_due_tasks", tasks)
+    monkeypatch.setattr(Tasks, "run_due", tasks)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)
 

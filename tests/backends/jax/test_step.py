@@ -29,7 +29,7 @@ def oracle(build, data=None, where="x", tolerance=0.0, **fit):
     plain = zoo.run(build, data, **fit)
     healthy = zoo.run(build, data, guard="undiagnosed", **fit)
     assert zoo.differences(healthy, plain, tolerance) == []
-    assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
+    assert healthy.guard.incidents == [] and healthy.guard.session.run.counts.refused == 0
     bad = zoo.run(build, data.with_poison(BAD, where=where), guard="undiagnosed", **fit)
     assert zoo.differences(bad, plain, tolerance) == []
     epoch = data.batches + len(BAD)
@@ -69,7 +69,7 @@ def network(optimizer, **mode):
 def test_written_over(recwarn, optimizer):
     """A step that writes over its state refuses without a trace, whatever its optimizer keeps."""
     runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=3), tolerance=1e-5)
-    assert not any(run.guard.session.transaction.keeps_undo for run in runs)
+    assert not any(run.guard.session.run.transaction.keeps_undo for run in runs)
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -111,7 +111,7 @@ def test_an_update_that_overflows():
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
     assert not guard.incidents[0].refused, "it has committed when the new weights are read"
-    assert zoo.bad_entries(net) == [] and guard.session.step == 24
+    assert zoo.bad_entries(net) == [] and guard.session.run.step == 24
 
 
 class Same(keras.optimizers.SGD):
@@ -143,7 +143,7 @@ def test_overflow_halves_the_scale():
     look = zoo.After(zoo.state_of)
     with inject(model, site="gradients", kind="inf", step=4):
         model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, look])
-    assert guard.session.overflows == 1 and guard.incidents == []
+    assert guard.session.run.counts.overflows == 1 and guard.incidents == []
     moved = {path for (path, a), (_, b) in zip(look.seen[3], look.seen[4]) if not np.array_equal(a, b)}
     assert moved == {"loss_scale_optimizer/dynamic_scale", "loss_scale_optimizer/step_counter"}
     assert float(np.asarray(optimizer.dynamic_scale.value)) == 32.0
@@ -278,7 +278,7 @@ STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: False, Co
 def test_own_step(kind):
     """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    assert bad.guard.session.transaction.keeps_undo == STEPS[kind]
+    assert bad.guard.session.run.transaction.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -330,7 +330,7 @@ def test_healthy_steps_leave_the_variables_alone(monkeypatch):
     model, data, guard = zoo.plain(), zoo.regression(batches=40), NanGuard(verbose=0)
     calls = []
     real = model.jax_state_sync
-    monkeypatch.setattr(type(model), "jax_state_sync", lambda self: (calls.append(guard.session.step), real())[1])
+    monkeypatch.setattr(type(model), "jax_state_sync", lambda self: (calls.append(guard.session.run.step), real())[1])
     model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
     assert set(calls) <= {0, 1, 10, 30, 39, 40}
 
@@ -374,7 +374,7 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
-        step, (batch,) = explain_step.step_of(guard.session), guard.session.transaction.given
+        step, (batch,) = explain_step.step_of(guard.session.run), guard.session.run.transaction.given
         loss = current.replay().run_compiled(step, (batch,), jit=True).loss
         bad = current.replay().run_compiled(step, ((batch[0] * np.nan, batch[1]),), jit=True)
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
@@ -391,12 +391,12 @@ def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
 
     def again(model):
         session, before = guard.session, len(traces)
-        rate = session.recovery.rate(model.optimizer)
+        rate = session.run.recovery.rate(model.optimizer)
         if rate.factor == 1.0:
             rate.lower(0.5, 0.0)
-            session.access.rebuild()
+            session.run.access.rebuild()
             return
-        step, args = session.transaction, session.transaction.given
+        step, args = session.run.transaction, session.run.transaction.given
         moved = [step.judged(*args).weights]
         rate.lower(1e-3, 0.0)
         moved.append(step.judged(*args).weights)
@@ -511,7 +511,7 @@ def test_loop_remembers_its_batches_in_one_buffer():
             inputs[:], targets[:] = x, y
             _, state = step(state, inputs, targets)
             if guard.refused:
-                found.append(session.recent.approach(session.ring.snapshots, session.transaction.batch))
+                found.append(session.run.recent.approach(session.run.ring.snapshots, session.run.transaction.batch))
     assert found[0].steps == tuple(range(7))
     for (x, y), (known_x, known_y) in zip(batches(), found[0].batches):
         np.testing.assert_array_equal(x, known_x)
@@ -544,10 +544,10 @@ def test_loop_that_is_compiled_anew():
         step, state = guard.step(jax.jit(loop.step)), loop.state
         for batch in batches((4,)):
             _, state = step(state, *batch)
-            before = session.transaction
-            before.tolerated.add(session.step)
-            session.access.rebuild()
-            assert session.transaction is not before and session.transaction.tolerated == set(range(1, session.step + 1))
+            before = session.run.transaction
+            before.tolerated.add(session.run.step)
+            session.run.access.rebuild()
+            assert session.run.transaction is not before and session.run.transaction.tolerated == set(range(1, session.run.step + 1))
     assert [i.step for i in guard.incidents] == [4]
 
 
@@ -707,7 +707,7 @@ def test_huge_gradients(optimizer):
     assert (zoo.bad_entries(plain.model) == []) == commits, "stock Keras"
     guarded = zoo.run(build, zoo.regression(), guard="undiagnosed", epochs=1)
     assert zoo.bad_entries(guarded.model) == []
-    assert (guarded.guard.session.refused == 0) == commits
+    assert (guarded.guard.session.run.counts.refused == 0) == commits
     if commits:
         assert guarded.guard.incidents == [] and zoo.differences(guarded, plain, 1e-5) == []
 

@@ -79,7 +79,7 @@ def test_a_statistic_that_turns_bad_refuses_its_step():
 def test_a_metric_may_be_nan():
     """What a metric holds is no state that training depends on."""
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), metrics=[Undefined()])
-    assert guard.incidents == [] and guard.session.refused == 0 and guard.session.step == BATCHES
+    assert guard.incidents == [] and guard.session.run.counts.refused == 0 and guard.session.run.step == BATCHES
 
 
 def test_what_was_infinite_before_the_run_may_stay_so():
@@ -160,7 +160,7 @@ def test_a_scale_that_scales_nothing_refuses_its_step(scale):
     optimizer.dynamic_scale.assign(scale)
     guard = guarded(model)
     assert [(i.step, i.refused, "loss_scale" in i.sites) for i in guard.incidents] == [(0, True, True)]
-    assert float(np.asarray(optimizer.dynamic_scale)) >= 64.0 and guard.session.step == BATCHES
+    assert float(np.asarray(optimizer.dynamic_scale)) >= 64.0 and guard.session.run.step == BATCHES
 
 
 @pytest.mark.parametrize("policy", ["recover", "observe"])
@@ -223,7 +223,7 @@ def test_a_scale_that_is_no_part_of_the_state():
             batch = slice(at * BATCH, (at + 1) * BATCH)
             _, state = run(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
             scales.append(float(state[2][place]))
-    assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.overflows == 1
+    assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.run.counts.overflows == 1
 
 
 def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
@@ -236,5 +236,5 @@ def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
 
     monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
     _, guard = fitted(Tracks(lambda x, last: last + 1.0), BAD)
-    assert guard.session.refused == 1
+    assert guard.session.run.counts.refused == 1
     assert len(seen) >= BATCHES and np.isfinite(seen).all()

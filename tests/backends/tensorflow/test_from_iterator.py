@@ -125,7 +125,7 @@ def test_a_train_function_of_any_number_of_steps(bad):
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     model.fit(data.repeat(), steps_per_epoch=1, verbose=0, callbacks=[guard])
     assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(bad, (3,))]
-    counts = guard.session.counts
+    counts = guard.session.run.counts
     assert (counts.committed, counts.refused, counts.step) == (11, 1, 12)
 
 

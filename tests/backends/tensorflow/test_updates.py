@@ -97,7 +97,7 @@ def test_the_same_bits(kernels, name, in_turn, set_limit):
     assert not kernels
     bad = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard=True)
     assert zoo.differences(bad, plain) == []
-    assert bad.guard.session.refused == 4
+    assert bad.guard.session.run.counts.refused == 4
     weights = len(bad.model.trainable_variables)
     assert in_turn or used is None or {kernel: count / weights for kernel, count in kernels.items()} == used
 

@@ -186,7 +186,7 @@ def test_loop_heals():
             if batch == 8 and "rollback" in guard.incidents[-1].decision.actions:
                 assert unequal(before, model.state_dict()) == []
     assert all(torch.isfinite(v).all() for v in model.state_dict().values())
-    assert guard.session.counts.rollbacks >= 0 and len(guard.incidents) >= 3
+    assert guard.session.run.counts.rollbacks >= 0 and len(guard.incidents) >= 3
 
 
 def test_module_that_is_bad_before():
@@ -219,7 +219,7 @@ def test_infinite_mask_is_no_incident():
         step = guard.step(plain_step(model, optimizer))
         for x, y in zip(*tensors()):
             step(x, y)
-    assert guard.incidents == [] and guard.session.refused == 0
+    assert guard.incidents == [] and guard.session.run.counts.refused == 0
 
 
 def test_torch_optimizer_on_a_keras_model():
@@ -510,7 +510,7 @@ def test_an_update_that_overflows(request, later):
     assert zoo.bad_entries(zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(5))), zoo.regression(), epochs=1).model)
     incident, *again = guard.incidents  # the steps before are run again, so that the update of this number comes again, once
     assert (incident.step, incident.refused, incident.sites[0]) == (5, False, "weights") and len(again) <= 1
-    assert incident.diagnosis.cause == "optimizer_domain" and guard.session.refused <= later + len(again)
+    assert incident.diagnosis.cause == "optimizer_domain" and guard.session.run.counts.refused <= later + len(again)
     assert zoo.bad_entries(done.model) == []
 
 
