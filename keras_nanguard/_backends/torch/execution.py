@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.torch import host, reductions
+from keras_nanguard._backends.torch import host, reductions, reports
+from keras_nanguard._backends.torch.backup import Backup
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.parts import Parts, as_tensors
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["FRESH", "StepResult", "StepRun"]
 
@@ -37,7 +33,7 @@ steps does.
 
 REFUSE, CHECK, COMMIT = range(3)
 """Decisions about a step, the most careful first. `CHECK`: it is updated with the old values kept,
-and checked again.
+and the updated state decides.
 """
 
 
@@ -49,7 +45,7 @@ class StepResult:
         outputs: what the body returned; `None` if it raised an exception about a bad number.
         verdict: the numbers of the step; means over all processes, if there are several.
         report: its report, `None` if it is healthy.
-        unread: the norms of the updated weights and slots, if they are still on a device. They are
+        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
         has_created: whether it has created variables, so that the train state has to be read again.
     """
@@ -57,17 +53,8 @@ class StepResult:
     outputs: Any
     verdict: Verdict
     report: Report | None
-    unread: tuple[Any, ...]
+    unread: Mapping[str, Sequence[Any]]
     has_created: bool
-
-
-def _equal(tensor: Any, other: Any, nan: bool) -> bool:
-    """Whether two tensors of one shape and dtype have the same values; with `nan`, NaN equals
-    NaN.
-    """
-    if not nan:
-        return bool(torch.equal(tensor, other))
-    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
 class StepRun:
@@ -78,18 +65,20 @@ class StepRun:
         args: the arguments of the body.
 
     Attributes:
+        seen: the calls of optimizers and loss.
+        backup: what a refusal restores.
+        statistics: what the step has written besides its updates, as far as it is judged.
         decision: one of `REFUSE`, `CHECK` and `COMMIT`, `None` before it was made.
         verdict: the numbers so far.
         own: the same of this process alone.
-        weights_before: the norm of the weights after the last step.
         error: the exception about a bad number that ended the body, if any.
-        foreign: the `id` of the optimizers whose slots other code has written before the step.
-        statistics: the written statistics that are judged.
-        seen: the calls of optimizers and loss.
         is_read: whether the verdict has the norms of the updated weights and slots.
+        left_by_previous: whether the previous step has left bad numbers in the state.
+        has_created: whether the step has created variables.
     """
 
     seen: Intercept
+    backup: Backup
     statistics: list[Any]
 
     def __init__(self, owner: Any, args: Sequence[Any]):
@@ -98,32 +87,31 @@ class StepRun:
         self.decision: int | None = None
         self.is_read = self.left_by_previous = self.has_created = False
         self.verdict = self.own = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-        self.weights_before = owner.verdict.weights
         self.error: BaseException | None = None
         self.is_shared = owner.agreement is not None and owner.agreement.count > 1
+        self.compiled = self._compiled_body()
+        self.slots_written_outside = self.parts.slots_written_since(owner.slot_versions)
 
     def complete(self) -> StepResult:
         """Run the step; commit or refuse it."""
-        owner, parts = self.owner, self.parts
-        versions, known = parts.slot_versions(), owner.slot_versions
-        self.foreign = {key for key, counted in versions.items() if known.get(key) != counted}
-        adds = self.fresh or owner.adds_to_gradients
-        found = [] if owner.stock or not adds else [(t, t.grad) for t in parts.holders]
-        # What a step finds stays alive until its end.
-        self.grads = [(t, grad, local(grad)._version) for t, grad in found if grad is not None]
-        self.compiled = self._compiled_body()
-        self.undo_log = self._undo_log()
-        before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
-        self.attributes = parts.attributes(every=self.fresh)
+        owner = self.owner
         outputs = self._run_body()
-        added = [(local(grad)._version, version) for _, grad, version in self.grads]
-        owner.adds_to_gradients |= any(now != version for now, version in added)
+        owner.adds_to_gradients |= self.backup.gradients_were_added_to
         if self.decision is None:
             self._judge(outputs)
-        self._find_untracked(before)
-        result = self._concluded(outputs)
+        self._note_untracked()
+        owner.keeps_undo |= self.seen.early and self.decision != CHECK
+        if self.decision == CHECK and owner.refuse:
+            self._check_update()
+        refused = self.decision == REFUSE
+        report = self._report() if refused else None
+        unread: Mapping[str, Sequence[Any]] = {}
+        if refused and owner.refuse:
+            self._refuse()
+        else:
+            unread = self._commit()
         owner.slot_versions = self.parts.slot_versions()
-        return result
+        return StepResult(outputs, self.verdict, report, unread, self.has_created)
 
     def close(self) -> None:
         """Release the gradients. A run and what records it refer to each other and would wait for
@@ -145,29 +133,23 @@ class StepRun:
             owner.compiled = Compiled(owner.body, owner.model, optimizers)
         return owner.compiled  # type: ignore[no-any-return]
 
-    def _undo_log(self) -> UndoLog:
-        """Return the undo log, with what has to be kept before the body runs."""
-        owner, parts = self.owner, self.parts
-        kept = [*owner.untracked.values(), *(parts.other if self.fresh else ())]
-        if self.fresh and not owner.stock and owner.refuse:
-            kept += parts.weights_and_slots
-        if (self.fresh or owner.adds_to_gradients) and owner.refuse:
-            kept += [local(grad) for _, grad, _ in self.grads]
-        if self.compiled is not None:
-            uncounted = [*parts.unlisted, *parts.small_state, *kept]
-            return UndoLog((), self._note_created, uncounted, watch=False)
-        writes = None if owner.stock else lambda t: self.seen.before_write(t, parts.metrics)
-        return UndoLog(kept, self._note_created, parts.unlisted, writes=writes)
-
     def _run_body(self) -> Any:
         """Run the body and return its outputs; `None` if it raised an exception about a bad
         number.
         """
         owner, parts, compiled = self.owner, self.parts, self.compiled
-        body = owner.body if compiled is None else compiled.body
         self.seen = compiled or owner.intercept_of(parts.train_state.optimizers)
+        body = owner.body if compiled is None else compiled.body
+        self.backup = Backup(
+            owner,
+            parts,
+            everything=self.fresh,
+            is_compiled=compiled is not None,
+            note_created=self._note_created,
+            before_write=None if owner.stock else self._before_write,
+        )
         watches = not owner.stock and compiled is None
-        names, log = (parts.paths, parts.natives), self.undo_log
+        names, log = (parts.paths, parts.natives), self.backup.log
         with log, self.seen.running(self._asked, *names, log, watches):
             try:
                 return body(*self.args)
@@ -197,19 +179,36 @@ class StepRun:
             self.has_created = True
             self.owner.note_created(tensor, keras_variables.read(variable))
 
+    def _before_write(self, tensor: Any) -> None:
+        """Run the deferred updates before Keras writes a tensor that they may read, such as a rate.
+        None reads a metric.
+        """
+        if self.seen.waiting and id(tensor) not in self.parts.metrics:
+            self.seen.make()
+
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
         be undone.
         """
         if self.owner.refuse and not self.decision:
-            self._undo()
+            self.backup.undo()
         if self.is_shared:
             host.leave(error)
 
-    def _undo(self) -> None:
-        """Undo every write, and every replacement of a tensor in an attribute of a layer."""
-        self.undo_log.give_back()
-        keras_layers.give_back_tensors(self.attributes)
+    def _note_untracked(self) -> None:
+        """Store tensors that were written in place outside of Keras, which are kept before each
+        later step.
+        """
+        owner, parts, seen, log = self.owner, self.parts, self.seen, self.backup.log
+        changed = self.backup.unrecorded()
+        if changed:
+            run = [record for record in seen.records if record not in seen.waiting]
+            updated = {id(t) for record in run for t in record.state()}
+            changed = [t for t in changed if id(t) not in updated]
+        if owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
+            kept = {id(t) for t in (parts.all if owner.stock else parts.small_state)}
+            changed += [log.old[key].tensor for key in log.writers if key not in kept]
+        owner.untracked.update({id(t): t for t in changed})
 
     # The verdict
 
@@ -221,36 +220,53 @@ class StepRun:
         self.statistics = self._written_statistics()
         losses = [loss.detach() for loss in seen.losses or owner.losses(outputs)]
         gradients = self._gradients()
-        scalars = [loss.sum() if loss.ndim else loss for loss in losses]
-        sums = (scalars, reductions.norms(gradients), reductions.norms(self.statistics))
-        scales = [self._before(s.value) for s, _ in self.parts.train_state.scales]
-        early = seen.early or not owner.refuse
-        update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()
-        read = reductions.looked_at(*sums, scales, *owner.unread, *update_norms)
-        found, squares, statistic = sum(read[0]), reductions.squares_of(read[1]), read[2]
-        if not math.isfinite(sum(statistic)) and self._tolerate_constants():
-            (statistic,) = reductions.looked_at(reductions.norms(self.statistics))
-        loss = reductions.confirmed_sum(found, losses)
-        gradient = reductions.confirmed_squares(squares, gradients)
-        if self.error is not None and math.isfinite(gradient):
+        is_updated = seen.early or not owner.refuse
+        updated = self._updated(math.inf) if is_updated else {"weights": [], "slots": []}
+        scales = [scale for scale, _ in self.parts.train_state.scales]
+        read = reductions.read(
+            {
+                "losses": [loss.sum() if loss.ndim else loss for loss in losses],
+                "gradients": reductions.norms(gradients),
+                "statistics": reductions.norms(self.statistics),
+                "scales": [self.backup.log.before(scale.value) for scale in scales],
+                **{site: reductions.norms(tensors) for site, tensors in updated.items()},
+                **{f"previous {site}": norms for site, norms in owner.unread.items()},
+            }
+        )
+        if not math.isfinite(sum(read["statistics"])):
+            self._tolerate_constants()
+            read |= reductions.read({"statistics": reductions.norms(self.statistics)})
+        loss = reductions.sum_of(read["losses"], losses)
+        squares = reductions.squares_of(read["gradients"], gradients)
+        if self.error is not None and math.isfinite(squares):
             loss = math.nan
-        norm = reductions.confirmed_norm(statistic, self.statistics)
-        self.verdict = Verdict(False, loss, gradient, norm, 0.0, 0.0, min(read[3], default=1.0))
-        if early:
-            self._read_update_norms(read[-2:] if update_norms else ())
-            self.is_read = not seen.waiting
-        previous = [reductions.norm_of(norms) for norms in read[4 : 4 + len(owner.unread)]]
-        if not math.isfinite(sum(previous)) and not all(
-            bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots
-        ):
-            self.left_by_previous = True
-            self.verdict = self.verdict._replace(weights=previous[0], slots=previous[1])
-        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read[3])
+        self.verdict = Verdict(
+            False,
+            loss,
+            squares,
+            statistics=reductions.norm_of(read["statistics"], self.statistics),
+            weights=reductions.norm_of(read["weights"], updated["weights"]),
+            slots=reductions.norm_of(read["slots"], updated["slots"]),
+            scale=min(read["scales"], default=1.0),
+        )
+        self.is_read = is_updated and not seen.waiting
+        self._judge_previous({site: read[f"previous {site}"] for site in owner.unread})
         self.own = self.verdict
+        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read["scales"])
         if self.error is not None or not (valid and self.verdict.finite):
             self._decide(REFUSE)
-        else:  # gradients whose norm overflows are so large that the update may overflow, too
-            self._decide(COMMIT if math.isfinite(squares) else CHECK)
+        else:  # gradients whose squares overflow are so large that the update may overflow, too
+            overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
+            self._decide(CHECK if overflows else COMMIT)
+
+    def _judge_previous(self, unread: Mapping[str, Sequence[float]]) -> None:
+        """Judge the state that the previous step has left, by norms that are read only now."""
+        state = self.parts.weights_and_slots
+        found = {site: reductions.norm_of(norms, state) for site, norms in unread.items()}
+        if not all(map(math.isfinite, found.values())):
+            self.left_by_previous = True
+            weights, slots = found["weights"], found["slots"]
+            self.verdict = self.verdict._replace(weights=weights, slots=slots)
 
     def _decide(self, decision: int) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict
@@ -268,7 +284,7 @@ class StepRun:
 
     def _written_statistics(self) -> list[Any]:
         apart = self.parts.judged_elsewhere | self.owner.tolerated
-        written = self.undo_log.written
+        written = self.backup.log.written
         return [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
 
     def _gradients(self) -> list[Any]:
@@ -279,49 +295,36 @@ class StepRun:
             return [gradient for record in self.seen.records for gradient in record.gradients]
         return [local(t.grad) for t in self.parts.holders if t.grad is not None]
 
-    def _tolerate_constants(self) -> bool:
-        """Exclude unwritten buffers that are infinite on purpose; return whether there are any.
+    def _tolerate_constants(self) -> None:
+        """Exclude unwritten buffers that are infinite on purpose.
 
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
         this would hide the fault.
         """
-        old, uncounted, results = self.undo_log.old, self.undo_log.uncounted, self.parts.results
-        found = [t for t in self.statistics if id(t) in uncounted]
-        found = [t for t in found if _equal(t, old[id(t)][1], nan=id(t) in results)]
-        found = [t for t in found if not torch.isfinite(t).all()]
-        self.owner.tolerated |= {id(t) for t in found}
-        self.statistics = [t for t in self.statistics if id(t) not in self.owner.tolerated]
-        return bool(found)
+        log, tolerated = self.backup.log, self.owner.tolerated
+        for tensor in self.statistics:
+            if id(tensor) in log.uncounted and not torch.isfinite(tensor).all():
+                before, nan = log.before(tensor), id(tensor) in self.parts.results
+                if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
+                    tolerated.add(id(tensor))
+        self.statistics = [t for t in self.statistics if id(t) not in tolerated]
 
-    def _before(self, tensor: Any) -> Any:
-        kept = self.undo_log.old.get(id(tensor))
-        return tensor.detach() if kept is None else kept[1]
-
-    def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
-        """Return the weights and slots to read after the updates."""
-        parts: Parts = self.parts
-        bounded = gradients + 0.5 * self.weights_before * self.weights_before
-        return parts.updated(self.seen.records, bounded, self.owner.steps, self.foreign)
-
-    def _update_norms(self, gradients: float) -> tuple[list[Any], list[Any]]:
-        """Return the norms of the weights and slots that were updated, on the device."""
-        together, separate = self._updated(gradients)
-        return reductions.norms(together), reductions.norms(separate)
-
-    def _read_update_norms(self, norms: Sequence[Sequence[float]] = ()) -> None:
-        """Read the norms of the updated state into the verdict.
-
-        Args:
-            norms: the norms, if they have been read.
+    def _updated(self, gradients: float) -> dict[str, list[Any]]:
+        """Return the updated `weights` and `slots` to read, given half the sum of squares of the
+        gradients.
         """
-        gradients = self.verdict.gradients
-        norms = norms or reductions.looked_at(*self._update_norms(gradients))
-        if math.isfinite(sum(map(sum, norms))):
-            weights, slots = map(reductions.norm_of, norms)
-        else:
-            pairs = zip(norms, self._updated(gradients))
-            weights, slots = (reductions.confirmed_norm(*pair) for pair in pairs)
-        self.verdict = self.verdict._replace(weights=weights, slots=slots)
+        weights = self.owner.verdict.weights  # their norm, after the previous step
+        bound = gradients + 0.5 * weights * weights
+        due = rules.full_read_is_due(rules.NUMBERS, self.owner.steps, bound)
+        parts: Parts = self.parts
+        return parts.updated(self.seen.records, due, self.slots_written_outside)
+
+    def _read_update(self) -> None:
+        """Read the norms of the updated state into the verdict."""
+        updated = self._updated(self.verdict.gradients)
+        read = reductions.read({site: reductions.norms(t) for site, t in updated.items()})
+        norm = {site: reductions.norm_of(read[site], t) for site, t in updated.items()}
+        self.verdict = self.verdict._replace(weights=norm["weights"], slots=norm["slots"])
 
     def _read_anew(self) -> None:
         """Read the train state again, because the step has created a part of it."""
@@ -329,25 +332,15 @@ class StepRun:
 
     # Commit or refuse
 
-    def _concluded(self, outputs: Any) -> StepResult:
-        """Commit or refuse the step; return its result."""
-        owner = self.owner
-        owner.keeps_undo |= self.seen.early and self.decision != CHECK
-        if self.decision == CHECK and owner.refuse:
-            self.seen.make()
-            self._read_update_norms()
-            finite = math.isfinite(self.verdict.weights + self.verdict.slots)
-            self._decide(COMMIT if finite else REFUSE)
-            self.is_read = True
-        report = self._report() if self.decision == REFUSE else None
-        unread: tuple[Any, ...] = ()
-        if self.decision or not owner.refuse:
-            unread = self._commit()
-        else:
-            self._refuse()
-        return StepResult(outputs, self.verdict, report, unread, self.has_created)
+    def _check_update(self) -> None:
+        """Run the deferred updates with the old values kept, and decide by what they have made."""
+        self.seen.make()
+        self._read_update()
+        finite = math.isfinite(self.verdict.weights + self.verdict.slots)
+        self._decide(COMMIT if finite else REFUSE)
+        self.is_read = True
 
-    def _commit(self) -> tuple[Any, ...]:
+    def _commit(self) -> Mapping[str, Sequence[Any]]:
         """Run the deferred updates; return the norms of the updated state, if they are not read
         now.
 
@@ -362,81 +355,38 @@ class StepRun:
             self.has_created, self.is_read = True, False
             self._read_anew()
         if not self.owner.refuse or self.is_read:
-            return ()
-        update_norms = self._update_norms(self.verdict.gradients)
-        if self.is_shared or reductions.is_away(update_norms[0]):
-            return update_norms
-        weights, slots = map(reductions.norm_of, reductions.looked_at(*update_norms))
-        self.verdict = self.verdict._replace(weights=weights, slots=slots)
-        return ()
+            return {}
+        updated = self._updated(self.verdict.gradients)
+        if self.is_shared or reductions.is_away(updated["weights"]):
+            return {site: reductions.norms(tensors) for site, tensors in updated.items()}
+        self._read_update()
+        return {}
 
     def _refuse(self) -> None:
-        """Undo the step. For a body that accumulates gradients, those from before it are
-        restored.
-        """
-        self._undo()
-        for tensor in self.parts.holders:
-            tensor.grad = None
-        for tensor, grad, _ in self.grads:
-            tensor.grad = grad
-        self._learn_scale()
-        self.verdict = self.verdict._replace(refused=True)
-
-    def _learn_scale(self) -> None:
-        """Update each loss scale after a refusal."""
+        """Undo the step; each loss scale learns from it."""
+        self.backup.undo()
+        self.backup.restore_gradients()
         loss, gradients = self.verdict.loss, self.verdict.gradients
         for optimizer in self.parts.train_state.optimizers:
-            if not (keras_optimizers.is_loss_scaled(optimizer) and optimizer.built):
-                continue
-            scale, counter = optimizer.dynamic_scale, optimizer.step_counter
-            before = float(scale.value), int(counter.value)
-            after = rules.learned_scale(
-                rules.NUMBERS, loss, gradients, *before, optimizer.initial_scale
-            )
-            scale.assign(after[0])
-            counter.assign(after[1])
+            if keras_optimizers.is_loss_scaled(optimizer) and optimizer.built:
+                scale, counter = optimizer.dynamic_scale, optimizer.step_counter
+                before = float(scale.value), int(counter.value)
+                after = rules.learned_scale(
+                    rules.NUMBERS, loss, gradients, *before, optimizer.initial_scale
+                )
+                scale.assign(after[0])
+                counter.assign(after[1])
+        self.verdict = self.verdict._replace(refused=True)
 
     def _report(self) -> Report:
-        """Return the report of a bad step, with the counts of this process. No argument of the step
-        is copied.
-        """
-        places = self._places()
-        return Report(
-            self.own._replace(refused=self.owner.refuse),
-            tuple((site, path) for site, path, _ in places),
-            reductions.counts([tensor for _, _, tensor in places]),
-            as_tensors(self.args),
-            left_by_previous=self.left_by_previous,
+        """Return the report of a bad step, with the numbers of this process."""
+        places = reports.places(
+            self.seen,
+            self.parts,
+            self.backup.log,
+            self.statistics,
+            updated=self.seen.early or not self.owner.refuse,
+            raised=self.error is not None,
         )
-
-    def _places(self) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report counts."""
-        seen, state = self.seen, self.parts.train_state
-        paths = {**{key: v.path for key, v in self.undo_log.owner.items()}, **self.parts.paths}
-        found = [("outputs", name, t) for name, t in seen.outputs]
-        found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
-        if self.error is not None and not seen.records:
-            grads = [(v.path, getattr(v, "of", v.value).grad) for v in state.trainable]
-            found += [("gradients", path, local(grad)) for path, grad in grads if grad is not None]
-        found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
-        if seen.early or not self.owner.refuse:
-            for site, variables in (("weights", state.trainable), ("slots", state.slots)):
-                bad = (v for v in variables if reductions.can_be_bad(v.value))
-                found += [(site, v.path, v.value) for v in bad]
-        return found
-
-    def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
-        """Store tensors that were written in place outside of Keras, which are kept before each
-        later step.
-        """
-        owner, parts, seen = self.owner, self.parts, self.seen
-        known = self.undo_log.owner if self.compiled is None else self.undo_log.old
-        changed = [t for t, version in before if t._version != version and id(t) not in known]
-        if changed:
-            run = [record for record in seen.records if record not in seen.waiting]
-            updated = {id(t) for record in run for t in record.state()}
-            changed = [t for t in changed if id(t) not in updated]
-        if owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
-            kept = {id(t) for t in (parts.all if owner.stock else parts.small_state)}
-            changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
-        owner.untracked.update({id(t): t for t in changed})
+        verdict = self.own._replace(refused=self.owner.refuse)
+        return reports.report(verdict, places, self.args, self.left_by_previous)

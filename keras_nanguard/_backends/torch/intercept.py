@@ -1,87 +1,28 @@
 """Intercepts the optimizer calls and the loss of a step on torch while its body runs.
 
-Updates are deferred if possible. An eager step may read its weights after the update (a GAN, a
-metric of the learning rate, a slow copy of the weights). `Watch` detects the first operation on a
-tensor that a deferred update reads or writes, and runs the update before it, with the old values
-kept.
+Updates are deferred to the end of the step if possible; `watch` finds out if one is not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
 import keras
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local, storage
-from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
+from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
+from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Compiled", "Intercept", "uncompiled"]
-
-
-class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Calls `touched` before the first operation on a tensor that a deferred update reads or
-    writes, or on a view of one, and keeps each tensor that the user's code writes in place.
-
-    Attributes:
-        waiting: the deferred updates.
-        updating: whether an optimizer runs, whose writes are kept elsewhere.
-    """
-
-    def __init__(self, waiting: list[Update], touched: Callable[[], None]):
-        super().__init__()
-        self.waiting, self.touched, self.updating = waiting, touched, False
-        self._storages: set[int] = set()
-        self._known = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
-        kwargs = kwargs or {}
-        if self.waiting:
-            for record in self.waiting[self._known :]:
-                tensors = (*record.state(), *record.gradients)
-                self._storages |= {storage(tensor) for tensor in tensors}
-            self._known = len(self.waiting)
-            if self._touches(args) or self._touches(kwargs.values()):
-                self._storages, self._known = set(), 0
-                self.touched()
-        if not self.updating and func._schema.is_mutable:
-            _keep_written(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _touches(self, args: Iterable[Any]) -> bool:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if storage(local(arg)) in self._storages:
-                    return True
-            elif isinstance(arg, (list, tuple)) and self._touches(arg):
-                return True
-        return False
-
-
-def _keep_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Keep the tensors that an operation writes in place. Gradients that a backward pass adds up
-    are not among them.
-    """
-    if torch._C._current_graph_task_id() != -1:
-        return
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[number] if number < len(args) else kwargs.get(argument.name)
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(tensor, torch.Tensor):
-                for undo_log in WRITES.inside():
-                    undo_log.keep_outside(local(tensor))
 
 
 class Intercept:
@@ -207,11 +148,11 @@ class Intercept:
                 return None
             record.tensors = [local(p) for p, _ in record.grads]  # it computes their gradients
             self._keep(record)
-            result = real(closure, **kwargs) if closure is not None else real(**kwargs)
+            given = () if closure is None else (closure,)
+            result = record.step(*given, **kwargs)
+            record.read_gradients()
             self._begin_watch()
-            made = TorchUpdate(optimizer, real, self.paths)
-            made.names = record.names
-            self.records.append(made)
+            self.records.append(record)
             return result
 
         return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
@@ -275,13 +216,6 @@ class Intercept:
         self.early = True
         if self.undo_log is not None:
             self.undo_log.keep_updated(record.state(), record.held())
-
-    def before_write(self, tensor: Any, unread: Container[int]) -> None:
-        """Run the deferred updates before a write to a tensor that they may read, such as a rate.
-        None reads `unread`.
-        """
-        if self.waiting and id(tensor) not in unread:
-            self.make()
 
 
 class Compiled(Intercept):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import torch
 
 __all__ = [
     *("TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "kept_settings", "local"),
-    *("settings_of", "storage"),
+    *("settings_of", "storage", "storages"),
 ]
 
 
@@ -30,6 +30,14 @@ def storage(tensor: Any) -> int:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
         return id(tensor)
+
+
+def storages(tensors: Sequence[Any]) -> set[int]:
+    """Return the addresses of the memory of tensors of this process."""
+    try:
+        return {tensor.untyped_storage()._cdata for tensor in tensors}
+    except (NotImplementedError, RuntimeError):  # one of them is sparse
+        return {storage(tensor) for tensor in tensors}
 
 
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,32 +1,37 @@
-"""What a step on PyTorch is given: its arguments, and the tensors of the train state, by role."""
+"""The tensors of a train state on PyTorch, by role."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Given", "Parts", "as_tensors"]
+__all__ = ["Parts"]
 
 
 class Parts:
     """A train state, and the tensors in it by role.
 
     Attributes:
+        other: statistics, frozen weights, seeds and states of recurrent layers.
+        metrics: the `id` of the tensors of metrics.
+        small_state: `other`, and the tensors of metrics.
+        weights_and_slots: what updates write.
+        all: all of these tensors.
         holders: what has a gradient.
         natives: the tensor of each trainable weight, by the `id` of its variable.
+        paths: the path of each weight and of each tensor in `other`, by `id`.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
+        results: the `id` of tensors that earlier calls have left in layers.
         judged_elsewhere: the `id` of tensors that are not statistics.
         slots: the slots of each optimizer that can be bad, and whether their read may wait, by its
             `id`.
@@ -75,29 +80,31 @@ class Parts:
         waiting = {key: slots for key, (slots, wait) in self.slots.items() if wait}
         return {key: [t._version for t in slots] for key, slots in waiting.items()}
 
+    def slots_written_since(self, versions: Mapping[int, list[int]]) -> set[int]:
+        """Return the `id` of the optimizers whose slots do not have these versions any more."""
+        now = self.slot_versions()
+        return {key for key, counted in now.items() if versions.get(key) != counted}
+
     def updated(
-        self, records: Sequence[Update], gradients: float, steps: int, written: Container[int]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the tensors to read after an update: weights with the slots that may not wait,
-        and other slots if their read is due.
+        self, records: Sequence[Update], due: bool, written: Container[int]
+    ) -> dict[str, list[Any]]:
+        """Return the tensors to read after an update: `weights` with the slots that may not wait,
+        and other `slots` if their read is due.
 
         Args:
             records: the updates.
-            gradients: half the sum of squares of the gradients, and of the weights, which weight
-                decay of torch adds to them.
-            steps: number of steps so far, because torch optimizers have no common counter.
+            due: whether to read all slots.
             written: the `id` of the optimizers whose slots other code has written.
         """
-        together = [tensor for record in records for tensor in record.tensors]
-        separate: list[Any] = []
-        due = rules.full_read_is_due(rules.NUMBERS, steps, gradients)
+        weights = [tensor for record in records for tensor in record.tensors]
+        waiting: list[Any] = []
         for key in {id(record.optimizer) for record in records}:
             slots, wait = self.slots[key]
             if not wait:
-                together += slots
+                weights += slots
             elif due or key in written:
-                separate += slots
-        return together, separate
+                waiting += slots
+        return {"weights": weights, "slots": waiting}
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
         """Return the attributes of layers that are tensors, or all attributes (each may become
@@ -112,58 +119,3 @@ def _is_buffer(variable: Any) -> bool:
     """Whether this is a buffer of a torch module, which torch itself writes."""
     of_keras = isinstance(variable, keras.Variable)
     return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
-
-
-class Given:
-    """The arguments of one step.
-
-    A tensor that shares its memory with a NumPy array, or with another process, is copied, because
-    its owner may overwrite it unnoticed. Any other tensor counts the writes to it, so changes are
-    detected.
-    """
-
-    __slots__ = ("_args", "_versions")
-
-    def __init__(self, args: Any):
-        self._versions: list[tuple[Any, int]] = []
-        self._args = self._structure(args)
-
-    def _structure(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._held(value)
-        kind = type(value)  # one of these, nearly always; `keras.tree` takes ten times as long
-        if kind is tuple or kind is list:
-            return kind([self._structure(part) for part in value])
-        if kind is dict:
-            return {key: self._structure(part) for key, part in value.items()}
-        return keras.tree.map_structure(self._held, value)
-
-    def _held(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            return owned(value)
-        if not value.untyped_storage().resizable():
-            return value.detach().clone()
-        self._versions.append((value, value._version))
-        return value
-
-    @property
-    def tensors(self) -> Any:
-        """The present arguments."""
-        return self._args
-
-    @property
-    def args(self) -> Any:
-        """The arguments, or `None` if one of them was written since."""
-        unchanged = all(value._version == version for value, version in self._versions)
-        return self._args if unchanged else None
-
-
-def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments of a step with arrays converted to tensors."""
-    converted: tuple[Any, ...] = keras.tree.map_structure(_as_tensor, tuple(args))
-    return converted
-
-
-def _as_tensor(value: Any) -> Any:
-    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind != "O"
-    return keras.ops.convert_to_tensor(value) if has_numbers else value

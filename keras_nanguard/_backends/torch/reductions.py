@@ -9,16 +9,14 @@ near memory bandwidth (50 GB/s on two cores, where `torch.isfinite` reaches 3).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = [
-    *("can_be_bad", "confirmed_norm", "confirmed_squares", "confirmed_sum", "counts", "is_away"),
-    *("looked_at", "norm_of", "norms", "squares_of"),
-]
+__all__ = ["can_be_bad", "counts", "is_away", "norm_of", "norms", "read", "squares_of", "sum_of"]
 
 LARGE = 1 << 17
 """Elements from which a tensor on a CPU is read with `dot`."""
@@ -64,43 +62,40 @@ def norms(tensors: Iterable[Any]) -> list[Any]:
     return found
 
 
-def squares_of(norms: Iterable[float]) -> float:
-    """Return half the sum of squares of the entries, given the norms of their tensors."""
-    return 0.5 * sum([norm * norm for norm in norms])
-
-
-def norm_of(norms: Iterable[float]) -> float:
-    """Return the norm of all entries together."""
-    return math.hypot(*norms)
-
-
-def confirmed_squares(squares: float, tensors: Iterable[Any]) -> float:
-    """Return half the sum of squares, which is finite exactly if all entries of these tensors are.
+def sum_of(sums: Iterable[float], tensors: Iterable[Any]) -> float:
+    """Return the sum of all entries, which is finite exactly if all of them are.
 
     Args:
-        squares: the computed one, in which finite entries may overflow.
+        sums: the sums of the tensors, in which finite entries may overflow.
         tensors: the tensors.
     """
-    return squares if math.isfinite(squares) else _confirmed(squares, tensors, 2)
+    number = sum(sums)
+    return number if math.isfinite(number) else _exact(number, tensors, 1)
 
 
-def confirmed_norm(norms: Sequence[float], tensors: Iterable[Any]) -> float:
-    """Return the norm of all entries, which is finite exactly if all of them are.
+def squares_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
+    """Return half the sum of squares of all entries, which is finite exactly if all of them are.
 
     Args:
         norms: the norms of the tensors, in which finite entries may overflow.
         tensors: the tensors.
     """
-    norm = norm_of(norms)
-    return norm if math.isfinite(norm) else math.sqrt(2.0 * _confirmed(norm, tensors, 2))
+    number = 0.5 * sum([norm * norm for norm in norms])
+    return number if math.isfinite(number) else _exact(number, tensors, 2)
 
 
-def confirmed_sum(number: float, tensors: Iterable[Any]) -> float:
-    """Return the sum over these tensors, which is finite exactly if all of their entries are."""
-    return number if math.isfinite(number) else _confirmed(number, tensors, 1)
+def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
+    """Return the norm of all entries together, which is finite exactly if all of them are.
+
+    Args:
+        norms: the norms of the tensors, in which finite entries may overflow.
+        tensors: the tensors.
+    """
+    number = math.hypot(*norms)
+    return number if math.isfinite(number) else math.sqrt(2.0 * _exact(number, tensors, 2))
 
 
-def _confirmed(number: float, tensors: Iterable[Any], power: int) -> float:
+def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
     rows = [_row(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
     if not all(bool(torch.isfinite(row).all()) for row in rows):
@@ -119,17 +114,18 @@ def _row(tensor: Any) -> Any:
 
 def is_away(scalars: Iterable[Any]) -> bool:
     """Whether the host has to wait for a device to read one of these tensors."""
-    return any(scalar.device.type != "cpu" for scalar in scalars)
+    return False in [scalar.is_cpu for scalar in scalars]
 
 
-def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
-    """Return groups of scalars as numbers, with one read of the device for all of them."""
-    scalars = [scalar for group in groups for scalar in group]
-    if not is_away(scalars):
-        return [[scalar.item() for scalar in group] for group in groups]
-    device = next((scalar.device for scalar in scalars if scalar.device.type != "cpu"), "cpu")
-    numbers = iter(torch.stack([scalar.to(device) for scalar in scalars]).tolist())
-    return [[next(numbers) for _ in group] for group in groups]
+def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
+    """Return named groups of scalars as numbers, with one read of the device for all of them."""
+    scalars = [scalar for group in groups.values() for scalar in group]
+    if is_away(scalars):
+        device = next((scalar.device for scalar in scalars if not scalar.is_cpu), "cpu")
+        numbers = iter(torch.stack([scalar.to(device) for scalar in scalars]).tolist())
+    else:
+        numbers = iter([scalar.item() for scalar in scalars])
+    return {name: list(itertools.islice(numbers, len(group))) for name, group in groups.items()}
 
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:

@@ -17,14 +17,15 @@ what it writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
+from keras_nanguard._backends.torch.arguments import Given, as_tensors
 from keras_nanguard._backends.torch.execution import FRESH, StepRun
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
-from keras_nanguard._backends.torch.parts import Given, Parts, as_tensors
+from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
@@ -87,8 +88,8 @@ class Transaction(interface.Transaction):
         self.steps = 0
         self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.given: Any = None
-        self.slot_versions: dict[int, list[int]] = {}  # after the last step
-        self.unread: tuple[Any, ...] = ()  # norms of the previous step, still on a device
+        self.slot_versions: Mapping[int, list[int]] = {}  # after the last step
+        self.unread: Mapping[str, Sequence[Any]] = {}  # of the last step, still on a device
         self.stale = True
         self._intercept: Intercept | None = None
 

@@ -22,7 +22,7 @@ places that write the value of a variable on this backend; there is no public ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -32,6 +32,14 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = ["WRITES", "UndoLog", "generators"]
+
+
+class Kept(NamedTuple):
+    """A tensor, and its value and version when it was kept."""
+
+    tensor: Any
+    value: Any
+    version: int
 
 
 class UndoLog:
@@ -46,8 +54,9 @@ class UndoLog:
         writes: called with each tensor that Keras is about to write.
 
     Attributes:
-        old: tensor, value and version of what is kept, by the `id` of the tensor.
-        owner: the variable of each tensor that Keras wrote, by the same `id`.
+        old: what is kept of each tensor, by its `id`.
+        uncounted: the `id` of tensors that torch may have written without counting it.
+        writers: the variable of each tensor that Keras wrote, by the same `id`.
     """
 
     def __init__(
@@ -59,38 +68,37 @@ class UndoLog:
         writes: Callable[[Any], None] | None = None,
     ):
         self.note_created, self.watch, self.writes = note_created, watch, writes
-        uncounted = list(uncounted)
-        self.uncounted = {id(tensor) for tensor in uncounted}
-        self.old: dict[int, tuple[Any, Any, Any]] = {}
-        self.owner: dict[int, Any] = {}
+        self.old: dict[int, Kept] = {}
         self._updated: set[int] = set()
-        self._more: list[Callable[[], None]] = []
+        self.writers: dict[int, Any] = {}
+        self._restores: list[Callable[[], None]] = []
+        self._schedulers: set[int] = set()
         self._outside: dict[Any, tuple[Any, Any]] = {}
-        self._companions: dict[int, Callable[[], None]] = {}
         self._scalers: dict[int, list[tuple[Any, Any]]] = {}
         self._learning: set[int] = set()
         self._generators = generators()
-        self.keep([*uncounted, *kept])
+        self.uncounted = self.keep(uncounted)
+        self.keep(kept)
 
-    def keep(self, tensors: Iterable[Any]) -> None:
-        """Copy the present values of tensors that are not kept yet."""
+    def keep(self, tensors: Iterable[Any]) -> set[int]:
+        """Copy the present values of tensors that are not kept yet; return the `id` of each."""
+        keys = set()
         for tensor in tensors:
-            if id(tensor) not in self.old:
-                self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+            keys.add(key := id(tensor))
+            if key not in self.old:
+                self.old[key] = Kept(tensor, tensor.detach().clone(), tensor._version)
+        return keys
 
     def keep_updated(self, tensors: Iterable[Any], restore: Callable[[], None] | None) -> None:
-        """Copy what an update is about to write. It is restored even if torch does not count the
-        writes of a fused update.
+        """Copy what an update is about to write. Torch does not count the writes of a fused one.
 
         Args:
             tensors: the tensors.
             restore: restores state of the optimizer that is in no tensor, if there is any.
         """
-        tensors = list(tensors)
-        self.keep(tensors)
-        self._updated |= {id(tensor) for tensor in tensors}
+        self._updated |= self.keep(tensors)
         if restore is not None:
-            self._more.append(restore)
+            self._restores.append(restore)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
@@ -104,8 +112,9 @@ class UndoLog:
         """Keep the state of a learning rate scheduler that is about to change, and the settings of
         its optimizer that it may change: rates, momentum.
         """
-        if id(scheduler) in self._companions:
+        if id(scheduler) in self._schedulers:
             return
+        self._schedulers.add(id(scheduler))
         attributes = dict(vars(scheduler))
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
         restore_settings = kept_settings(groups)
@@ -115,7 +124,7 @@ class UndoLog:
             vars(scheduler).update(attributes)
             restore_settings()
 
-        self._companions[id(scheduler)] = restore
+        self._restores.append(restore)
 
     def keep_scaler(self, scaler: Any) -> None:
         """Keep the tensors of a gradient scaler that are about to change. A replay restores them; a
@@ -126,13 +135,18 @@ class UndoLog:
         self._learning |= {storage(tensor) for tensor in tensors}
         self._scalers.setdefault(id(scaler), [(t, t.clone()) for t in tensors])
 
+    def before(self, tensor: Any) -> Any:
+        """Return the value of a tensor before the step."""
+        kept = self.old.get(id(tensor))
+        return tensor.detach() if kept is None else kept.value
+
     @property
     def written(self) -> list[Any]:
         """The tensors that were, or may have been, written since they were kept."""
-        held, uncounted = self.old.items(), self.uncounted
+        uncounted = self.uncounted
         return [
             tensor
-            for key, (tensor, _, version) in held
+            for key, (tensor, _, version) in self.old.items()
             if tensor._version != version or key in uncounted
         ]
 
@@ -150,15 +164,15 @@ class UndoLog:
         tensor = variable.value
         if self.writes is not None:
             self.writes(tensor)
-        if id(tensor) not in self.owner and not tensor.is_meta:
-            self.owner[id(tensor)] = variable
+        if id(tensor) not in self.writers and not tensor.is_meta:
+            self.writers[id(tensor)] = variable
             self.keep([tensor])
 
     def give_back(self, unseen: bool = False) -> None:
         """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
         dispatch mode).
         """
-        for restore in (*reversed(self._more), *self._companions.values()):
+        for restore in reversed(self._restores):
             restore()
         silent = self.uncounted | self._updated
         scalers = [pair for pairs in self._scalers.values() for pair in pairs] if unseen else []

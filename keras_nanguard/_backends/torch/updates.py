@@ -115,7 +115,7 @@ class KerasUpdate(Update):
         optimizer, variables = self.optimizer, self._variables
         if optimizer.built:  # an average of the weights may write all of them
             variables = [*keras_optimizers.trained_by(optimizer), *optimizer.variables]
-        tensors = [*(v.value for v in variables), *self.tensors]
+        tensors = [*[v.value for v in variables], *self.tensors]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
     def build(self) -> bool:
@@ -134,16 +134,22 @@ class KerasUpdate(Update):
 class TorchUpdate(Update):
     """One call of `step` of a `torch.optim.Optimizer`.
 
-    Attributes:
-        names: names of the slots of each parameter before the update, in the order of the state.
+    Args:
+        optimizer: the adapter of the optimizer.
+        real: runs the update.
+        paths: the path of each parameter, by its `id`.
     """
 
-    def __init__(self, optimizer: Any, real: Callable[..., Any], paths: dict[int, str]):
+    def __init__(self, optimizer: Any, real: Callable[..., Any], paths: Mapping[int, str]):
         super().__init__()
         self.optimizer, self.torch, self.real, self._paths = optimizer, optimizer.of, real, paths
+        self.groups = settings_of(self.torch.param_groups)
+        self.read_gradients()
+
+    def read_gradients(self) -> None:
+        """Read the present gradients."""
         groups = self.torch.param_groups
         self.grads = [(p, p.grad) for group in groups for p in group["params"]]
-        self.groups, self.names = settings_of(groups), self._names()
         self.gradients = [local(g) for _, g in self.grads if g is not None]
         self.tensors = [local(p) for p, g in self.grads if g is not None]
 
@@ -152,12 +158,9 @@ class TorchUpdate(Update):
         named = [Named(self._paths.get(id(p), "a parameter"), p) for p in self.tensors]
         return list(zip(self.gradients, named))
 
-    def _names(self) -> list[tuple[str, ...]]:
-        return [tuple(slots) for slots in self.torch.state.values()]
-
     def state(self) -> list[Any]:
         slots = [slot for slots in self.torch.state.values() for slot in slots.values()]
-        return [*self.tensors, *(local(slot) for slot in slots if isinstance(slot, torch.Tensor))]
+        return [*self.tensors, *[local(slot) for slot in slots if isinstance(slot, torch.Tensor)]]
 
     def held(self) -> Callable[[], None]:
         """All state of the optimizer, also entries that do not exist yet."""
@@ -167,7 +170,7 @@ class TorchUpdate(Update):
     def created(self) -> list[tuple[Any, Any]]:
         """Return the slots that the update has created, each with its first value."""
         found = []
-        known = itertools.chain(self.names, itertools.repeat(()))
+        known = itertools.chain(self._names, itertools.repeat(()))
         for slots, names in zip(self.torch.state.values(), known):
             if len(slots) != len(names):
                 new = {k: local(t) for k, t in slots.items() if k not in names}
@@ -177,7 +180,6 @@ class TorchUpdate(Update):
 
     def _call(self) -> None:
         """Step with the gradients and rates of the original call."""
-        self.names = self._names()
         now = [(p, p.grad) for p, _ in self.grads]
         groups = settings_of(self.torch.param_groups)
         self._place(self.grads, self.groups)
@@ -185,9 +187,14 @@ class TorchUpdate(Update):
             if self.optimizer.global_clipnorm:
                 written = [p for p, g in self.grads if g is not None]
                 torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
-            self.real()
+            self.step()
         finally:
             self._place(now, groups)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the update of torch with these arguments; return its result."""
+        self._names = [tuple(slots) for slots in self.torch.state.values()]  # slots by parameter
+        return self.real(*args, **kwargs)
 
     def _place(self, grads: Any, groups: Any) -> None:
         for p, grad in grads:

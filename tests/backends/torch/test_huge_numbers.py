@@ -93,9 +93,6 @@ def test_a_sum_is_finite_exactly_if_its_entries_are(power, dtype, bad):
     tensors = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones((3, 2), dtype=dtype)]
     if bad is not None:
         tensors[1][1, 1] = bad
-    (norms,) = reductions.looked_at(reductions.norms(tensors))
-    if power == 2:
-        number = reductions.confirmed_squares(reductions.squares_of(norms), tensors)
-    else:
-        number = reductions.confirmed_norm(norms, tensors)
+    norms = reductions.read({"norms": reductions.norms(tensors)})["norms"]
+    number = (reductions.squares_of if power == 2 else reductions.norm_of)(norms, tensors)
     assert math.isfinite(number) is (bad is None)

@@ -76,7 +76,7 @@ def test_a_variable_without_memory_has_nothing_to_be_kept():
         variable = keras.Variable(VALUES)
     log = UndoLog((), nothing)
     log.note(variable)
-    assert log.owner == {} and log.old == {}
+    assert log.writers == {} and log.old == {}
 
 
 def test_a_variable_that_was_kept_is_still_known_to_be_written():
@@ -85,7 +85,7 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
     log = UndoLog([variable.value], nothing)
     with log:
         variable.assign(np.zeros((2, 3), "float32"))
-    assert list(log.owner.values()) == [variable]
+    assert list(log.writers.values()) == [variable]
     log.give_back()
     np.testing.assert_array_equal(values(variable), VALUES)
 
