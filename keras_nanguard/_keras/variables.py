@@ -107,6 +107,14 @@ def native(variable: Any) -> Any:
     return variable.value if isinstance(variable, VARIABLE) else unwrapped(variable)
 
 
+def stored(variable: Any) -> Any:
+    """Return what holds the value of a variable, without the checks that `value` makes each time:
+    on PyTorch for a symbolic call or a cast.
+    """
+    known = getattr(variable, "_value", None)
+    return variable.value if known is None else known
+
+
 def has_handle(value: Any) -> bool:
     """Whether it is a `tf.Variable` on one device; a distributed one raises `ValueError`."""
     try:

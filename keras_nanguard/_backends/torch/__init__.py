@@ -1,1 +1,13 @@
-"""The transaction, fault injection and replay on PyTorch."""
+"""The transaction on PyTorch.
+
+Beside the modules that every backend has:
+
+| module | content |
+|---|---|
+| `modules` | modules and optimizers of torch in Keras' form |
+| `parts`, `arguments` | what a step is given: the tensors of the train state, and the arguments |
+| `backup`, `undo_log` | what a refusal restores |
+| `updates`, `update_queue` | the updates of a step, and when they run |
+| `reports` | what the report of a bad step counts |
+| `numeric_errors` | exceptions by which torch reports a bad number |
+"""

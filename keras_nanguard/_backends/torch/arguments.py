@@ -11,8 +11,6 @@ import torch
 
 from keras_nanguard._backends.shared.batch_memory import owned
 
-__all__ = ["Given", "as_tensors"]
-
 
 class Given:
     """The arguments of one step.

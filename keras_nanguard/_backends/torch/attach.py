@@ -21,8 +21,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["LoopStep", "ModelAttachment"]
-
 
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""

@@ -10,8 +10,6 @@ from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import layers as keras_layers
 
-__all__ = ["Backup"]
-
 
 class Backup:
     """Everything that a refused step restores, as it is before the body runs.

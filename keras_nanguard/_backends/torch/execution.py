@@ -11,16 +11,15 @@ import torch
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions, reports
+from keras_nanguard._backends.torch.arguments import as_tensors
 from keras_nanguard._backends.torch.backup import Backup
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
-from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.update_queue import UpdateQueue
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-
-__all__ = ["FRESH", "StepResult", "StepRun"]
 
 FRESH = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
@@ -67,6 +66,7 @@ class StepRun:
     Attributes:
         seen: the calls of optimizers and loss.
         backup: what a refusal restores.
+        updates: the updates that wait for the verdict.
         statistics: what the step has written besides its updates, as far as it is judged.
         decision: one of `REFUSE`, `CHECK` and `COMMIT`, `None` before it was made.
         verdict: the numbers so far.
@@ -79,6 +79,7 @@ class StepRun:
 
     seen: Intercept
     backup: Backup
+    updates: UpdateQueue
     statistics: list[Any]
 
     def __init__(self, owner: Any, args: Sequence[Any]):
@@ -100,7 +101,7 @@ class StepRun:
         if self.decision is None:
             self._judge(outputs)
         self._note_untracked()
-        owner.keeps_undo |= self.seen.early and self.decision != CHECK
+        owner.keeps_undo |= self.updates.early and self.decision != CHECK
         if self.decision == CHECK and owner.refuse:
             self._check_update()
         refused = self.decision == REFUSE
@@ -148,9 +149,8 @@ class StepRun:
             note_created=self._note_created,
             before_write=None if owner.stock else self._before_write,
         )
-        watches = not owner.stock and compiled is None
-        names, log = (parts.paths, parts.natives), self.backup.log
-        with log, self.seen.running(self._asked, *names, log, watches):
+        log, watches = self.backup.log, not owner.stock and compiled is None
+        with log, self.seen.running(self._on_update), UpdateQueue(log, watches) as self.updates:
             try:
                 return body(*self.args)
             except Exception as error:
@@ -160,18 +160,24 @@ class StepRun:
                 self.error = error
                 return None
 
-    def _asked(self, record: Update) -> str:
-        """Return when an update runs, and build its optimizer now, as Keras would, so that its
-        variables are noted.
-        """
+    def _on_update(self, record: Update) -> None:
+        """Run an update now if it may or must run before the end of the step."""
+        owner, updates = self.owner, self.updates
+        # The optimizer is built now, as Keras would, so that its variables are noted.
         self.has_created |= record.build()
-        if not self.owner.refuse:
-            return "now"
-        if not self.owner.stock:
-            return "later" if self.compiled is None else "kept"
-        if self.decision is None:
-            self._judge(None)
-        return ("never", "kept", "now")[self.decision or REFUSE]
+        if record.is_immediate:
+            updates.run(record, keep=True)
+        elif not owner.refuse:
+            updates.run(record)
+        elif owner.stock:
+            if self.decision is None:
+                self._judge(None)
+            if self.decision != REFUSE:
+                updates.run(record, keep=self.decision == CHECK)
+        elif self.compiled is not None:
+            updates.run(record, keep=True)
+        else:
+            updates.defer(record)
 
     def _note_created(self, variable: Any) -> None:
         tensor = variable.value
@@ -183,8 +189,8 @@ class StepRun:
         """Run the deferred updates before Keras writes a tensor that they may read, such as a rate.
         None reads a metric.
         """
-        if self.seen.waiting and id(tensor) not in self.parts.metrics:
-            self.seen.make()
+        if self.updates.waiting and id(tensor) not in self.parts.metrics:
+            self.updates.flush(keep=True)
 
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
@@ -199,10 +205,10 @@ class StepRun:
         """Store tensors that were written in place outside of Keras, which are kept before each
         later step.
         """
-        owner, parts, seen, log = self.owner, self.parts, self.seen, self.backup.log
+        owner, parts, log = self.owner, self.parts, self.backup.log
         changed = self.backup.unrecorded()
         if changed:
-            run = [record for record in seen.records if record not in seen.waiting]
+            run = [record for record in self.seen.records if record not in self.updates.waiting]
             updated = {id(t) for record in run for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
         if owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
@@ -212,6 +218,11 @@ class StepRun:
 
     # The verdict
 
+    @property
+    def _is_updated(self) -> bool:
+        """Whether an update has run before the verdict."""
+        return self.updates.early or not self.owner.refuse
+
     def _judge(self, outputs: Any) -> None:
         """Compute and read the verdict: the only place where the host waits for the device."""
         owner, seen = self.owner, self.seen
@@ -220,7 +231,7 @@ class StepRun:
         self.statistics = self._written_statistics()
         losses = [loss.detach() for loss in seen.losses or owner.losses(outputs)]
         gradients = self._gradients()
-        is_updated = seen.early or not owner.refuse
+        is_updated = self._is_updated
         updated = self._updated(math.inf) if is_updated else {"weights": [], "slots": []}
         scales = [scale for scale, _ in self.parts.train_state.scales]
         read = reductions.read(
@@ -249,7 +260,7 @@ class StepRun:
             slots=reductions.norm_of(read["slots"], updated["slots"]),
             scale=min(read["scales"], default=1.0),
         )
-        self.is_read = is_updated and not seen.waiting
+        self.is_read = is_updated and not self.updates.waiting
         self._judge_previous({site: read[f"previous {site}"] for site in owner.unread})
         self.own = self.verdict
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read["scales"])
@@ -293,7 +304,7 @@ class StepRun:
         """
         if self.error is None or self.seen.records:
             return [gradient for record in self.seen.records for gradient in record.gradients]
-        return [local(t.grad) for t in self.parts.holders if t.grad is not None]
+        return [gradient for _, gradient in self.parts.gradients()]
 
     def _tolerate_constants(self) -> None:
         """Exclude unwritten buffers that are infinite on purpose.
@@ -334,7 +345,7 @@ class StepRun:
 
     def _check_update(self) -> None:
         """Run the deferred updates with the old values kept, and decide by what they have made."""
-        self.seen.make()
+        self.updates.flush(keep=True)
         self._read_update()
         finite = math.isfinite(self.verdict.weights + self.verdict.slots)
         self._decide(COMMIT if finite else REFUSE)
@@ -347,7 +358,7 @@ class StepRun:
         They are read with the verdict of the next step if the host would otherwise wait for the
         device again, or if other processes need them.
         """
-        self.seen.make(keep=False)
+        self.updates.flush(keep=False)
         created = [found for record in self.seen.records for found in record.created()]
         for tensor, value in created:
             self.owner.note_created(tensor, value)
@@ -379,14 +390,21 @@ class StepRun:
         self.verdict = self.verdict._replace(refused=True)
 
     def _report(self) -> Report:
-        """Return the report of a bad step, with the numbers of this process."""
+        """Return the report of a bad step, with the numbers of this process. No argument of the
+        step is copied.
+        """
         places = reports.places(
             self.seen,
             self.parts,
             self.backup.log,
             self.statistics,
-            updated=self.seen.early or not self.owner.refuse,
+            updated=self._is_updated,
             raised=self.error is not None,
         )
-        verdict = self.own._replace(refused=self.owner.refuse)
-        return reports.report(verdict, places, self.args, self.left_by_previous)
+        return Report(
+            self.own._replace(refused=self.owner.refuse),
+            tuple((site, path) for site, path, _ in places),
+            reductions.counts([tensor for _, _, tensor in places]),
+            as_tensors(self.args),
+            left_by_previous=self.left_by_previous,
+        )

@@ -9,8 +9,6 @@ import torch
 
 from keras_nanguard._backends.shared.faults import FaultHook
 
-__all__ = ["Hook"]
-
 
 class Hook(FaultHook):
     """One fault, injected into every train step of one model."""

@@ -23,8 +23,6 @@ import torch.distributed
 from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["Host", "leave", "place", "summed"]
-
 SIZE = 1 << 14
 """Bytes of the message of one process, the same in each exchange."""
 

@@ -1,28 +1,20 @@
-"""Intercepts the optimizer calls and the loss of a step on torch while its body runs.
-
-Updates are deferred to the end of the step if possible; `watch` finds out if one is not.
-"""
+"""Intercepts the optimizer calls and the loss of a step on torch while its body runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
-from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
-
-__all__ = ["Compiled", "Intercept", "uncompiled"]
 
 
 class Intercept:
@@ -39,15 +31,10 @@ class Intercept:
     Attributes:
         records: the calls of the optimizers, in order.
         losses: the results of `compute_loss`.
-        waiting: deferred records that have not run yet.
-        early: whether an update had to run before the verdict.
     """
 
     records: list[Update]
     losses: list[Any]
-    waiting: list[Update]
-    undo_log: UndoLog | None
-    _watch: Watch | None
 
     def __init__(self, model: Any, optimizers: Iterable[Any]):
         self.model, self.optimizers = model, list(optimizers)
@@ -55,41 +42,22 @@ class Intercept:
         self.release()
 
     @contextlib.contextmanager
-    def running(
-        self,
-        asked: Callable[[Update], str],
-        paths: dict[int, str],
-        natives: Mapping[int, Any],
-        undo_log: UndoLog | None = None,
-        watches: bool = True,
-    ) -> Iterator[Intercept]:
+    def running(self, on_update: Callable[[Update], None]) -> Iterator[Intercept]:
         """Return a context in which a step is recorded.
 
         Args:
-            asked: called with each record; returns `"now"` to run the update at once, `"kept"` to
-                keep the old values first, `"later"` to defer it, `"never"` to omit it.
-            paths: path of each parameter by its `id`, for torch optimizers.
-            natives: the tensors of variables, by their `id`.
-            undo_log: keeps the old values of an update that cannot be deferred; `None` keeps none.
-            watches: whether code of the user's own may follow an update.
+            on_update: called with each record in place of the update.
         """
         self.release()
-        self.asked, self.paths, self.natives = asked, paths, natives
-        self.undo_log, self.watches = undo_log, watches
+        self.on_update = on_update
         with Overrides() as overrides:
             for target, name, function in self.replacements():
                 overrides.set(target, name, function)
-            try:
-                yield self
-            finally:
-                if self._watch is not None:
-                    self._watch.__exit__(None, None, None)
-                    self._watch = None
+            yield self
 
     def release(self) -> None:
         """Release what the last step has recorded."""
-        self.records, self.losses, self.waiting, self.early = [], [], [], False
-        self.undo_log, self._watch = None, None
+        self.records, self.losses = [], []
         self._predictions: list[Any] = []
 
     @property
@@ -134,26 +102,18 @@ class Intercept:
 
         def replaced(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             given = None if trainable_variables is None else list(trainable_variables)
-            self._take(KerasUpdate(optimizer, real, list(grads), given, self.natives))
+            self._take(KerasUpdate(optimizer, real, list(grads), given))
 
         return self.reporting(replaced)
 
     def _stepper(self, real: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
         @functools.wraps(real)  # a scheduler of torch's marks the function
         def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
-            record = TorchUpdate(optimizer, real, self.paths)
-            if closure is None and not kwargs:
-                self._take(record)
-                optimizer.of._opt_called = True  # what a scheduler of torch's looks for
-                return None
-            record.tensors = [local(p) for p, _ in record.grads]  # it computes their gradients
-            self._keep(record)
-            given = () if closure is None else (closure,)
-            result = record.step(*given, **kwargs)
-            record.read_gradients()
-            self._begin_watch()
-            self.records.append(record)
-            return result
+            args = () if closure is None else (closure,)
+            record = TorchUpdate(optimizer, real, args, kwargs)
+            self._take(record)
+            optimizer.of._opt_called = True  # what a scheduler of torch's looks for
+            return record.result
 
         return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
 
@@ -175,47 +135,12 @@ class Intercept:
             self._predictions.append(predicted(args, kwargs))
 
     def _take(self, record: Update) -> None:
-        self.records.append(record)
-        when = self.asked(record)
-        if when == "kept":
-            self._keep(record)
-        if when in ("now", "kept"):
-            self._run(record)
-        self._begin_watch()
-        if when == "later":
-            self.waiting.append(record)
-
-    def _begin_watch(self) -> None:
-        """Begin to watch, if code of the user's own may follow."""
-        if self._watch is None and self.watches:
-            self._watch = Watch(self.waiting, self.make)
-            self._watch.__enter__()
-
-    def _run(self, record: Update) -> None:
-        watch = self._watch
-        if watch is None:
-            record.run()
-            return
-        watch.updating = True
-        try:
-            record.run()
-        finally:
-            watch.updating = False
-
-    def make(self, keep: bool = True) -> None:
-        """Keep the old values, then run the deferred updates."""
-        waiting = list(self.waiting)
-        self.waiting.clear()
-        for record in waiting:
-            if keep:
-                self._keep(record)
-            self._run(record)
-
-    def _keep(self, record: Update) -> None:
-        """Keep what an update is about to write."""
-        self.early = True
-        if self.undo_log is not None:
-            self.undo_log.keep_updated(record.state(), record.held())
+        if record.is_immediate:  # its gradients are known only afterwards
+            self.on_update(record)
+            self.records.append(record)
+        else:
+            self.records.append(record)
+            self.on_update(record)
 
 
 class Compiled(Intercept):

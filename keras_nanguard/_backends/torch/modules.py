@@ -13,11 +13,6 @@ import keras
 import numpy as np
 import torch
 
-__all__ = [
-    *("TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "kept_settings", "local"),
-    *("settings_of", "storage", "storages"),
-]
-
 
 def local(tensor: Any) -> Any:
     """Return the part of a tensor that this process has: all of it, or its shard."""
@@ -201,10 +196,14 @@ class TorchOptimizer:
                 if isinstance(tensor, torch.Tensor):
                     known = self._known.get(id(tensor))
                     if known is None or known.of is not tensor:
-                        path = f"{self.name}/{self._paths.get(id(local(p)), 'a parameter')}/{key}"
+                        path = f"{self.name}/{self.path_of(local(p))}/{key}"
                         known = self._known[id(tensor)] = TensorVariable(tensor, path)
                     found.append(known)
         return found
+
+    def path_of(self, tensor: Any) -> str:
+        """Return the path of a parameter, given the part of it that this process has."""
+        return self._paths.get(id(tensor), "a parameter")
 
     def trains_any(self, tensors: Container[int]) -> bool:
         """Whether the `id` of a parameter that it trains is among these."""

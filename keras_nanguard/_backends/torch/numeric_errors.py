@@ -14,8 +14,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["is_numeric"]
-
 MESSAGES = (
     "all elements of input should be between 0 and 1",  # binary_cross_entropy of NaN, on the CPU
     "all elements of target should be between 0 and 1",

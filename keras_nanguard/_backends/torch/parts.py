@@ -10,11 +10,10 @@ import torch
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-
-__all__ = ["Parts"]
 
 
 class Parts:
@@ -27,7 +26,6 @@ class Parts:
         weights_and_slots: what updates write.
         all: all of these tensors.
         holders: what has a gradient.
-        natives: the tensor of each trainable weight, by the `id` of its variable.
         paths: the path of each weight and of each tensor in `other`, by `id`.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
@@ -56,7 +54,6 @@ class Parts:
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
-        self.natives = {id(v): keras_variables.native(v) for v in train_state.trainable}
         self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
         self._tensor_attributes = [
             (held, name)
@@ -70,6 +67,11 @@ class Parts:
         slots = [tensor for tensor in slots if reductions.can_be_bad(tensor)]
         sizes = [(tensor.numel(), tensor.dtype.itemsize) for tensor in slots]
         return slots, rules.slots_may_wait(optimizer, sizes, small=0)
+
+    def gradients(self) -> list[tuple[str, Any]]:
+        """Return the present gradients, each with the path of its weight."""
+        pairs = zip(self.train_state.trainable, self.holders)
+        return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
 
     def slot_versions(self) -> dict[int, list[int]]:
         """Return how often torch has written each slot that may wait, by the `id` of its optimizer.

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["can_be_bad", "counts", "is_away", "norm_of", "norms", "read", "squares_of", "sum_of"]
-
 LARGE = 1 << 17
 """Elements from which a tensor on a CPU is read with `dot`."""
 

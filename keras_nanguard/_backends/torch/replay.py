@@ -26,10 +26,9 @@ from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.update_queue import UpdateQueue
+from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
-
-__all__ = ["Replay"]
-
 
 NAMESPACES = (
     "c10d",
@@ -192,9 +191,16 @@ class Replay(interface.Replay):
         entered = object()
         for overrides in _WITHOUT_ERROR:
             overrides.enter(entered)
+
+        def on_update(record: Update) -> None:
+            if immediate or record.is_immediate:
+                queue.run(record)
+            else:
+                queue.watch()
+
         try:
-            intercept, when = Intercept(model, optimizers), "now" if immediate else "never"
-            with intercept.running(lambda record: when, {}, {}) as seen:
+            intercept = Intercept(model, optimizers)
+            with intercept.running(on_update) as seen, UpdateQueue() as queue:
                 yield seen
         finally:
             for overrides in _WITHOUT_ERROR:

@@ -1,35 +1,14 @@
-"""The report of a bad step on PyTorch: how many entries are bad in each tensor that was checked."""
+"""What the report of a bad step on PyTorch is about: every tensor that the step was judged by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.arguments import as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._core.verdict import Report, Verdict
-
-__all__ = ["places", "report"]
-
-Place = tuple[str, str, Any]
-"""`(site, path, tensor)` of a tensor that a report counts."""
-
-
-def report(
-    verdict: Verdict, places: Sequence[Place], args: Sequence[Any], left_by_previous: bool
-) -> Report:
-    """Return the report of a step with the counts of these places. No argument is copied."""
-    return Report(
-        verdict,
-        tuple((site, path) for site, path, _ in places),
-        reductions.counts([tensor for _, _, tensor in places]),
-        as_tensors(args),
-        left_by_previous=left_by_previous,
-    )
 
 
 def places(
@@ -39,8 +18,8 @@ def places(
     statistics: Iterable[Any],
     updated: bool,
     raised: bool,
-) -> list[Place]:
-    """Return everything that the report of a step counts.
+) -> list[tuple[str, str, Any]]:
+    """Return `(site, path, tensor)` of everything that the report of a step counts.
 
     Args:
         seen: the calls of optimizers and loss.
@@ -56,8 +35,7 @@ def places(
     found = [("outputs", name, t) for name, t in seen.outputs]
     found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
     if raised and not seen.records:
-        grads = [(v.path, getattr(v, "of", v.value).grad) for v in state.trainable]
-        found += [("gradients", path, local(grad)) for path, grad in grads if grad is not None]
+        found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
     found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in statistics]
     if updated:
         for site, variables in (("weights", state.trainable), ("slots", state.slots)):

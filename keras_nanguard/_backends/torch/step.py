@@ -29,8 +29,6 @@ from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Transaction"]
-
 REFRESH = 100
 """Steps between two later readings of the train state."""
 

@@ -31,8 +31,6 @@ from keras_nanguard._backends.torch.modules import kept_settings, storage
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = ["WRITES", "UndoLog", "generators"]
-
 
 class Kept(NamedTuple):
     """A tensor, and its value and version when it was kept."""

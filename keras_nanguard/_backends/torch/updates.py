@@ -17,8 +17,6 @@ import torch
 from keras_nanguard._backends.torch.modules import first_value, local, settings_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
-__all__ = ["KerasUpdate", "TorchUpdate", "Update"]
-
 
 class Named(NamedTuple):
     """A parameter that is not a Keras variable, with its path in the module."""
@@ -34,8 +32,10 @@ class Update:
         optimizer: the optimizer.
         gradients: the gradients.
         tensors: the variables that it will write, one for each gradient, without slots.
+        is_immediate: whether it cannot be deferred, because it evaluates the loss itself.
     """
 
+    is_immediate = False
     optimizer: Any
     gradients: list[Any]
     tensors: list[Any]
@@ -85,7 +85,6 @@ class KerasUpdate(Update):
         real: runs the update.
         grads: the gradients.
         variables: the variables, or `None` for those of the optimizer.
-        known: the tensors of variables, by their `id`.
     """
 
     def __init__(
@@ -94,18 +93,13 @@ class KerasUpdate(Update):
         real: Callable[..., Any],
         grads: list[Any],
         variables: Sequence[Any] | None,
-        known: Mapping[int, Any],
     ):
         super().__init__()
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
         self._variables = [v for g, v in zip(grads, asked) if g is not None]
         self.gradients = [g for g, _ in zip(grads, asked) if g is not None]
-        tensors = [known.get(id(v)) for v in self._variables]
-        self.tensors = [
-            keras_variables.native(v) if tensor is None else tensor
-            for tensor, v in zip(tensors, self._variables)
-        ]
+        self.tensors = [keras_variables.stored(v) for v in self._variables]
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -115,7 +109,7 @@ class KerasUpdate(Update):
         optimizer, variables = self.optimizer, self._variables
         if optimizer.built:  # an average of the weights may write all of them
             variables = [*keras_optimizers.trained_by(optimizer), *optimizer.variables]
-        tensors = [*[v.value for v in variables], *self.tensors]
+        tensors = [*map(keras_variables.stored, variables), *self.tensors]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
     def build(self) -> bool:
@@ -137,17 +131,29 @@ class TorchUpdate(Update):
     Args:
         optimizer: the adapter of the optimizer.
         real: runs the update.
-        paths: the path of each parameter, by its `id`.
+        args, kwargs: the arguments: none, or a closure that evaluates the loss.
+
+    Attributes:
+        result: what the update has returned.
     """
 
-    def __init__(self, optimizer: Any, real: Callable[..., Any], paths: Mapping[int, str]):
+    def __init__(
+        self,
+        optimizer: Any,
+        real: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ):
         super().__init__()
-        self.optimizer, self.torch, self.real, self._paths = optimizer, optimizer.of, real, paths
+        self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
+        self._args, self._kwargs, self.result = args, kwargs or {}, None
+        self.is_immediate = bool(args or kwargs)
         self.groups = settings_of(self.torch.param_groups)
-        self.read_gradients()
+        self._read_gradients()
+        if self.is_immediate:  # it computes the gradients of all of them
+            self.tensors = [local(p) for p, _ in self.grads]
 
-    def read_gradients(self) -> None:
-        """Read the present gradients."""
+    def _read_gradients(self) -> None:
         groups = self.torch.param_groups
         self.grads = [(p, p.grad) for group in groups for p in group["params"]]
         self.gradients = [local(g) for _, g in self.grads if g is not None]
@@ -155,7 +161,7 @@ class TorchUpdate(Update):
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        named = [Named(self._paths.get(id(p), "a parameter"), p) for p in self.tensors]
+        named = [Named(self.optimizer.path_of(p), p) for p in self.tensors]
         return list(zip(self.gradients, named))
 
     def state(self) -> list[Any]:
@@ -179,7 +185,12 @@ class TorchUpdate(Update):
         return found
 
     def _call(self) -> None:
-        """Step with the gradients and rates of the original call."""
+        """Step with the gradients and rates of the original call, or with its closure."""
+        self._names = [tuple(slots) for slots in self.torch.state.values()]  # slots by parameter
+        if self.is_immediate:
+            self.result = self.real(*self._args, **self._kwargs)
+            self._read_gradients()
+            return
         now = [(p, p.grad) for p, _ in self.grads]
         groups = settings_of(self.torch.param_groups)
         self._place(self.grads, self.groups)
@@ -187,14 +198,9 @@ class TorchUpdate(Update):
             if self.optimizer.global_clipnorm:
                 written = [p for p, g in self.grads if g is not None]
                 torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
-            self.step()
+            self.real()
         finally:
             self._place(now, groups)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the update of torch with these arguments; return its result."""
-        self._names = [tuple(slots) for slots in self.torch.state.values()]  # slots by parameter
-        return self.real(*args, **kwargs)
 
     def _place(self, grads: Any, groups: Any) -> None:
         for p, grad in grads:
