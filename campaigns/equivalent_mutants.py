@@ -36,7 +36,6 @@ ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
 WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
 UNREAD = "It stands for the counts of a step that commits, which nobody reads."
 PAIRS = "Of three numbers `zip` takes two."
-ONE_DEVICE = "The loss of a step is on the device of its gradients, so it does not matter which of the two is asked where it is."
 
 EXPLAINED: tuple[Explained, ...] = (
     Explained(
@@ -132,41 +131,13 @@ EXPLAINED: tuple[Explained, ...] = (
         ("sums = [a - b for a, b in zip(sums, one)]",),
         ABSORBED_HERE,
     ),
-    Explained(
-        "_backends/torch/execution.py",
-        "StepRun._undo_log",
-        "if self.fresh and not owner.stock and owner.refuse:",
-        (),
-        MORE,
-    ),
-    Explained(
-        "_backends/torch/execution.py",
-        "StepRun._undo_log",
-        "if (self.fresh or owner.adds_to_gradients) and owner.refuse:",
-        ("if (self.fresh or owner.adds_to_gradients) or owner.refuse:",),
-        MORE,
-    ),
-    Explained("_backends/torch/execution.py", "StepRun.__init__", "self.fresh = owner.steps < FRESH", ("self.fresh = owner.steps <= FRESH",), MORE),
+    Explained("_backends/torch/execution.py", "StepRun.__init__", "fresh = owner.steps < FRESH", ("fresh = owner.steps <= FRESH",), MORE),
     Explained(
         "_backends/torch/execution.py",
         "StepRun.close",
         "vars(self).clear()",
         ("pass",),
         "The garbage collector releases the same memory later.",
-    ),
-    Explained(
-        "_backends/torch/execution.py",
-        "StepRun._judge",
-        "update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()",
-        ("update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[0]) else ()",),
-        ONE_DEVICE,
-    ),
-    Explained(
-        "_backends/torch/execution.py",
-        "StepRun._judge",
-        "update_norms = self._update_norms(math.inf) if early and reductions.is_away(sums[1]) else ()",
-        ("update_norms = self._update_norms(math.inf) if early or reductions.is_away(sums[1]) else ()",),
-        "On a processor the sums are read earlier than they have to be; they are the same.",
     ),
     Explained(
         "_backends/torch/undo_log.py",

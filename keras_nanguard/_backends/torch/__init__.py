@@ -8,6 +8,6 @@ Beside the modules that every backend has:
 | `parts`, `arguments` | what a step is given: the tensors of the train state, and the arguments |
 | `backup`, `undo_log` | what a refusal restores |
 | `updates`, `update_queue` | the updates of a step, and when they run |
-| `reports` | what the report of a bad step counts |
+| `judging` | the verdict on a step, and what the report of a bad one counts |
 | `numeric_errors` | exceptions by which torch reports a bad number |
 """

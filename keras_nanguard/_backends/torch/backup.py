@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import layers as keras_layers
 
@@ -16,7 +15,6 @@ class Backup:
 
     Args:
         owner: the `Transaction`.
-        parts: the train state.
         everything: whether to keep everything, because it is not known yet what the body writes.
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         note_created: called with each Keras variable that is created meanwhile.
@@ -29,14 +27,14 @@ class Backup:
     def __init__(
         self,
         owner: Any,
-        parts: Parts,
         *,
         everything: bool,
         is_compiled: bool,
         note_created: Callable[[Any], None],
         before_write: Callable[[Any], None] | None,
     ):
-        self._parts = parts
+        parts = owner.parts
+        self._owner = owner
         adds = not owner.stock and (everything or owner.adds_to_gradients)
         found = [(t, t.grad) for t in parts.holders] if adds else []
         # What a step finds stays alive until its end.
@@ -72,7 +70,7 @@ class Backup:
 
     def restore_gradients(self) -> None:
         """Restore the gradients of a body that accumulates them; for any other leave none."""
-        for tensor in self._parts.holders:
+        for tensor in self._owner.parts.holders:
             tensor.grad = None
         for tensor, grad, _ in self._gradients:
             tensor.grad = grad

@@ -57,25 +57,6 @@ def summed(numbers: Sequence[float], what: str) -> list[float]:
     return [float(number) for number in total]
 
 
-def gathered(payload: bytes, what: str) -> list[bytes]:
-    """Return the values of all processes, by rank.
-
-    Args:
-        payload: at most `SIZE - 4` bytes.
-        what: a description of it.
-
-    Raises:
-        GuardError: as for `summed`.
-    """
-    message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(place()[1])]
-    with _waiting_for(what):
-        torch.distributed.all_gather(found, own, group=_group())
-    messages = [bytes(tensor.numpy()) for tensor in found]
-    return [message[4 : 4 + int.from_bytes(message[:4], "big")] for message in messages]
-
-
 def leave(error: BaseException) -> None:
     """Tell the other processes why this one ends, or find the one that has ended before; never
     raises.
@@ -152,21 +133,12 @@ def _missing() -> str:
     return ", ".join(names) or "a rank whose connection was lost"
 
 
-def communicates(model: Any) -> bool:
-    """Return whether a module of this model communicates with other processes."""
-    module = getattr(model, "of", model)
-    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
-    return any(_is_parallel(type(part)) for part in modules)
-
-
-def _is_parallel(kind: type) -> bool:
-    """Return whether a class is `DistributedDataParallel`, `FullyShardedDataParallel` or one made
-    by `fully_shard`.
+def _is_parallel(module: Any) -> bool:
+    """Return whether a module communicates: one of `DistributedDataParallel`,
+    `FullyShardedDataParallel` or made by `fully_shard`.
     """
-    return any(
-        base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-        for base in kind.__mro__
-    )
+    names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+    return any(base.__name__ in names for base in type(module).__mro__)
 
 
 class Host(interface.Host):
@@ -181,13 +153,26 @@ class Host(interface.Host):
         A loop does if the process group has several members. A `fit` does only if a part of its
         model communicates, because Keras itself trains in one process.
         """
-        return self.place()[1] > 1 and (loop or communicates(model))
+        module = getattr(model, "of", model)
+        parts = module.modules() if isinstance(module, torch.nn.Module) else ()
+        return self.place()[1] > 1 and (loop or any(map(_is_parallel, parts)))
 
     def is_sharded(self, model: Any) -> bool:
         return any(getattr(v, "of", v.value) is not v.value for v in model.variables)
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        return gathered(payload, what)
+        """Return the values of all processes by rank, each of at most `SIZE - 4` bytes.
+
+        Raises:
+            GuardError: as for `summed`.
+        """
+        message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(place()[1])]
+        with _waiting_for(what):
+            torch.distributed.all_gather(found, own, group=_group())
+        messages = [bytes(tensor.numpy()) for tensor in found]
+        return [message[4 : 4 + int.from_bytes(message[:4], "big")] for message in messages]
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
         return np.array(torch.get_rng_state().numpy())

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -65,7 +66,11 @@ class Intercept:
         """`(name, tensor)` of the model's outputs that `compute_loss` received."""
         flat = map(keras.tree.flatten, self._predictions)
         named = [pair for outputs in flat for pair in named_outputs(self.model, outputs)]
-        return [(name, value) for name, value in named if _is_float(value)]
+        return [
+            (name, value)
+            for name, value in named
+            if isinstance(value, torch.Tensor) and can_be_bad(value)
+        ]
 
     def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return `(object, attribute, function)` of everything that is replaced."""
@@ -181,7 +186,3 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
     return given
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

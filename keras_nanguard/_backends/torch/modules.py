@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -33,6 +33,17 @@ def storages(tensors: Sequence[Any]) -> set[int]:
         return {tensor.untyped_storage()._cdata for tensor in tensors}
     except (NotImplementedError, RuntimeError):  # one of them is sparse
         return {storage(tensor) for tensor in tensors}
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes in place: tensors, and lists of them."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,17 +105,12 @@ class TorchModule:
 
     Attributes:
         of: the module.
-        paths: name of each parameter by its `id`.
     """
 
     def __init__(self, module: Any):
         self.of, self.name = module, type(module).__name__
         self.stop_training = False
         self._known: dict[int, TensorVariable] = {}
-
-    @property
-    def paths(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.of.named_parameters()}
 
     @property
     def variables(self) -> list[TensorVariable]:
@@ -210,13 +216,13 @@ class TorchOptimizer:
         params = (p for group in self.of.param_groups for p in group["params"])
         return any(id(local(p)) in tensors for p in params)
 
-    def held(self) -> Callable[[], None]:
+    def held(self, copies: bool = True) -> Callable[[], None]:
         """Return a function that restores the present state, including plain numbers and missing
-        entries.
+        entries; `copies`: also the values of its tensors.
         """
         state = self.of.state.items()
         before = {p: {k: _listed(v) for k, v in slots.items()} for p, slots in state}
-        values = [value for slots in before.values() for value in slots.values()]
+        values = [value for slots in before.values() for value in slots.values() if copies]
         tensors = [(t, t.detach().clone()) for t in values if isinstance(t, torch.Tensor)]
 
         def restore() -> None:

@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
-from keras_nanguard._backends.torch.modules import storage
+from keras_nanguard._backends.torch.modules import storage, written_by
+from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -95,7 +96,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         """Run one operation, and record its result."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        written = _written(func, args, kwargs)
+        written = list(_tensors(written_by(func, args, kwargs)))
         before = (
             [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
         )
@@ -175,7 +176,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
 def _tensors(values: Any) -> Iterator[Any]:
     """Yield the float tensors in nested arguments or results."""
     if isinstance(values, torch.Tensor):
-        if _is_float(values) and values.layout == torch.strided and not values.is_meta:
+        if can_be_bad(values) and values.layout == torch.strided and not values.is_meta:
             yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
@@ -211,16 +212,6 @@ def _all_tensors(values: Sequence[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in values)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the float tensors that an operation writes in place."""
-    found: list[Any] = []
-    if func._schema.is_mutable:
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
-
-
 def _bad_number(given: Any) -> bool:
     """Whether a plain number among the arguments, or a tensor of no dimension, is not finite."""
     if isinstance(given, (list, tuple)):
@@ -232,10 +223,6 @@ def _bad_number(given: Any) -> bool:
     return isinstance(given, float) and not np.isfinite(given)
 
 
-def _is_float(tensor: Any) -> bool:
-    return bool(tensor.is_floating_point() or tensor.is_complex())
-
-
 def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
     return keras_variables.dense(
         tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
@@ -243,7 +230,7 @@ def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_finite(tensor: Any) -> bool:
-    return not _is_float(tensor) or finiteness.is_finite(_numbers(tensor))
+    return not can_be_bad(tensor) or finiteness.is_finite(_numbers(tensor))
 
 
 def _dtype(tensor: Any) -> str:

@@ -26,7 +26,6 @@ class Parts:
         weights_and_slots: what updates write.
         all: all of these tensors.
         holders: what has a gradient.
-        paths: the path of each weight and of each tensor in `other`, by `id`.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
         results: the `id` of tensors that earlier calls have left in layers.
@@ -53,7 +52,6 @@ class Parts:
         natives = [keras_variables.native(v) for v in train_state.unlisted]
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
-        self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
         self.slots = {id(o): self._slots_of(o) for o in train_state.optimizers}
         self._tensor_attributes = [
             (held, name)

@@ -5,6 +5,9 @@ calls dominates a step of a millisecond, so one call reads all small tensors. It
 each: a step without larger operations lets the threads of PyTorch sleep, and waking them takes
 longer than such a step. On a CPU large tensors are read with `dot`, which uses all threads and runs
 near memory bandwidth (50 GB/s on two cores, where `torch.isfinite` reaches 3).
+
+`sum_of`, `squares_of` and `norm_of` combine the sums or norms of these tensors, in which finite
+entries may overflow. Their result is finite exactly if all entries are.
 """
 
 from __future__ import annotations
@@ -61,34 +64,19 @@ def norms(tensors: Iterable[Any]) -> list[Any]:
 
 
 def sum_of(sums: Iterable[float], tensors: Iterable[Any]) -> float:
-    """Return the sum of all entries, which is finite exactly if all of them are.
-
-    Args:
-        sums: the sums of the tensors, in which finite entries may overflow.
-        tensors: the tensors.
-    """
+    """Return the sum of all entries."""
     number = sum(sums)
     return number if math.isfinite(number) else _exact(number, tensors, 1)
 
 
 def squares_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
-    """Return half the sum of squares of all entries, which is finite exactly if all of them are.
-
-    Args:
-        norms: the norms of the tensors, in which finite entries may overflow.
-        tensors: the tensors.
-    """
+    """Return half the sum of squares of all entries."""
     number = 0.5 * sum([norm * norm for norm in norms])
     return number if math.isfinite(number) else _exact(number, tensors, 2)
 
 
 def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
-    """Return the norm of all entries together, which is finite exactly if all of them are.
-
-    Args:
-        norms: the norms of the tensors, in which finite entries may overflow.
-        tensors: the tensors.
-    """
+    """Return the norm of all entries together."""
     number = math.hypot(*norms)
     return number if math.isfinite(number) else math.sqrt(2.0 * _exact(number, tensors, 2))
 
@@ -128,12 +116,9 @@ def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Return the number of NaN, of infinite, and of all entries of each tensor."""
-    return [_count(tensor) for tensor in tensors]
-
-
-def _count(tensor: Any) -> tuple[int, int, int]:
-    if not can_be_bad(tensor):
-        return 0, 0, int(tensor.numel())
-    row = _row(tensor)
-    size = row.numel() if tensor.is_complex() else tensor.numel()
-    return int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)
+    found = []
+    for tensor in tensors:
+        row = _row(tensor) if can_be_bad(tensor) else torch.zeros(0)
+        size = row.numel() if tensor.is_complex() else tensor.numel()
+        found.append((int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)))
+    return found

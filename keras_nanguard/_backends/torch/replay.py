@@ -31,12 +31,8 @@ from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 NAMESPACES = (
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "symm_mem",
-    "_dtensor",
+    *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
+    *("symm_mem", "_dtensor"),
 )
 """Namespaces in which torch registers operations that communicate."""
 

@@ -25,8 +25,9 @@ from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.torch.arguments import Given, as_tensors
 from keras_nanguard._backends.torch.execution import FRESH, StepRun
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
+from keras_nanguard._backends.torch.judging import NO_VERDICT
 from keras_nanguard._backends.torch.parts import Parts
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras.train_state import TrainState
 
 REFRESH = 100
@@ -52,11 +53,12 @@ class Transaction(interface.Transaction):
 
     Attributes:
         verdict: the verdict of the last step.
-        given: the arguments of the last step.
-        untracked: tensors that the body writes in place outside of Keras, by `id`.
-        keeps_undo: whether an update had to run before the verdict.
+        parts: the train state, as it was read last.
+        stale: whether it has to be read again before the next step.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
             kept before each step.
+        slot_versions: those of `Parts` after the last step.
+        unread: `StepResult.unread` of the last step.
     """
 
     def __init__(
@@ -84,16 +86,16 @@ class Transaction(interface.Transaction):
         self.untracked: dict[int, Any] = {}
         self.keeps_undo = self.adds_to_gradients = False
         self.steps = 0
-        self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        self.verdict = NO_VERDICT
         self.given: Any = None
-        self.slot_versions: Mapping[int, list[int]] = {}  # after the last step
-        self.unread: Mapping[str, Sequence[Any]] = {}  # of the last step, still on a device
+        self.slot_versions: Mapping[int, list[int]] = {}
+        self.unread: Mapping[str, Sequence[Any]] = {}
         self.stale = True
         self._intercept: Intercept | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self.stale or self.steps < FRESH or self.steps % REFRESH == 0:
-            self.parts = Parts(self.read_train_state())
+            self.read_parts()
             self.stale = False
         self.given = Given(args)
         run = StepRun(self, args)
@@ -108,11 +110,22 @@ class Transaction(interface.Transaction):
             self._reports.append(result.report)
         return result.outputs
 
-    def intercept_of(self, optimizers: Sequence[Any]) -> Intercept:
-        """Return the record of calls of these optimizers, the one of the last step if possible."""
+    def read_parts(self) -> None:
+        """Read the train state."""
+        self.parts = Parts(self.read_train_state())
+
+    def intercept(self) -> Intercept:
+        """Return what records the calls of a step, that of the last step if possible."""
+        optimizers = self.parts.train_state.optimizers
         if self._intercept is None or self._intercept.optimizers != list(optimizers):
             self._intercept = Intercept(self.model, optimizers)
         return self._intercept
+
+    def compiled_body(self) -> Compiled:
+        """Return the compiled body."""
+        if self.compiled is None:
+            self.compiled = Compiled(self.body, self.model, self.parts.train_state.optimizers)
+        return self.compiled
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""

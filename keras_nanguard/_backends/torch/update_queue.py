@@ -7,13 +7,13 @@ or writes, and runs the update before it, with the old values kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local, storage, storages
+from keras_nanguard._backends.torch.modules import local, storage, storages, written_by
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 
@@ -104,34 +104,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
             for record in waiting[self._known :]:
                 self._storages |= storages([*record.state(), *record.gradients])
             self._known = len(waiting)
-            if self._touches(args) or self._touches(kwargs.values()):
+            given = _tensors((*args, *kwargs.values()))
+            if any(storage(local(tensor)) in self._storages for tensor in given):
                 self._storages, self._known = set(), 0
                 self.queue.flush(keep=True)
-        if not self.updating and func._schema.is_mutable:
-            _keep_written(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _touches(self, args: Iterable[Any]) -> bool:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if storage(local(arg)) in self._storages:
-                    return True
-            elif isinstance(arg, (list, tuple)) and self._touches(arg):
-                return True
-        return False
-
-
-def _keep_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Keep the tensors that an operation writes in place. Gradients that a backward pass adds up
-    are not among them.
-    """
-    if torch._C._current_graph_task_id() != -1:
-        return
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[number] if number < len(args) else kwargs.get(argument.name)
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(tensor, torch.Tensor):
+        # Gradients that a backward pass adds up are not kept.
+        if not self.updating and torch._C._current_graph_task_id() == -1:
+            for tensor in _tensors(written_by(func, args, kwargs)):
                 for undo_log in WRITES.inside():
                     undo_log.keep_outside(local(tensor))
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors among these values and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

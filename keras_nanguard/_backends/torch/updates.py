@@ -169,8 +169,10 @@ class TorchUpdate(Update):
         return [*self.tensors, *[local(slot) for slot in slots if isinstance(slot, torch.Tensor)]]
 
     def held(self) -> Callable[[], None]:
-        """All state of the optimizer, also entries that do not exist yet."""
-        restore: Callable[[], None] = self.optimizer.held()
+        """All state of the optimizer but the values of its tensors, also entries that do not exist
+        yet.
+        """
+        restore: Callable[[], None] = self.optimizer.held(copies=False)
         return restore
 
     def created(self) -> list[tuple[Any, Any]]:
