@@ -31,7 +31,6 @@ class Explained:
 
 SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
-MORE = "More is copied than has to be; what is given back is the same."
 ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
 WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
 UNREAD = "It stands for the counts of a step that commits, which nobody reads."
@@ -131,7 +130,6 @@ EXPLAINED: tuple[Explained, ...] = (
         ("sums = [a - b for a, b in zip(sums, one)]",),
         ABSORBED_HERE,
     ),
-    Explained("_backends/torch/execution.py", "StepRun.__init__", "fresh = owner.steps < FRESH", ("fresh = owner.steps <= FRESH",), MORE),
     Explained(
         "_backends/torch/execution.py",
         "StepRun.close",

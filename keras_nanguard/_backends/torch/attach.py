@@ -80,30 +80,24 @@ class ModelAttachment(attach.Attachment):
     def _made(self) -> Any:
         return self.run.transaction.compiled
 
-    def inner(self, data: Any) -> Any:
-        """Run Keras' own train function."""
-        with self._guarded_step():
-            return self._function(data)
-
-    @contextlib.contextmanager
-    def _guarded_step(self) -> Iterator[None]:
-        """The `train_step` of the model. Keras reads it when it creates its train function, before
-        Keras 3.16 at each execution.
+    def _guarded_step(self) -> Overrides:
+        """Override the `train_step` of the model. Keras reads it when it creates its train
+        function, before Keras 3.16 at each execution.
         """
-        with Overrides() as overrides:
-            overrides.set(self.model, "train_step", self.run.transaction)
-            yield
+        overrides = Overrides()
+        overrides.set(self.model, "train_step", self.run.transaction)
+        return overrides
 
     can_run_again = True
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
         return self._execute(list(args))[1]
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         transaction = self.run.transaction
         before = transaction.steps
-        logs = self.inner(data)
+        with self._guarded_step():
+            logs = self._function(data)
         if transaction.steps == before:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
             found = f"Keras {keras.__version__}, which ran a different step"
@@ -118,7 +112,6 @@ class LoopStep(attach.LoopStep):
 
     @staticmethod
     def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return model and optimizers in Keras' form, also those of torch itself."""
         return adapted_to_keras(model, optimizers)
 
     @staticmethod
@@ -145,7 +138,6 @@ class LoopStep(attach.LoopStep):
     can_run_again = True
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
         return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:

@@ -15,7 +15,6 @@ class Backup:
 
     Args:
         owner: the `Transaction`.
-        everything: whether to keep everything, because it is not known yet what the body writes.
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         note_created: called with each Keras variable that is created meanwhile.
         before_write: called with each tensor that Keras is about to write.
@@ -28,12 +27,11 @@ class Backup:
         self,
         owner: Any,
         *,
-        everything: bool,
         is_compiled: bool,
         note_created: Callable[[Any], None],
         before_write: Callable[[Any], None] | None,
     ):
-        parts = owner.parts
+        parts, everything = owner.parts, owner.is_fresh
         self._owner = owner
         adds = not owner.stock and (everything or owner.adds_to_gradients)
         found = [(t, t.grad) for t in parts.holders] if adds else []

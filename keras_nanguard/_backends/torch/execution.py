@@ -18,14 +18,6 @@ from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
-FRESH = 2
-"""Number of first steps in which the train state is read each time and everything is kept, to find
-the tensors that a step writes.
-
-The second step shows whether the loop adds to existing gradients, as one that accumulates over
-steps does.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -54,6 +46,7 @@ class StepRun:
 
     Attributes:
         seen: the calls of optimizers and loss.
+        is_compiled: whether the body is compiled.
         backup: what a refusal restores.
         updates: the updates, of which some wait for the verdict.
         judgement: the verdict and the decision.
@@ -66,19 +59,15 @@ class StepRun:
         self.owner, self.args = owner, args
         self.has_created = False
         self.error: BaseException | None = None
-        fresh = owner.steps < FRESH
-        self.compiled: Compiled | None = None
-        if owner.jit and not fresh:  # the first steps have shown what it writes
-            self.compiled = owner.compiled_body()
-        self.seen: Intercept = self.compiled or owner.intercept()
+        self.seen: Intercept = owner.intercept()
+        self.is_compiled = isinstance(self.seen, Compiled)
         self.backup = Backup(
             owner,
-            everything=fresh,
-            is_compiled=self.compiled is not None,
+            is_compiled=self.is_compiled,
             note_created=self._note_created,
             before_write=None if owner.stock else self._before_write,
         )
-        watches = not owner.stock and self.compiled is None
+        watches = not (owner.stock or self.is_compiled)
         self.updates = UpdateQueue(self.backup.log, watches)
         self.judgement = Judgement(owner, self.seen, self.backup.log)
 
@@ -118,7 +107,7 @@ class StepRun:
         number.
         """
         owner = self.owner
-        body = owner.body if self.compiled is None else self.compiled.body
+        body = self.seen.body if isinstance(self.seen, Compiled) else owner.body
         with self.backup.log, self.seen.running(self._on_update), self.updates:
             try:
                 return body(*self.args)
@@ -143,7 +132,7 @@ class StepRun:
                 self._judge(None)
             if judgement.decision != REFUSE:
                 updates.run(record, keep=judgement.decision == CHECK)
-        elif self.compiled is not None:
+        elif self.is_compiled:
             updates.run(record, keep=True)
         else:
             updates.defer(record)
@@ -180,7 +169,7 @@ class StepRun:
             run = [record for record in self.seen.records if record not in self.updates.waiting]
             updated = {id(t) for record in run for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
-        if owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
+        if owner.jit and not self.is_compiled:  # a compiled step does not show what it assigns to
             kept = owner.parts.all if owner.stock else owner.parts.small_state
             keys = log.writers.keys() - {id(tensor) for tensor in kept}
             changed += [log.old[key].tensor for key in keys]
@@ -211,7 +200,7 @@ class StepRun:
             owner.read_parts()
         if not owner.refuse or (is_read and not created):
             return {}
-        return judgement.unread_update()
+        return judgement.read_update()
 
     def _refuse(self) -> None:
         """Undo the step; each loss scale learns from it."""

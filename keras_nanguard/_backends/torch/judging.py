@@ -106,26 +106,19 @@ class Judgement:
 
     def judge_update(self) -> None:
         """Decide by the updated state, after `CHECK`."""
-        self.read_update()
+        self._read_update(self._updated(self.verdict.gradients))
         finite = math.isfinite(self.verdict.weights + self.verdict.slots)
         self._decide(COMMIT if finite else REFUSE)
 
-    def read_update(self) -> None:
-        """Read the norms of the updated state into the verdict."""
-        state = self._updated(self.verdict.gradients)
-        read = reductions.read({site: reductions.norms(t) for site, t in state.items()})
-        weights, slots = (reductions.norm_of(read[site], t) for site, t in state.items())
-        self.verdict = self.verdict._replace(weights=weights, slots=slots)
-        self.update_is_read = True
-
-    def unread_update(self) -> Mapping[str, Sequence[Any]]:
-        """Return the norms of the updated state by site, to be read with the verdict of the next
-        step; none if nobody has to wait for them now, which are read at once.
+    def read_update(self) -> Mapping[str, Sequence[Any]]:
+        """Read the norms of the updated state, or return them by site if they are better read with
+        the verdict of the next step: if the host would wait for the device again, or if other
+        processes need them.
         """
         state = self._updated(self.verdict.gradients)
         if self.is_shared or reductions.is_away(state["weights"]):
             return {site: reductions.norms(tensors) for site, tensors in state.items()}
-        self.read_update()
+        self._read_update(state)
         return {}
 
     def places(self, updated: bool, raised: bool) -> list[tuple[str, str, Any]]:
@@ -196,6 +189,12 @@ class Judgement:
                 if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
                     tolerated.add(id(tensor))
         self.statistics = [t for t in self.statistics if id(t) not in tolerated]
+
+    def _read_update(self, state: Mapping[str, Sequence[Any]]) -> None:
+        read = reductions.read({site: reductions.norms(t) for site, t in state.items()})
+        weights, slots = (reductions.norm_of(read[site], t) for site, t in state.items())
+        self.verdict = self.verdict._replace(weights=weights, slots=slots)
+        self.update_is_read = True
 
     def _updated(self, gradients: float) -> dict[str, list[Any]]:
         """Return the updated `weights` and `slots` to read, given half the sum of squares of the

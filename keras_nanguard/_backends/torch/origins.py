@@ -95,32 +95,24 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and record its result."""
         kwargs = kwargs or {}
+        given = args, kwargs
         name = func.overloadpacket.__name__
         written = list(_tensors(written_by(func, args, kwargs)))
-        before = (
-            [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
-        )
+        before = [self._looked_at(inputs) for _, inputs in _groups((), *given) if written]
         known = NAMES.get(name, name)
         if known in _MAY_BE_STEEP:
-            self._note_steep(
-                known, [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]]
-            )
+            operands = [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]]
+            self._note_steep(known, operands)
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
             outputs = written or list(_tensors(result))
-            views = {storage(t) for t in _tensors((args, kwargs))} if not written else set()
-            groups = list(_groups(outputs, args, kwargs))
+            views = {storage(t) for t in _tensors(given) if not written}
+            groups = list(_groups(outputs, *given))
             looks = before if len(before) == len(groups) else [None] * len(groups)
+            name = name.removeprefix("_foreach_").rstrip("_")
             for (own, inputs), look in zip(groups, looks):
-                self._see(
-                    name.removeprefix("_foreach_").rstrip("_"),
-                    own,
-                    inputs,
-                    look,
-                    views,
-                    (args, kwargs),
-                )
+                self._see(name, own, inputs, look, views, given)
         return result
 
     def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:

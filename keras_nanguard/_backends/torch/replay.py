@@ -131,13 +131,7 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _binary_cross_entropy(
-    real: Callable[..., Any],
-    _: Any,
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    real: Any, _: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
         return real(input, target, weight, *args, **kwargs)

@@ -23,12 +23,20 @@ from typing import Any
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._backends.torch.arguments import Given, as_tensors
-from keras_nanguard._backends.torch.execution import FRESH, StepRun
+from keras_nanguard._backends.torch.execution import StepRun
 from keras_nanguard._backends.torch.intercept import Compiled, Intercept
 from keras_nanguard._backends.torch.judging import NO_VERDICT
 from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras.train_state import TrainState
+
+FRESH = 2
+"""Number of first steps in which the train state is read each time and everything is kept, to find
+the tensors that a step writes.
+
+The second step shows whether the loop adds to existing gradients, as one that accumulates over
+steps does.
+"""
 
 REFRESH = 100
 """Steps between two later readings of the train state."""
@@ -94,7 +102,7 @@ class Transaction(interface.Transaction):
         self._intercept: Intercept | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self.stale or self.steps < FRESH or self.steps % REFRESH == 0:
+        if self.stale or self.is_fresh or self.steps % REFRESH == 0:
             self.read_parts()
             self.stale = False
         self.given = Given(args)
@@ -114,18 +122,20 @@ class Transaction(interface.Transaction):
         """Read the train state."""
         self.parts = Parts(self.read_train_state())
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is not known yet what the body writes."""
+        return self.steps < FRESH
+
     def intercept(self) -> Intercept:
         """Return what records the calls of a step, that of the last step if possible."""
         optimizers = self.parts.train_state.optimizers
+        if self.jit and not self.is_fresh:
+            self.compiled = self.compiled or Compiled(self.body, self.model, optimizers)
+            return self.compiled
         if self._intercept is None or self._intercept.optimizers != list(optimizers):
             self._intercept = Intercept(self.model, optimizers)
         return self._intercept
-
-    def compiled_body(self) -> Compiled:
-        """Return the compiled body."""
-        if self.compiled is None:
-            self.compiled = Compiled(self.body, self.model, self.parts.train_state.optimizers)
-        return self.compiled
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
@@ -134,18 +144,14 @@ class Transaction(interface.Transaction):
         self.steps = min(other.steps, 1)
 
     def batch(self, step: int, given: Given) -> Any:
-        """Return the arguments of an earlier step, or `None` if they were overwritten."""
         return None if given.args is None else as_tensors(given.args)
 
     def take_reports(self) -> list[Report]:
-        """Return and remove the reports of bad steps, in the order of the steps."""
         reports, self._reports = self._reports, []
         return reports
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Allow these variables to be infinite."""
         self.tolerated |= {id(v.value) for v in variables}
 
     def release_run(self) -> None:
-        """Release everything of the finished run."""
         self.given = None

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import first_value, local, settings_of
+from keras_nanguard._backends.torch.modules import (
+    TensorVariable,
+    first_value,
+    local,
+    settings_of,
+)
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-
-
-class Named(NamedTuple):
-    """A parameter that is not a Keras variable, with its path in the module."""
-
-    path: str
-    value: Any
 
 
 class Update:
@@ -161,8 +159,8 @@ class TorchUpdate(Update):
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        named = [Named(self.optimizer.path_of(p), p) for p in self.tensors]
-        return list(zip(self.gradients, named))
+        variables = [TensorVariable(p, self.optimizer.path_of(p)) for p in self.tensors]
+        return list(zip(self.gradients, variables))
 
     def state(self) -> list[Any]:
         slots = [slot for slots in self.torch.state.values() for slot in slots.values()]
