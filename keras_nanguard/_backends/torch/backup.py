@@ -14,7 +14,7 @@ class Backup:
     """Everything that a refused step restores, as it is before the body runs.
 
     Args:
-        owner: the `Transaction`.
+        transaction: the `Transaction`.
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         note_created: called with each Keras variable that is created meanwhile.
         before_write: called with each tensor that Keras is about to write.
@@ -25,29 +25,29 @@ class Backup:
 
     def __init__(
         self,
-        owner: Any,
+        transaction: Any,
         *,
         is_compiled: bool,
         note_created: Callable[[Any], None],
         before_write: Callable[[Any], None] | None,
     ):
-        parts, everything = owner.parts, owner.is_fresh
-        self._owner = owner
-        adds = not owner.stock and (everything or owner.adds_to_gradients)
+        parts, everything = transaction.parts, transaction.is_fresh
+        self._transaction = transaction
+        adds = not transaction.stock and (everything or transaction.adds_to_gradients)
         found = [(t, t.grad) for t in parts.holders] if adds else []
         # What a step finds stays alive until its end.
         self._gradients = [(t, grad, local(grad)._version) for t, grad in found if grad is not None]
-        kept = [*owner.untracked.values(), *(parts.other if everything else ())]
-        if owner.refuse:
+        kept = [*transaction.untracked.values(), *(parts.other if everything else ())]
+        if transaction.refuse:
             kept += [local(grad) for _, grad, _ in self._gradients]
-            kept += parts.weights_and_slots if everything and not owner.stock else ()
+            kept += parts.weights_and_slots if everything and not transaction.stock else ()
         if is_compiled:
             uncounted = [*parts.unlisted, *parts.small_state, *kept]
             self.log = UndoLog((), note_created, uncounted, watch=False)
         else:
             self.log = UndoLog(kept, note_created, parts.unlisted, writes=before_write)
         self._recorded = self.log.old if is_compiled else self.log.writers
-        state = parts.small_state if owner.stock else parts.all
+        state = parts.small_state if transaction.stock else parts.all
         self._versions = [(tensor, tensor._version) for tensor in state]
         self._attributes = parts.attributes(everything)
 
@@ -68,7 +68,7 @@ class Backup:
 
     def restore_gradients(self) -> None:
         """Restore the gradients of a body that accumulates them; for any other leave none."""
-        for tensor in self._owner.parts.holders:
+        for tensor in self._transaction.parts.holders:
             tensor.grad = None
         for tensor, grad, _ in self._gradients:
             tensor.grad = grad

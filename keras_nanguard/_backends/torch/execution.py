@@ -41,7 +41,7 @@ class StepRun:
     """One run of the transaction.
 
     Args:
-        owner: the `Transaction`.
+        transaction: the `Transaction`.
         args: the arguments of the body.
 
     Attributes:
@@ -55,42 +55,42 @@ class StepRun:
             again.
     """
 
-    def __init__(self, owner: Any, args: Sequence[Any]):
-        self.owner, self.args = owner, args
+    def __init__(self, transaction: Any, args: Sequence[Any]):
+        self.transaction, self.args = transaction, args
         self.has_created = False
         self.error: BaseException | None = None
-        self.seen: Intercept = owner.intercept()
+        self.seen: Intercept = transaction.intercept()
         self.is_compiled = isinstance(self.seen, Compiled)
         self.backup = Backup(
-            owner,
+            transaction,
             is_compiled=self.is_compiled,
             note_created=self._note_created,
-            before_write=None if owner.stock else self._before_write,
+            before_write=None if transaction.stock else self._before_write,
         )
-        watches = not (owner.stock or self.is_compiled)
+        watches = not (transaction.stock or self.is_compiled)
         self.updates = UpdateQueue(self.backup.log, watches)
-        self.judgement = Judgement(owner, self.seen, self.backup.log)
+        self.judgement = Judgement(transaction, self.seen, self.backup.log)
 
     def complete(self) -> StepResult:
         """Run the step; commit or refuse it."""
-        owner, judgement = self.owner, self.judgement
+        transaction, judgement = self.transaction, self.judgement
         outputs = self._run_body()
-        owner.adds_to_gradients |= self.backup.gradients_were_added_to
+        transaction.adds_to_gradients |= self.backup.gradients_were_added_to
         if judgement.decision is None:
             self._judge(outputs)
         self._note_untracked()
-        owner.keeps_undo |= self.updates.early and judgement.decision != CHECK
-        if judgement.decision == CHECK and owner.refuse:
+        transaction.keeps_undo |= self.updates.early and judgement.decision != CHECK
+        if judgement.decision == CHECK and transaction.refuse:
             self.updates.flush(keep=True)
             judgement.judge_update()
         refused = judgement.decision == REFUSE
         report = self._report() if refused else None
         unread: Mapping[str, Sequence[Any]] = {}
-        if refused and owner.refuse:
+        if refused and transaction.refuse:
             self._refuse()
         else:
             unread = self._commit()
-        owner.slot_versions = owner.parts.slot_versions()
+        transaction.slot_versions = transaction.parts.slot_versions()
         return StepResult(outputs, judgement.verdict, report, unread)
 
     def close(self) -> None:
@@ -106,13 +106,13 @@ class StepRun:
         """Run the body and return its outputs; `None` if it raised an exception about a bad
         number.
         """
-        owner = self.owner
-        body = self.seen.body if isinstance(self.seen, Compiled) else owner.body
+        transaction = self.transaction
+        body = self.seen.body if isinstance(self.seen, Compiled) else transaction.body
         with self.backup.log, self.seen.running(self._on_update), self.updates:
             try:
                 return body(*self.args)
             except Exception as error:
-                if not (owner.refuse and not self.judgement.decision and is_numeric(error)):
+                if not (transaction.refuse and not self.judgement.decision and is_numeric(error)):
                     self._abandon(error)
                     raise
                 self.error = error
@@ -120,14 +120,14 @@ class StepRun:
 
     def _on_update(self, record: Update) -> None:
         """Run an update now if it may or must run before the end of the step."""
-        owner, updates, judgement = self.owner, self.updates, self.judgement
+        transaction, updates, judgement = self.transaction, self.updates, self.judgement
         # The optimizer is built now, as Keras would, so that its variables are noted.
         self.has_created |= record.build()
         if record.is_immediate:
             updates.run(record, keep=True)
-        elif not owner.refuse:
+        elif not transaction.refuse:
             updates.run(record)
-        elif owner.stock:
+        elif transaction.stock:
             if judgement.decision is None:
                 self._judge(None)
             if judgement.decision != REFUSE:
@@ -141,20 +141,20 @@ class StepRun:
         tensor = variable.value
         if not tensor.is_meta:
             self.has_created = True
-            self.owner.note_created(tensor, keras_variables.read(variable))
+            self.transaction.note_created(tensor, keras_variables.read(variable))
 
     def _before_write(self, tensor: Any) -> None:
         """Run the deferred updates before Keras writes a tensor that they may read, such as a rate.
         None reads a metric.
         """
-        if self.updates.waiting and id(tensor) not in self.owner.parts.metrics:
+        if self.updates.waiting and id(tensor) not in self.transaction.parts.metrics:
             self.updates.flush(keep=True)
 
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
         be undone.
         """
-        if self.owner.refuse and not self.judgement.decision:
+        if self.transaction.refuse and not self.judgement.decision:
             self.backup.undo()
         if self.judgement.is_shared:
             host.leave(error)
@@ -163,42 +163,43 @@ class StepRun:
         """Store tensors that were written in place outside of Keras, which are kept before each
         later step.
         """
-        owner, log = self.owner, self.backup.log
+        transaction, log = self.transaction, self.backup.log
         changed = self.backup.unrecorded()
         if changed:
             run = [record for record in self.seen.records if record not in self.updates.waiting]
             updated = {id(t) for record in run for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
-        if owner.jit and not self.is_compiled:  # a compiled step does not show what it assigns to
-            kept = owner.parts.all if owner.stock else owner.parts.small_state
+        # A compiled step does not show what it assigns to.
+        if transaction.jit and not self.is_compiled:
+            kept = transaction.parts.all if transaction.stock else transaction.parts.small_state
             keys = log.writers.keys() - {id(tensor) for tensor in kept}
             changed += [log.old[key].tensor for key in keys]
-        owner.untracked.update({id(t): t for t in changed})
+        transaction.untracked.update({id(t): t for t in changed})
 
     # The end of the step
 
     @property
     def _is_updated(self) -> bool:
         """Whether an update has run before the verdict."""
-        return self.updates.early or not self.owner.refuse
+        return self.updates.early or not self.transaction.refuse
 
     def _judge(self, outputs: Any) -> None:
         if self.has_created:
-            self.owner.read_parts()
+            self.transaction.read_parts()
         self.judgement.judge(outputs, self.error is not None, self._is_updated)
 
     def _commit(self) -> Mapping[str, Sequence[Any]]:
         """Run the deferred updates; return the norms of the updated state that are not read now."""
-        owner, judgement = self.owner, self.judgement
+        transaction, judgement = self.transaction, self.judgement
         is_read = judgement.update_is_read and not self.updates.waiting
         self.updates.flush(keep=False)
         created = [found for record in self.seen.records for found in record.created()]
         for tensor, value in created:
-            owner.note_created(tensor, value)
+            transaction.note_created(tensor, value)
         if created:
             self.has_created = True
-            owner.read_parts()
-        if not owner.refuse or (is_read and not created):
+            transaction.read_parts()
+        if not transaction.refuse or (is_read and not created):
             return {}
         return judgement.read_update()
 
@@ -207,7 +208,7 @@ class StepRun:
         self.backup.undo()
         self.backup.restore_gradients()
         verdict = self.judgement.verdict
-        for optimizer in self.owner.parts.train_state.optimizers:
+        for optimizer in self.transaction.parts.train_state.optimizers:
             if keras_optimizers.is_loss_scaled(optimizer) and optimizer.built:
                 scale, counter = optimizer.dynamic_scale, optimizer.step_counter
                 before = float(scale.value), int(counter.value), optimizer.initial_scale
@@ -223,7 +224,7 @@ class StepRun:
         judgement = self.judgement
         places = judgement.places(self._is_updated, raised=self.error is not None)
         return Report(
-            judgement.own._replace(refused=self.owner.refuse),
+            judgement.own._replace(refused=self.transaction.refuse),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
             as_tensors(self.args),

@@ -28,7 +28,7 @@ class Judgement:
     """The verdict on one step, and the decision that follows from it.
 
     Args:
-        owner: the `Transaction`.
+        transaction: the `Transaction`.
         seen: the calls of optimizers and loss.
         log: the undo log of the step.
 
@@ -41,18 +41,18 @@ class Judgement:
         left_by_previous: whether the previous step has left bad numbers in the state.
     """
 
-    def __init__(self, owner: Any, seen: Intercept, log: UndoLog):
-        self.owner, self.seen, self.log = owner, seen, log
+    def __init__(self, transaction: Any, seen: Intercept, log: UndoLog):
+        self.transaction, self.seen, self.log = transaction, seen, log
         self.decision: int | None = None
         self.verdict = self.own = NO_VERDICT
         self.statistics: list[Any] = []
         self.update_is_read = self.left_by_previous = False
-        self._rewritten = owner.parts.slots_written_since(owner.slot_versions)
+        self._rewritten = transaction.parts.slots_written_since(transaction.slot_versions)
 
     @property
     def parts(self) -> Parts:
         """The train state."""
-        return self.owner.parts  # type: ignore[no-any-return]
+        return self.transaction.parts  # type: ignore[no-any-return]
 
     def judge(self, outputs: Any, raised: bool, updated: bool) -> None:
         """Read all numbers and decide. The only place where the host waits for the device.
@@ -62,8 +62,8 @@ class Judgement:
             raised: whether it has ended in an exception about a bad number.
             updated: whether updates have run already.
         """
-        owner, seen = self.owner, self.seen
-        losses = [loss.detach() for loss in seen.losses or owner.losses(outputs)]
+        transaction, seen = self.transaction, self.seen
+        losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
         gradients = [gradient for record in seen.records for gradient in record.gradients]
         if raised and not seen.records:  # what was left before the first update
             gradients = [gradient for _, gradient in self.parts.gradients()]
@@ -77,7 +77,7 @@ class Judgement:
                 "statistics": reductions.norms(self.statistics),
                 "scales": [self.log.before(scale) for scale in scales],
                 **{site: reductions.norms(tensors) for site, tensors in state.items()},
-                **{f"previous {site}": norms for site, norms in owner.unread.items()},
+                **{f"previous {site}": norms for site, norms in transaction.unread.items()},
             }
         )
         if not math.isfinite(sum(read["statistics"])):
@@ -95,7 +95,7 @@ class Judgement:
             scale=min(read["scales"], default=1.0),
         )
         self.update_is_read = updated
-        self._judge_previous({site: read[f"previous {site}"] for site in owner.unread})
+        self._judge_previous({site: read[f"previous {site}"] for site in transaction.unread})
         self.own = self.verdict
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read["scales"])
         if raised or not (valid and self.verdict.finite):
@@ -145,7 +145,7 @@ class Judgement:
     @property
     def is_shared(self) -> bool:
         """Whether several processes decide together."""
-        agreement = self.owner.agreement
+        agreement = self.transaction.agreement
         return agreement is not None and bool(agreement.count > 1)
 
     def _decide(self, decision: int) -> None:
@@ -153,7 +153,7 @@ class Judgement:
         become the means over all of them. One message.
         """
         if self.is_shared:
-            agreement, verdict = self.owner.agreement, self.verdict
+            agreement, verdict = self.transaction.agreement, self.verdict
             flags = [decision == REFUSE, decision == CHECK, agreement.has_news]
             numbers = [*map(float, flags), *verdict[1:7]]
             sums = host.summed(numbers, "the verdict on a step")
@@ -172,7 +172,7 @@ class Judgement:
             self.verdict = self.verdict._replace(weights=weights, slots=slots)
 
     def _written_statistics(self) -> list[Any]:
-        apart = self.parts.judged_elsewhere | self.owner.tolerated
+        apart = self.parts.judged_elsewhere | self.transaction.tolerated
         written = self.log.written
         return [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
 
@@ -182,7 +182,7 @@ class Judgement:
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
         this would hide the fault.
         """
-        log, tolerated = self.log, self.owner.tolerated
+        log, tolerated = self.log, self.transaction.tolerated
         for tensor in self.statistics:
             if id(tensor) in log.uncounted and not torch.isfinite(tensor).all():
                 before, nan = log.before(tensor), id(tensor) in self.parts.results
@@ -200,7 +200,7 @@ class Judgement:
         """Return the updated `weights` and `slots` to read, given half the sum of squares of the
         gradients.
         """
-        weights = self.owner.verdict.weights  # their norm, after the previous step
+        weights = self.transaction.verdict.weights  # their norm, after the previous step
         bound = gradients + 0.5 * weights * weights
-        due = rules.full_read_is_due(rules.NUMBERS, self.owner.steps, bound)
+        due = rules.full_read_is_due(rules.NUMBERS, self.transaction.steps, bound)
         return self.parts.updated(self.seen.records, due, self._rewritten)

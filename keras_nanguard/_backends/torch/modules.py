@@ -19,6 +19,11 @@ def local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def local_parts(tensors: Iterable[Any]) -> list[Any]:
+    """Return `local` of each tensor, with one call for all of them."""
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
 def storage(tensor: Any) -> int:
     """Return the address of the memory of a tensor."""
     try:

@@ -18,6 +18,7 @@ from keras_nanguard._backends.torch.modules import (
     TensorVariable,
     first_value,
     local,
+    local_parts,
     settings_of,
 )
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -149,13 +150,13 @@ class TorchUpdate(Update):
         self.groups = settings_of(self.torch.param_groups)
         self._read_gradients()
         if self.is_immediate:  # it computes the gradients of all of them
-            self.tensors = [local(p) for p, _ in self.grads]
+            self.tensors = local_parts([p for p, _ in self.grads])
 
     def _read_gradients(self) -> None:
         groups = self.torch.param_groups
         self.grads = [(p, p.grad) for group in groups for p in group["params"]]
-        self.gradients = [local(g) for _, g in self.grads if g is not None]
-        self.tensors = [local(p) for p, g in self.grads if g is not None]
+        self.gradients = local_parts([g for _, g in self.grads if g is not None])
+        self.tensors = local_parts([p for p, g in self.grads if g is not None])
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -164,7 +165,7 @@ class TorchUpdate(Update):
 
     def state(self) -> list[Any]:
         slots = [slot for slots in self.torch.state.values() for slot in slots.values()]
-        return [*self.tensors, *[local(slot) for slot in slots if isinstance(slot, torch.Tensor)]]
+        return [*self.tensors, *local_parts([s for s in slots if isinstance(s, torch.Tensor)])]
 
     def held(self) -> Callable[[], None]:
         """All state of the optimizer but the values of its tensors, also entries that do not exist
