@@ -86,7 +86,7 @@ GROUPS = {
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
-        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py"),
+        tuple(f"_backends/tensorflow/{name}.py" for name in ("execution", "decision", "step")),
         (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
         budget=120.0,
     ),

@@ -64,7 +64,7 @@ def run(transaction, given, several=1, way=""):
     logs, verdicts, reports = [], [], []
     for start in range(0, len(given), several):
         now = given[start : start + several]
-        transaction.give((now[0],))
+        transaction.given = (now[0],)
         try:
             result = execute(*now)
         except Retrace as found:

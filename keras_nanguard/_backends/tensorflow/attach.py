@@ -5,11 +5,12 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batch_memory import held
 from keras_nanguard._backends.tensorflow import step
@@ -24,61 +25,99 @@ from keras_nanguard._keras import (
 )
 
 
+class _Modes(NamedTuple):
+    """What the traced step of a fit depends on, besides the model.
+
+    Attributes:
+        takes: whether the host takes each batch off the data: an execution is one step of Keras'
+            own train function.
+        eager: whether the step runs eagerly.
+        jit: whether XLA compiles it.
+        mirrored: whether the model trains under `MirroredStrategy`.
+        spread_out: whether it trains under any strategy.
+        several: steps per execution.
+        strategy: its strategy.
+    """
+
+    takes: bool
+    eager: bool
+    jit: bool
+    mirrored: bool
+    spread_out: bool
+    several: int
+    strategy: Any
+
+    @classmethod
+    def of(cls, model: Any, keras_own: bool) -> _Modes:
+        """Return the present modes.
+
+        Args:
+            model: the model.
+            keras_own: whether Keras' train function only calls the step, once for each batch.
+        """
+        strategy, several = model.distribute_strategy, model.steps_per_execution
+        mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+        default = tf.distribute.get_strategy()
+        spread_out = strategy is not default or tf.distribute.has_strategy()
+        eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
+        jit = bool(model.jit_compile) and not eager and not mirrored
+        takes = keras_own and not spread_out and several == 1
+        return cls(takes, eager, jit, mirrored, spread_out, several, strategy)
+
+
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
     END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
     LOGS_RESTORED = True
 
-    _takes = False
-    """Whether the host takes each batch off the data: an execution is one step of Keras' own."""
-
-    _eager = False
-    """Whether the step runs eagerly."""
+    modes: _Modes | None = None
+    """Those of the present step, once it is built."""
 
     def _build(self) -> None:
-        model, run, many = self.model, self.run, self.model.steps_per_execution
-        strategy, spread_out = model.distribute_strategy, self._spread_out()
-        mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-        self._eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
-        jit = bool(model.jit_compile) and not self._eager and not mirrored
-        self._takes = self._is_keras_own() and not spread_out and many == 1
-        modes = (self._takes, many, mirrored, jit, spread_out, self._eager, strategy)
+        make = getattr(self._make, "__func__", None)
+        modes = self.modes = _Modes.of(self.model, make is keras.Model.make_train_function)
         cached = self._cached_step(*modes)
         if cached is not None:
             transaction, self.inner = cached
-            transaction.rebind(run.read_train_state, run.note_created)
+            transaction.rebind(self.run.read_train_state, self.run.note_created)
             self._place(transaction)
-            model.train_function = self.run_execution
-            return
+        else:
+            self._create(modes)
+        self.model.train_function = self.run_execution
+
+    def _create(self, modes: _Modes) -> None:
+        """Create a new transaction, and the function that runs it."""
+        run = self.run
         old = run.transaction
-        transaction = (MirroredTransaction if mirrored else step.Transaction)(
-            self._body(),
+        transaction = (MirroredTransaction if modes.mirrored else step.Transaction)(
+            self._body(modes.eager),
             run.read_train_state,
-            model=model,
+            model=self.model,
             logs=True,
-            jit=jit,
-            counted=many > 1 or not (self._takes or spread_out),
+            jit=modes.jit,
+            counted=modes.several > 1 or not (modes.takes or modes.spread_out),
             note_created=run.note_created,
-            refuse=run.refuses and (mirrored or not spread_out),
-            host_has_batches=self._takes,
+            # Under other strategies than MirroredStrategy steps are only checked.
+            refuse=run.refuses and (modes.mirrored or not modes.spread_out),
+            host_has_batches=modes.takes,
         )
         if old is not None:
             transaction.inherit(old)
         self._place(transaction)
-        self._build_optimizer()
+        if not (modes.eager or modes.spread_out):
+            self._build_optimizer()
         self.inner = self._made_by_keras(jit_compile=False)
-        if self._takes and not self._eager:
-            self.inner = step.Direct(transaction)
-        model.train_function = self.run_execution
+        if modes.takes:
+            self.inner = step.Direct(transaction, modes.eager)
 
-    def _body(self) -> Any:
+    def _body(self, eager: bool) -> Any:
         """Return the step to trace.
 
         If Keras has traced it since `compile`, the trainable weights are those of that time.
         """
         model, body = self.model, self.body
-        if self._cached[0] is None or self._eager:
+        if self._cached[0] is None or eager:
             return body
 
         def as_traced(data: Any) -> Any:
@@ -93,14 +132,8 @@ class ModelAttachment(attach.Attachment):
         `tf.function` traces a step twice if it creates variables.
         """
         model, optimizer = self.model, self.model.optimizer
-        in_graph = self._stock and model.built and not (self._eager or self._spread_out())
-        if in_graph and not optimizer.built and model.trainable_weights:
+        if self._stock and model.built and not optimizer.built and model.trainable_weights:
             build(optimizer, model.trainable_weights, eagerly=False)
-
-    def _is_keras_own(self) -> bool:
-        """Whether Keras' train function only calls the step, once for each batch."""
-        make = self._make
-        return getattr(make, "__func__", None) is keras.Model.make_train_function
 
     def _place(self, transaction: Any) -> None:
         """Set the transaction on the session, and on the model for Keras to trace."""
@@ -114,15 +147,7 @@ class ModelAttachment(attach.Attachment):
     def detach(self) -> None:
         super().detach()
         if self.run.transaction is not None:
-            self.run.transaction.release()
-
-    def _spread_out(self) -> bool:
-        """Whether the model trains under a `tf.distribute` strategy.
-
-        Under all of them but `MirroredStrategy` steps are checked, but not refused.
-        """
-        default = tf.distribute.get_strategy()
-        return self.model.distribute_strategy is not default or tf.distribute.has_strategy()
+            self.run.transaction.given = None
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due.
@@ -137,7 +162,8 @@ class ModelAttachment(attach.Attachment):
         """Create every variable that the first step would create; return whether all of them
         exist.
         """
-        spec = None if self._spread_out() else keras_fitting.running_spec()
+        spread_out = self.modes is not None and self.modes.spread_out
+        spec = None if spread_out else keras_fitting.running_spec()
         self._trace(spec)
         return spec is not None
 
@@ -148,48 +174,31 @@ class ModelAttachment(attach.Attachment):
                 self.run.transaction.trace(spec)
                 return
             except Retrace as found:
-                self._retrace(found)
-
-    def _retrace(self, found: Retrace) -> None:
-        """Create the step again, with the findings of its trace."""
-        self.run.transaction.learn(found)
-        self._build()
+                self.run.transaction.learn(found)
+                self._build()
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        if tf.config.functions_run_eagerly() and not self._eager:
-            self._build()
-        if not self._takes:
-            if isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-                return self._run(lambda: self.inner(data))
-            batches = list(data)  # of `train_on_batch`: a second trace reads it again
-            return self._run(lambda: self.inner(iter(batches)))
-        batch = self.run.transaction.take(data)
-        if self._eager:
-            return self._run(lambda: self.inner(iter([batch])), (batch,))
-        return self._run(lambda: self.inner(batch, data), (batch,))
+        if self.can_run_again:
+            batch = self.run.transaction.take(data)
+            return self._run(lambda: self.inner(batch, data), (batch,))
+        if isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            return self._run(lambda: self.inner(data))
+        batches = list(data)  # of `train_on_batch`: a second trace reads it again
+        return self._run(lambda: self.inner(iter(batches)))
 
     @property
     def can_run_again(self) -> bool:  # type: ignore[override]
         """Whether one execution is one step on one batch that the host has."""
-        return self._takes
+        return self.modes is not None and self.modes.takes
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the step on the arguments of an earlier one; return the verdict."""
-        (batch,) = args
-        return self._run(
-            lambda: self.inner(iter([batch])) if self._eager else self.inner.again(batch), (batch,)
-        )[1]
+        return self._run(lambda: self.inner.again(*args), args)[1]
 
-    def _run(self, inner: Callable[[], Any], args: Any = None) -> tuple[Any, Verdict]:
-        """Run one execution, and trace its step in another mode if its trace requires it."""
-        while True:
-            transaction = self.run.transaction
-            transaction.give(args)
-            try:
-                logs, verdict = transaction.read(inner())
-                return self._restored(logs) if verdict.refused else logs, verdict
-            except Retrace as found:
-                self._retrace(found)
+    def _run(self, inner: Callable[[], Any], given: Any = None) -> tuple[Any, Verdict]:
+        """Run one execution; `given`: its arguments, if the host has them."""
+        logs, verdict = _completed(self.run, inner, given, self._build)
+        return self._restored(logs) if verdict.refused else logs, verdict
 
     def _restored(self, logs: Any) -> Any:
         """Return the logs of a refused step: those of the restored metrics, without it.
@@ -230,12 +239,26 @@ class LoopStep(attach.LoopStep):
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         """Run one step; return its outputs and its verdict."""
         given = held((args, kwargs))
-        while True:
-            transaction = self.run.transaction
-            transaction.give(given)
-            try:
-                outputs, verdict = transaction.read(self.compiled(args, kwargs))
-                return outputs, verdict
-            except Retrace as found:
-                transaction.learn(found)
-                self.rebuild()
+        return _completed(self.run, lambda: self.compiled(args, kwargs), given, self.rebuild)
+
+
+def _completed(
+    run: Run, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
+) -> tuple[Any, Verdict]:
+    """Run a step, in another mode if its trace requires it; return its outputs and its verdict.
+
+    Args:
+        run: the run that it belongs to.
+        inner: runs it.
+        given: its arguments, if the host has them.
+        rebuild: creates the transaction again, with the findings of its trace.
+    """
+    while True:
+        transaction = run.transaction
+        transaction.given = given
+        try:
+            outputs, verdict = transaction.read(inner())
+            return outputs, verdict
+        except Retrace as found:
+            transaction.learn(found)
+            rebuild()

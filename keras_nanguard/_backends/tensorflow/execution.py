@@ -1,4 +1,6 @@
-"""One trace, or one eager run, of the transaction on TensorFlow; `step` has its outline."""
+"""One trace, or one eager run, of the transaction on one replica: the body, what it writes and
+computes, and how it commits or is refused. `step` has the outline, `decision` decides.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import graph, reductions, updates
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
-from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 
@@ -28,107 +29,96 @@ class Retrace(Exception):
         self.untracked = untracked
 
 
-class StepResult(NamedTuple):
-    """The result of one step.
+class Sums(NamedTuple):
+    """The sums of the decision: scalars of one dtype. Each is finite if all of its entries are,
+    unless it overflows.
 
     Attributes:
-        outputs: its outputs.
-        row: the numbers of its verdict, shape `(len(FIELDS),)`.
-        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
-            of its sums were finite.
-        bad: scalar bool, whether to report it: refused, and not because it was halted.
+        loss: the sum of the losses.
+        gradients: half the sum of squares.
+        statistics: the sum of what the body wrote besides weights, slots and metrics.
+        weights, slots: those after updates that ran where the body calls them; else 0.
     """
 
-    outputs: Any
-    row: Any
-    counts: Any
-    bad: Any
+    loss: Any
+    gradients: Any
+    statistics: Any
+    weights: Any
+    slots: Any
+
+
+class Measures(NamedTuple):
+    """What the step of one replica has computed.
+
+    Attributes:
+        sums: over its own numbers.
+        scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
+        losses: the summed losses.
+        counted: `(site, path, tensor)` of everything that a report counts.
+        products: gradients to multiply again in their update, from `updates.unread_products`.
+    """
+
+    sums: Sums
+    scale: Any
+    losses: list[Any]
+    counted: list[tuple[str, str, Any]]
+    products: dict[int, Any]
 
 
 class StepTrace:
-    """One trace (or one eager run) of the transaction; on one replica, if there are several.
+    """One trace (or one eager run) of the transaction on one replica.
 
     Args:
         transaction: the `Transaction`, which has how it is traced.
-        halted: scalar bool, whether the step is refused regardless of its numbers.
-        step: its number, a scalar int64.
 
     Attributes:
-        places: `(site, path)` of each line of the counts, once the body has run.
+        args: the arguments of the body.
+        kept: `(variable, old value)` of what the body may write and a refusal restores.
+        scales: of each loss scale its value and counter before the update, and their variables.
+        measures: what it has computed, once the body has run.
     """
 
     adapts_updates = True
-    """Whether updates are ordered and fused, and keep the bits of Keras' own (see `updates`)."""
+    """Whether updates are ordered, and keep the bits of Keras' own (see `updates`)."""
 
-    def __init__(self, transaction: Any, halted: Any, step: Any):
-        self.transaction, self.halted, self.step = transaction, halted, step
+    measures: Measures
+
+    def __init__(self, transaction: Any):
+        self.transaction = transaction
+        self.args: Sequence[Any] = ()
         self.seen = Seen()
         self.keeps_undo = transaction.immediate and transaction.refuse
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.train_state = transaction.train_state()
         self.kept: list[tuple[Any, Any]] = []
-        self.scales: list[Any] = []
+        self.scales: list[tuple[Any, Any, Any, Any]] = []
         self.created: set[int] = set()
         """Keys of the variables that were created inside the step."""
-        self.after_update: dict[int, bool] = {}
-        """Keys of the variables that the body reads (`False`) or writes (`True`) after its first
-        update."""
+        self.accesses: graph.BodyAccesses | None = None
+        """What the body reads and writes, if a graph shows it."""
 
-    def complete(self, args: Sequence[Any]) -> StepResult:
-        """Run the body as a transaction."""
+    def run(self, args: Sequence[Any]) -> Any:
+        """Run the body on a single replica; return its outputs."""
+        transaction, self.args = self.transaction, args
         self.keep()
         start = graph.mark(self.graph)
-        outputs = self.observed(args)
-        if self.graph is not None and self.transaction.refuse:
-            self.inspect(start)
-        self.measure(outputs)
-        self.judge()
-        return self.result(*self._decide(outputs))
-
-    def _decide(self, outputs: Any) -> tuple[Any, Sequence[Any]]:
-        """Commit or refuse; return the outputs, and the sums over weights and slots.
-
-        Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies the
-        factors of an update (of the scale of a BatchNormalization) in another order than in a
-        plain step, which may differ in the last bit.
-        """
-        leaves = tf.nest.flatten(outputs, expand_composites=True) if self.transaction.logs else []
-        leaves = [leaf for leaf in leaves if leaf is not None]
-
-        def commit() -> list[Any]:
-            sums = self.commit()
-            self.check_deferred()
-            return [*sums, *map(tf.identity, leaves)]
-
-        weights, slots, *passed = tf.cond(
-            self.may_commit, commit, lambda: [*self.refuse(), *map(tf.identity, leaves)]
-        )
-        if self.transaction.logs:
-            rest = iter(passed)
-            outputs = tf.nest.map_structure(
-                lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True
-            )
-        return outputs, (weights, slots)
-
-    def result(self, outputs: Any, update_sums: Sequence[Any]) -> StepResult:
-        """Return the result, given the outputs and the sums over weights and slots."""
-        bad = ~self.may_commit & ~self.halted
-        return StepResult(outputs, self.row(update_sums), self.counts, bad)
-
-    # The body, and what it may write
-
-    def observed(self, args: Sequence[Any]) -> Any:
-        """Run the body and record the calls of its optimizers; return its outputs."""
-        transaction, optimizers = self.transaction, self.train_state.optimizers
         intercept = Intercept(
-            *(transaction.model, optimizers, transaction.immediate, self.note_created),
+            transaction.model,
+            self.train_state.optimizers,
+            transaction.immediate,
+            self.note_created,
             seen=lambda: self.seen,
             asked=self.asked,
         )
         with intercept, intercept.creating():
             outputs = transaction.body(*args)
         self.train_state = transaction.train_state()
+        if self.graph is not None and transaction.refuse:
+            self.inspect(start)
+        self.measure(outputs)
         return outputs
+
+    # The body, and what it may write
 
     def keep(self) -> None:
         """Keep the values that the body may write and a refusal restores."""
@@ -196,26 +186,19 @@ class StepTrace:
 
         Args:
             start: mark of the graph at which the body begins.
-            foreign: keys of the variables of another replica, whose body is in the graph after this
-                one.
+            foreign: keys of the variables of other replicas.
         """
-        known = {id(v.handle) for v, _ in self.kept} | foreign
+        self.accesses = graph.BodyAccesses(self.graph, start, self.seen.boundary, foreign)
+        written = self.accesses.written
         large = self.keys([*self.train_state.trainable, *self.train_state.slots])
+        if not self.keeps_undo and not large.isdisjoint(written):
+            raise Retrace
+        known = large | {id(v.handle) for v, _ in self.kept}
         known |= self.keys(v for pair in self.train_state.scales for v in pair)
-        written: set[int] = set()
-        for access in graph.accesses(self.graph, start, self.seen.boundary):
-            if access.after_mark and access.key not in foreign:
-                before = self.after_update.get(access.key, False)
-                self.after_update[access.key] = access.writes or before
-            if not access.writes:
-                continue
-            if access.key in large and not self.keeps_undo:
-                raise Retrace
-            if access.key not in known | large:
-                untracked = graph.untracked(access.handle)
-                if untracked is not None:
-                    raise Retrace(untracked)
-            written.add(access.key)
+        for key, handle in written.items():
+            untracked = None if key in known else graph.untracked(handle)
+            if untracked is not None:
+                raise Retrace(untracked)
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
     def check_deferred(self) -> None:
@@ -223,117 +206,103 @@ class StepTrace:
 
         The graph of the conditional has them, and reads what they have written.
         """
-        if self.graph is None or not self.after_update:
-            return
-        for access in graph.accesses(tf.compat.v1.get_default_graph()):
-            after = self.after_update.get(access.key)
-            if after or (access.writes and after is not None):
-                raise Retrace
+        traced = tf.compat.v1.get_default_graph()
+        if self.accesses is not None and self.accesses.depend_on(traced):
+            raise Retrace
 
-    # The verdict
+    # What the step computes
 
     def measure(self, outputs: Any) -> None:
         """Sum up loss, gradients and written statistics, and weights and slots if they were
         written, too.
         """
         state, seen, transaction = self.train_state, self.seen, self.transaction
-        self.kind = kind = reductions.kind([*state.trainable, *state.slots])
+        kind = reductions.kind([*state.trainable, *state.slots])
         others = self.keys([*state.metrics, *state.trainable, *state.slots]) | transaction.tolerated
         kept = [v for v, _ in self.kept if id(v.handle) not in others]
-        self.written = list(filter(reductions.can_be_bad, kept))
-        self.losses = seen.losses or transaction.losses(outputs)
-        self.loss = reductions.add([tf.cast(loss, kind) for loss in self.losses], kind)
-        self.pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
-        self.products: dict[int, Any] = {}
+        written = list(filter(reductions.can_be_bad, kept))
+        losses = seen.losses or transaction.losses(outputs)
+        pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
+        products: dict[int, Any] = {}
         if self.graph is not None and not transaction.jit and self.adapts_updates:
             if transaction.immediate:
-                self.pairs = [(updates.read_apart(g), v) for g, v in self.pairs]
+                pairs = [(updates.read_apart(g), v) for g, v in pairs]
             else:
-                self.products = updates.unread_products(g for g, _ in self.pairs)
-        self.gradients = reductions.squares([g for g, _ in self.pairs], kind)
-        self.statistics = reductions.total(self.written, kind)
-        scales = [s for s, _, _, _ in self.scales]
-        self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
-        self.update_sums = [tf.zeros((), kind)] * 2
+                products = updates.unread_products(g for g, _ in pairs)
+        weights = slots = tf.zeros((), kind)
         if transaction.immediate:
-            parts = (state.trainable, state.slots)
-            self.update_sums = [reductions.total((v.value for v in p), kind) for p in parts]
-        self.counted = self._places()
-        self.places = tuple((site, path) for site, path, _ in self.counted)
+            weights = reductions.total((v.value for v in state.trainable), kind)
+            slots = reductions.total((v.value for v in state.slots), kind)
+        sums = Sums(
+            reductions.add([tf.cast(loss, kind) for loss in losses], kind),
+            reductions.squares([g for g, _ in pairs], kind),
+            reductions.total(written, kind),
+            weights,
+            slots,
+        )
+        scales = [value for value, *_ in self.scales]
+        scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
+        self.measures = Measures(sums, scale, losses, self._places(pairs, written), products)
 
-    def _places(self) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report counts."""
+    def _places(self, pairs: Iterable[Any], written: Iterable[Any]) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that a report counts.
+
+        Args:
+            pairs: `(gradient, variable)` of each update.
+            written: the written statistics.
+        """
         state, paths = self.train_state, {}
         for variable in (*state.other, *state.trainable, *state.rates):
             paths[id(self.local(variable).handle)] = variable.path
         found = [("outputs", name, tensor) for name, tensor in self.seen.outputs]
-        found += [("gradients", v.path, gradient) for gradient, v in self.pairs]
-        found += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]
+        found += [("gradients", v.path, gradient) for gradient, v in pairs]
+        found += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
         if self.transaction.immediate:
             found += [("weights", v.path, self.local(v)) for v in state.trainable]
             found += [("slots", v.path, self.local(v)) for v in state.slots]
         return [(*place, t) for *place, t in found if reductions.can_be_bad(t)]
 
     @property
-    def sums(self) -> list[Any]:
-        """The sums of the decision."""
-        return [self.loss, self.gradients, self.statistics, *self.update_sums]
-
-    def judge(self) -> None:
-        """Decide whether the step may commit; check each entry if a sum is not finite."""
-        nothing = tf.zeros((len(self.places), 3), tf.int64)
-        trusted = tf.math.is_finite(reductions.add(self.sums, self.kind))
-        finite, self.counts = tf.cond(trusted, lambda: (tf.constant(True), nothing), self.look)
-        self.settle(finite)
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """`(site, path)` of each line of its counts."""
+        return tuple((site, path) for site, path, _ in self.measures.counted)
 
     def look(self) -> tuple[Any, Any]:
-        """Return whether all entries are finite, and the counts of each place."""
-        counts = reductions.counts([tensor for _, _, tensor in self.counted])
+        """Return whether all entries are finite, a scalar bool, and the counts of each place."""
+        counts = reductions.counts([tensor for _, _, tensor in self.measures.counted])
         decide = tf.constant([site != "outputs" for site, _ in self.places], tf.int64)
         bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
-        return reductions.all_finite(self.losses) & (bad == 0), counts
+        return reductions.all_finite(self.measures.losses) & (bad == 0), counts
 
-    def settle(self, finite: Any) -> None:
-        """Store the decision, given whether all entries are finite."""
-        settled = [reductions.settled(s, finite) for s in self.sums]
-        self.loss, self.gradients, self.statistics, *self.update_sums = settled
-        self.may_commit = finite & ~self.halted
-        if self.scales:
-            self.may_commit &= rules.scale_is_valid(reductions.OPERATIONS, self.scale)
+    def given_bad(self) -> Any:
+        """Return whether its data are bad, a scalar bool."""
+        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
+        return ~reductions.all_finite(given)
 
-    def row(self, update_sums: Sequence[Any]) -> Any:
-        """Return the row of numbers, given the sums over weights and slots."""
-        refused = ~self.may_commit if self.transaction.refuse else tf.constant(False)
-        first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
-        last = [tf.cast(part, self.kind) for part in (self.step % PERIOD, self.halted)]
-        return tf.stack([*first, *update_sums, self.scale, *last])
+    def rows(self) -> Any:
+        """Return the number of its rows, a scalar int64; -1 if unknown."""
+        leaves = tf.nest.flatten(self.args)
+        dense = [t for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank]
+        return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
 
     # Commit or refuse
 
     def commit(self) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots."""
-        if self.transaction.immediate:
-            return list(self.update_sums)
         adapted = self.adapts_updates and not self.transaction.jit
         optimizers = self.train_state.optimizers if adapted else ()
-        updates.run(self.seen.records, optimizers, self.products)
-        return reductions.update_sums(self.train_state, self.seen.records, self.kind)
+        updates.run(self.seen.records, optimizers, self.measures.products)
+        dtype = self.measures.scale.dtype
+        return reductions.update_sums(self.train_state, self.seen.records, dtype)
 
-    def refuse(self) -> list[Any]:
-        """Restore the kept values; return the same as `commit`."""
-        if self.transaction.refuse:
-            for variable, old in self.kept:
-                variable.assign(old)
-            self._learn_scale()
-        return list(self.update_sums)
-
-    def _learn_scale(self) -> None:
-        """Update each loss scale after a refusal."""
+    def refuse(self, loss: Any, gradients: Any) -> None:
+        """Restore the kept values, and update each loss scale, given the sums of the verdict."""
+        for variable, old in self.kept:
+            variable.assign(old)
         scaled = filter(keras_optimizers.is_loss_scaled, self.train_state.optimizers)
         first = {id(o.dynamic_scale): o.initial_scale for o in scaled if o.built}
-        operations, seen = reductions.OPERATIONS, (self.loss, self.gradients)
         for old, steps, scale, counter in self.scales:
             initial = tf.cast(first[id(scale)], old.dtype)
-            after = rules.learned_scale(operations, *seen, old, steps, initial)
+            after = rules.learned_scale(reductions.OPERATIONS, loss, gradients, old, steps, initial)
             scale.value.assign(after[0])
             counter.value.assign(after[1])

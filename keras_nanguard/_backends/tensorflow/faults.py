@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
+from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 
 
@@ -98,5 +98,4 @@ def _build(model: Any) -> None:
     """Build the model's only optimizer, as its first step would, so that its slots exist."""
     optimizers = keras_optimizers.find_optimizers(model)
     if len(optimizers) == 1 and not optimizers[0].built and model.trainable_variables:
-        with tf.init_scope(), keras.name_scope(optimizers[0].name, caller=optimizers[0]):
-            optimizers[0].build(model.trainable_variables)
+        build(optimizers[0], model.trainable_variables, eagerly=True)

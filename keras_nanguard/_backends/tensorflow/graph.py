@@ -7,7 +7,7 @@ not track them, and an update can be deferred to the end of the step if nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -79,6 +79,44 @@ def _outer(tensor: Any, captures: dict[int, dict[int, Any]]) -> Any:
             known = captures[id(tensor.graph)] = {id(inner): outer for outer, inner in pairs}
         tensor = known.get(id(tensor))
     return tensor
+
+
+class BodyAccesses:
+    """What the body of a step reads and writes, by key.
+
+    Args:
+        graph: the graph that it was traced into.
+        start: mark of the graph at which it begins.
+        boundary: mark at its first update, `None` if it has none.
+        foreign: keys that are left out: of the variables of another replica, whose body is in the
+            graph after this one.
+
+    Attributes:
+        written: the handle of each resource that it writes.
+        after_update: whether it writes each resource that it accesses after its first update.
+    """
+
+    def __init__(self, graph: Any, start: int, boundary: int | None, foreign: Set[int]):
+        self.written: dict[int, Any] = {}
+        self.after_update: dict[int, bool] = {}
+        for access in accesses(graph, start, boundary):
+            key = access.key
+            if key in foreign:
+                continue
+            if access.after_mark:
+                self.after_update[key] = access.writes or self.after_update.get(key, False)
+            if access.writes:
+                self.written[key] = access.handle
+
+    def depend_on(self, updates: Any) -> bool:
+        """Whether the rest of the body depends on the updates in this graph: it accesses what they
+        write, or writes what they read.
+        """
+        return any(
+            self.after_update[access.key] or access.writes
+            for access in (accesses(updates) if self.after_update else ())
+            if access.key in self.after_update
+        )
 
 
 class Untracked:

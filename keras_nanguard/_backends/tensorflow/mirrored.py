@@ -22,7 +22,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.tensorflow import graph, reductions
+from keras_nanguard._backends.tensorflow import graph
+from keras_nanguard._backends.tensorflow.decision import StepResult, decide, places_of
 from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.step import Transaction
@@ -47,18 +48,13 @@ class MirroredTransaction(Transaction):
 
     def run(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
-        step = merge(lambda strategy: _Step(self, strategy, *self.count()))
+        step = merge(lambda strategy: _Step(self, strategy))
         share = step.share()
-        step.run(share, args)
+        outputs = step.run(share, args)
         merge(step.inspect)
-        share.measure(share.outputs)
+        share.measure(outputs)
         merge(step.decide)
-        merge(lambda strategy: self._report(step))
-        return share.outputs, step.result.row
-
-    def _report(self, step: _Step) -> None:
-        batch = tf.nest.map_structure(_whole, *(share.args for share in step.shares))
-        self.file(step.result, step.places, batch, step.replicas)
+        return outputs, step.result.row
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         parts = self.model.distribute_strategy.experimental_local_results
@@ -74,7 +70,7 @@ class _Share(StepTrace):
     """The part of one replica in a step.
 
     Args:
-        transaction, halted, step: see `StepTrace`.
+        transaction: see `StepTrace`.
         strategy: the strategy.
         number: the replica, from 0.
     """
@@ -83,11 +79,9 @@ class _Share(StepTrace):
     """False: all replicas trace their updates at the same time, so an override for one applies to
     all."""
 
-    def __init__(self, transaction: Any, halted: Any, step: Any, strategy: Any, number: int):
-        super().__init__(transaction, halted, step)
+    def __init__(self, transaction: Any, strategy: Any, number: int):
+        super().__init__(transaction)
         self.strategy, self.number = strategy, number
-        self.args: Sequence[Any] = ()
-        self.outputs: Any = None
 
     def local(self, variable: Any) -> Any:
         """Return this replica's copy of a variable, or its only copy."""
@@ -101,37 +95,22 @@ class _Share(StepTrace):
         keys = self.keys([*train_state.trainable, *train_state.slots, *scales])
         return keys | {id(v.handle) for v, _ in self.kept}
 
-    def given_bad(self) -> Any:
-        """Return whether the data of this replica are bad, a scalar bool."""
-        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
-        return ~reductions.all_finite(given)
-
-    def rows(self) -> Any:
-        """Return the number of its rows, a scalar int64; -1 if unknown."""
-        leaves = tf.nest.flatten(self.args)
-        dense = [t for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank]
-        return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
-
 
 class _Step:
     """One trace (or one eager run) of a step of all replicas; created and used outside of them.
 
     Attributes:
         result: the result of the step, without its outputs.
-        places: site and path of each line of the counts.
-        replicas: for each replica whether it is to blame, and its rows of the batch, as for
-            `ReportQueue.put`. Replicas with bad data are to blame, else those with a bad number.
     """
 
-    result: Any
-    replicas: Any
+    result: StepResult
 
-    def __init__(self, transaction: Any, strategy: Any, halted: Any, step: Any):
+    def __init__(self, transaction: Any, strategy: Any):
         self.transaction, self.strategy = transaction, strategy
+        self.counted = transaction.steps.begin()
         numbers = range(strategy.num_replicas_in_sync)
-        self.shares = [_Share(transaction, halted, step, strategy, number) for number in numbers]
+        self.shares = [_Share(transaction, strategy, number) for number in numbers]
         self.first = first = self.shares[0]
-        self.places: tuple[tuple[str, str], ...] = ()
         self.start = graph.mark(first.graph)
         intercept = Intercept(
             transaction.model,
@@ -149,8 +128,8 @@ class _Step:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.shares[int(tf.get_static_value(number))]
 
-    def run(self, share: _Share, args: Sequence[Any]) -> None:
-        """Run the body on one replica."""
+    def run(self, share: _Share, args: Sequence[Any]) -> Any:
+        """Run the body on one replica; return its outputs."""
         try:
             share.keep()
             if share is not self.first:  # it handles what all replicas share
@@ -158,7 +137,7 @@ class _Step:
                 share.kept = [(v, old) for v, old in share.kept if id(v.handle) not in common]
             share.args = args
             with self.intercept.creating():
-                share.outputs = self.transaction.body(*args)
+                return self.transaction.body(*args)
         except BaseException:
             self.watched.close()
             raise
@@ -181,59 +160,14 @@ class _Step:
             share.inspect(self.start, set().union(*others))
 
     def decide(self, strategy: Any) -> None:
-        """Compute one verdict, and let every replica commit or refuse."""
-        shares, first = self.shares, self.first
-        self.places = tuple(dict.fromkeys(place for share in shares for place in share.places))
-        trusted = tf.math.is_finite(tf.add_n([s for share in shares for s in share.sums]))
-        none = tf.zeros(len(shares), tf.bool), tf.zeros((len(self.places), 3), tf.int64)
-        finite, given_bad, counts = tf.cond(trusted, lambda: (~none[0], *none), self._look)
-        self.replicas = None
-        if len(shares) > 1:
-            blamed = tf.where(tf.reduce_any(given_bad), given_bad, ~finite)
-            rows = tf.stack([share.rows() for share in shares])
-            self.replicas = tf.stack([tf.cast(blamed, tf.int64), rows], 1)
-        self._join_sums(tf.reduce_all(finite))
+        """Compute one verdict, let every replica commit or refuse, and store the result."""
+        transaction, shares = self.transaction, self.shares
+        transaction.places = places_of(shares)
+        halted, number = self.counted
+        self.result = decide(shares, None, halted, number, self._each)
+        transaction.file(self.result, tf.nest.map_structure(_whole, *(s.args for s in shares)))
 
-        def commit() -> list[Any]:
-            sums = self._each(_Share.commit)
-            for share in shares:
-                share.check_deferred()
-            return list(map(_total, zip(*sums)))
-
-        def refuse() -> list[Any]:
-            return list(map(_total, zip(*self._each(_Share.refuse))))
-
-        update_sums = tf.cond(first.may_commit, commit, refuse)
-        first.counts = counts
-        self.result = first.result(None, update_sums)
-
-    def _look(self) -> tuple[Any, Any, Any]:
-        """Return for each replica whether everything is finite, whether its data are bad, and
-        counts.
-        """
-
-        def look(share: _Share) -> tuple[Any, Any, Any]:
-            finite, found = share.look()
-            lines = [[self.places.index(place)] for place in share.places]
-            counts = tf.scatter_nd(lines, found, (len(self.places), 3)) if lines else found
-            return finite, ~finite & share.given_bad(), counts
-
-        finite, given_bad, counts = zip(*self._each(look))
-        return tf.stack(finite), tf.stack(given_bad), tf.add_n(counts)
-
-    def _join_sums(self, finite: Any) -> None:
-        """Give each replica the sums of all, and so the verdict."""
-        shares, number = self.shares, len(self.shares)
-        loss, gradients, statistics, *update_sums = map(_total, zip(*(s.sums for s in shares)))
-        if not self.first.seen.losses:  # logs, which Keras averages; losses are made to be added up
-            loss /= number
-        gradients *= number  # at least the sum of squares of their sum
-        for share in shares:
-            share.loss, share.gradients, share.statistics = loss, gradients, statistics
-            share.update_sums = update_sums
-            share.settle(finite)
-
-    def _each(self, function: Callable[[_Share], Any]) -> list[Any]:
+    def _each(self, function: Callable[[StepTrace], Any]) -> list[Any]:
         """Call a function on each replica; return the results in their order."""
         results: dict[int, Any] = {}
 
@@ -247,10 +181,6 @@ class _Step:
 
 def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, tf.Tensor) and bool(value.shape.rank) and value.shape[0] == rows
-
-
-def _total(tensors: Any) -> Any:
-    return tf.add_n(list(tensors))
 
 
 def _whole(*parts: Any) -> Any:

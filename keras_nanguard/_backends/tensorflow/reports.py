@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import batch_memory
-from keras_nanguard._core.verdict import FIELDS, Report, Verdict
+from keras_nanguard._backends.tensorflow.decision import StepResult
+from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
 CAPACITY = 256
 """Maximum number of waiting reports. A later refused step has only its row."""
@@ -43,17 +44,15 @@ class ReportQueue:
         self._traced: list[tuple[Places, Any]] = []
         self._queues: dict[tuple[Any, ...], Any] = {}
 
-    def put(self, row: Any, places: Places, counts: Any, args: Any, replicas: Any) -> Any:
+    def put(self, result: StepResult, places: Places, args: Any) -> Any:
         """Store one report; return a scalar bool, so that it can be a branch of a conditional.
 
         Args:
-            row: the numbers of the step, shape `(len(FIELDS),)`.
-            places: site and path of each line of `counts`.
-            counts: int64 of shape `(len(places), 3)`: NaN, infinite and all entries.
+            result: the result of the step.
+            places: site and path of each line of its counts.
             args: the arguments of the step.
-            replicas: int64 of shape `(n, 2)`: for each replica whether it is to blame, and its rows
-                of the batch.
         """
+        row, counts, replicas = result.row, result.counts, result.replicas
         args = args if self._batch is None else ()
         leaves = [tf.convert_to_tensor(t) for t in _leaves(args)]
         self._traced.append((places, tf.nest.map_structure(_spec, args)))
@@ -94,22 +93,67 @@ class ReportQueue:
         return sorted(reports, key=lambda report: report.verdict.step)
 
 
-class RowQueue:
-    """The rows of several steps of one execution."""
+class UncountedSteps:
+    """The steps of a program whose host reads the verdict of each before the next one begins."""
+
+    def begin(self) -> tuple[Any, Any]:
+        """Begin a step; return whether it has to be refused, and its number: scalar bool, int64."""
+        return tf.constant(False), tf.constant(0, tf.int64)
+
+    def end(self, row: Any, refuse: bool) -> None:
+        """End a step, given its row of numbers; `refuse`: whether bad steps are refused."""
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Allow steps to commit again after the host has healed the state."""
+
+    def recount(self, step: int) -> None:
+        """Set the number of the next step."""
+
+
+class CountedSteps(UncountedSteps):
+    """Steps of which any number may run between two looks of the host: they are counted, the row of
+    each waits for the host, and after one that left a bad state all are refused.
+    """
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
+        with tf.init_scope():
+            self._number = tf.Variable(-1, dtype=tf.int64, trainable=False)
+            self._halted = tf.Variable(False, trainable=False)
+            with tf.device("CPU:0"):
+                self._rows = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
 
-    def put(self, row: Any) -> None:
-        """Store the row of a step, in the order of the steps."""
-        with tf.device("CPU:0"):
-            self._queue.enqueue([tf.cast(row, tf.float64)])
+    def begin(self) -> tuple[Any, Any]:
+        step = self._number.read_value() + 1
+        self._number.assign(step)
+        return self._halted.read_value(), step
 
-    def take(self) -> list[Verdict]:
-        """Return and remove the verdicts of the steps since the last call."""
+    def end(self, row: Any, refuse: bool) -> None:
         with tf.device("CPU:0"):
-            rows = self._queue.dequeue_many(self._queue.size())
+            self._rows.enqueue([tf.cast(row, tf.float64)])
+        if refuse:
+            verdict = Verdict(*tf.unstack(row))
+            is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
+            left_bad = is_bad & tf.equal(verdict.refused, 0)
+            self._halted.assign(self._halted.read_value() | left_bad)
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        known = {verdict.step: verdict for verdict in self._taken()}
+        return [known[step % PERIOD] for step in range(start, end)]
+
+    def resume(self) -> None:
+        self._halted.assign(False)
+
+    def recount(self, step: int) -> None:
+        self._number.assign(step - 1)
+        self._taken()
+
+    def _taken(self) -> list[Verdict]:
+        with tf.device("CPU:0"):
+            rows = self._rows.dequeue_many(self._rows.size())
         return [Verdict.of(row) for row in rows.numpy().tolist()]
 
 

@@ -31,9 +31,10 @@ import tensorflow as tf
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
-from keras_nanguard._backends.tensorflow.execution import Retrace, StepResult, StepTrace
-from keras_nanguard._backends.tensorflow.reports import ReportQueue, RowQueue
-from keras_nanguard._core.verdict import PERIOD, Report, Verdict
+from keras_nanguard._backends.tensorflow.decision import StepResult, decide, places_of
+from keras_nanguard._backends.tensorflow.execution import Retrace, StepTrace
+from keras_nanguard._backends.tensorflow.reports import CountedSteps, ReportQueue, UncountedSteps
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 
@@ -52,10 +53,10 @@ class Transaction(interface.Transaction):
         note_created: called with each variable that is created inside the step, and its value.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
-        host_has_batches: the host takes each batch off the data, and passes it to `give`.
+        host_has_batches: the host takes each batch off the data, and sets `given`.
 
     Attributes:
-        given: the arguments of the last step, if the host has them.
+        given: the arguments of the next or last step, if the host has them.
         keeps_undo: whether updates run where the step asks for them.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
@@ -90,68 +91,34 @@ class Transaction(interface.Transaction):
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
             self._run = tf.function(self._traced, **how)
-        if counted:
-            self._rows = RowQueue()
-            with tf.init_scope():
-                self._counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
-                self._halted = tf.Variable(False, trainable=False)
+        self.steps = CountedSteps() if counted else UncountedSteps()
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the body once as a transaction; `testing` wraps this."""
-        halted, step = self.count()
         run = self._traced if tf.executing_eagerly() else self._run
-        result = run(halted, step, *args)
-        self.file(result, self.places, args)
+        result = run(*self.steps.begin(), *args)
+        self.file(result, args)
         return result.outputs, result.row
 
     def _traced(self, halted: Any, step: Any, *args: Any) -> StepResult:
-        trace = StepTrace(self, halted, step)
-        result = trace.complete(args)
-        self.places = trace.places
-        return result
+        trace = StepTrace(self)
+        outputs = trace.run(args)
+        self.places = places_of([trace])
+        return decide([trace], outputs, halted, step, each=lambda function: [function(trace)])
 
     @property
     def immediate(self) -> bool:
         """Whether updates run where the body calls them."""
         return self.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
 
-    def count(self) -> tuple[Any, Any]:
-        """Count the new step; return whether it has to be refused, and its number."""
-        if not self.counted:
-            return tf.constant(False), tf.constant(0, tf.int64)
-        step = self._counter.read_value() + 1
-        self._counter.assign(step)
-        return self._halted.read_value(), step
-
-    def file(
-        self,
-        result: StepResult,
-        places: tuple[tuple[str, str], ...],
-        args: Sequence[Any],
-        replicas: Any = None,
-    ) -> None:
-        """Store the report of a step for the host.
-
-        Args:
-            result: its result.
-            places: site and path of each line of its counts.
-            args: its arguments.
-            replicas: see `ReportQueue.put`; `None` for a single one.
-        """
-        row = result.row
-        replicas = tf.zeros((0, 2), tf.int64) if replicas is None else replicas
-        if self.counted:
-            self._rows.put(row)
-        if self.counted and self.refuse:
-            verdict = Verdict(*tf.unstack(row))
-            is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
-            left_bad = is_bad & tf.equal(verdict.refused, 0)
-            self._halted.assign(self._halted.read_value() | left_bad)
-        put, parts = self.report_queue.put, (row, places, result.counts, args, replicas)
-        tf.cond(result.bad, lambda: put(*parts), lambda: tf.constant(False))
+    def file(self, result: StepResult, args: Sequence[Any]) -> None:
+        """Store the result of a step for the host, and its arguments if it is bad."""
+        self.steps.end(result.row, self.refuse)
+        put, places = self.report_queue.put, self.places
+        tf.cond(result.bad, lambda: put(result, places, args), lambda: tf.constant(False))
 
     def read(self, result: Any) -> tuple[Any, Verdict]:
         """Return the outputs and the verdict of one call, on the host."""
@@ -164,15 +131,10 @@ class Transaction(interface.Transaction):
         Raises:
             StopIteration: if there is none.
         """
-        return next_batch(data)
-
-    def give(self, args: Any) -> None:
-        """Store the arguments of the next step, which the host has."""
-        self.given = args
+        return keras.tree.map_structure(_present, next(data))
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        known = {verdict.step: verdict for verdict in self._rows.take()}
-        return [known[step % PERIOD] for step in range(start, end)]
+        return self.steps.verdicts(start, end)
 
     # Between two runs, and two traces
 
@@ -180,10 +142,6 @@ class Transaction(interface.Transaction):
         self.train_state = lambda: TrainState.of(self.model)
         self.note_created = lambda variable, value: None
         self.report_queue.take()
-        self.release()
-
-    def release(self) -> None:
-        """Release the batch of the last step."""
         self.given = None
 
     def rebind(
@@ -213,13 +171,10 @@ class Transaction(interface.Transaction):
         self.tolerated |= {id(v.value.handle) for v in variables}
 
     def resume(self) -> None:
-        if self.counted:
-            self._halted.assign(False)
+        self.steps.resume()
 
     def recount(self, step: int) -> None:
-        if self.counted:
-            self._counter.assign(step - 1)
-            self._rows.take()
+        self.steps.recount(step)
 
     def trace(self, spec: Any) -> None:
         """Trace the step for arguments like this, without running it."""
@@ -240,18 +195,21 @@ class Direct:
 
     Args:
         step: the train step, `step(data) -> outputs`.
+        eager: whether it runs eagerly.
     """
 
-    def __init__(self, step: Callable[[Any], Any]):
-        self._function = tf.function(
-            tf.autograph.experimental.do_not_convert(step), reduce_retracing=True
-        )
+    def __init__(self, step: Callable[[Any], Any], eager: bool):
+        self._eager = eager
+        self._function: Any = step
+        if not eager:
+            written = tf.autograph.experimental.do_not_convert(step)
+            self._function = tf.function(written, reduce_retracing=True)
         self._iterator: Callable[[], Any] = lambda: None
         self._trace: Any = None
 
     def __call__(self, data: Any, iterator: Any) -> Any:
         """Run the step on the next batch of this iterator."""
-        if not isinstance(iterator, tf.data.Iterator):
+        if self._eager or not isinstance(iterator, tf.data.Iterator):
             return self._function(data)
         if self._iterator() is not iterator:
             spec = keras.tree.map_structure(_present, iterator.element_spec)
@@ -262,15 +220,6 @@ class Direct:
     def again(self, data: Any) -> Any:
         """Run the step on an earlier batch."""
         return (self._trace or self._function)(data)
-
-
-def next_batch(iterator: Any) -> Any:
-    """Return the next batch of the data, as Keras passes it to a step.
-
-    Raises:
-        StopIteration: if there is none.
-    """
-    return keras.tree.map_structure(_present, next(iterator))
 
 
 def _present(value: Any) -> Any:

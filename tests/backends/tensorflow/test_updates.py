@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from support import zoo
 
-from keras_nanguard._backends.tensorflow import updates
+from keras_nanguard._backends.tensorflow import kernels as fused, updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
 optimizers = keras.optimizers
@@ -62,9 +62,9 @@ def kernels(monkeypatch):
 
         return kernel
 
-    assert updates.same_bits(), "on this machine the kernels are not used"
+    assert fused.same_bits(), "on this machine the kernels are not used"
     for name in ("descend", "divide"):
-        monkeypatch.setattr(updates, f"_{name}", counting(name, getattr(updates, f"_{name}")))
+        monkeypatch.setattr(fused, f"_{name}", counting(name, getattr(fused, f"_{name}")))
     return used
 
 
@@ -177,7 +177,7 @@ def test_where_no_kernel_serves(kernels, monkeypatch, how):
             super().assign_sub(variable, 2.0 * value)
 
     if how == "other bits":
-        monkeypatch.setattr(updates, "same_bits", lambda: False)
+        monkeypatch.setattr(fused, "same_bits", lambda: False)
     if how == "float64":
         keras.config.set_dtype_policy("float64")
 
@@ -201,14 +201,14 @@ def test_nothing_is_left_on_the_optimizer():
 @pytest.mark.parametrize("kernel", ["descend", "divide"])
 def test_other_bits_are_seen(monkeypatch, kernel):
     """A kernel that rounds once where Keras rounds twice is found out."""
-    real = getattr(updates, f"_{kernel}")
+    real = getattr(fused, f"_{kernel}")
 
     def rounding_once(handle, *args):
         nearly = [tf.constant(np.nextafter(np.float32(args[-1]), np.float32(9e9)))]
         real(handle, *args[:-1], *nearly)
 
-    monkeypatch.setattr(updates, f"_{kernel}", rounding_once)
-    assert not updates.same_bits.__wrapped__()
+    monkeypatch.setattr(fused, f"_{kernel}", rounding_once)
+    assert not fused.same_bits.__wrapped__()
 
 
 class Twice(optimizers.SGD):
