@@ -5,8 +5,6 @@ Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.
-- ``Optimizer._learning_rate``: the rate that the user passed; a trace of a step captures the
-  object.
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
   called.
 - ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would
@@ -37,47 +35,17 @@ from keras.src.utils import io_utils
 from keras_nanguard._core.display import is_terminal
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.structure import given_rate
 from keras_nanguard._keras.train_state import TrainState
 
-
-def print_message(text: str) -> None:
-    """Print lines like Keras: to the screen, or to the log.
-
-    A progress bar in the current line is cleared first, and its next update draws it again below.
-    In a file it cannot be cleared and stays above.
-    """
-    on_screen = keras.config.is_interactive_logging_enabled()
-    if sys.stdout is None and on_screen:  # a program without a console
-        return
-    bar = _bar_in_line()
-    if bar is not None and on_screen:
-        width, bar._prev_total_width = bar._prev_total_width, 0
-        clearable = "ipykernel" in sys.modules or is_terminal()
-        text = (f"\r{' ' * width}\r" if clearable else "\n") + text
-    io_utils.print_msg(text)
+# What `compile` was given, and the train function
 
 
-def _bar_in_line() -> Any:
-    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn
-    something, `None` if none has.
-    """
-    callbacks = getattr(_locals_of("fit", "evaluate", "predict").get("callbacks"), "callbacks", ())
-    bars = [c.progbar for c in callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
-    drawn = (bar for bar in bars if bar and bar.verbose == 1 and bar._prev_total_width)
-    return next(drawn, None)
-
-
-def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return the objects that a trace of a train step captures: the call of `compile`, the
-    optimizers, their rates, all variables.
-
-    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
+def compiled_as(model: Any) -> Any:
+    """Return an object that identifies the last call of `compile`, `None` if it was never
     called.
     """
-    optimizers = train_state.optimizers
-    rates = [getattr(keras_optimizers.inner(o), "_learning_rate", None) for o in optimizers]
-    variables = sorted(train_state.everything, key=id)
-    return (compiled_as(model) or object(), *optimizers, *rates, *variables)
+    return getattr(model, "_compile_config", None)
 
 
 def trains_by_compiled_loss(model: Any) -> bool:
@@ -97,20 +65,17 @@ def _overridden(own: type, name: str) -> bool:
     return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
 
 
-def compiled_as(model: Any) -> Any:
-    """Return an object that identifies the last call of `compile`, `None` if it was never
+def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
+    """Return the objects that a trace of a train step captures: the call of `compile`, the
+    optimizers, their rates, all variables.
+
+    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
     called.
     """
-    return getattr(model, "_compile_config", None)
-
-
-def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return `(callback, method)` of callbacks that save a model without `Model.save` and
-    `Model.save_weights`.
-    """
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
-    found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
-    return [(callback, "_save_checkpoint") for callback in found]
+    optimizers = train_state.optimizers
+    rates = [given_rate(keras_optimizers.inner(o)) for o in optimizers]
+    variables = sorted(train_state.everything, key=id)
+    return (compiled_as(model) or object(), *optimizers, *rates, *variables)
 
 
 @contextmanager
@@ -146,6 +111,9 @@ def on_making(
     return real is not None
 
 
+# The epoch at which `fit` starts
+
+
 def begin_at(model: Any, epoch: int | None) -> None:
     """Make `fit` start at this epoch, as `BackupAndRestore` does; `None` undoes it.
 
@@ -172,16 +140,7 @@ class _Epoch(int):
         return True
 
 
-def _locals_of(*calls: str) -> Mapping[str, Any]:
-    """Return the local variables of the innermost running call of these functions of Keras that
-    iterates over data; none if there is none.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
-            return frame.f_locals
-        frame = frame.f_back
-    return {}
+# The data of the running call. Callbacks get no reference to them
 
 
 def running_data() -> Any:
@@ -211,6 +170,57 @@ def running_arrays() -> tuple[Any, Any]:
     adapter = getattr(given.get("epoch_iterator"), "data_adapter", None)
     on_arrays = type(adapter).__name__ == "ArrayDataAdapter"
     return (given.get("x"), given.get("y")) if on_arrays else (None, None)
+
+
+def _locals_of(*calls: str) -> Mapping[str, Any]:
+    """Return the local variables of the innermost running call of these functions of Keras that
+    iterates over data; none if there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
+
+
+# Printing, and other callbacks
+
+
+def print_message(text: str) -> None:
+    """Print lines like Keras: to the screen, or to the log.
+
+    A progress bar in the current line is cleared first, and its next update draws it again below.
+    In a file it cannot be cleared and stays above.
+    """
+    on_screen = keras.config.is_interactive_logging_enabled()
+    if sys.stdout is None and on_screen:  # a program without a console
+        return
+    bar = _bar_in_line()
+    if bar is not None and on_screen:
+        width, bar._prev_total_width = bar._prev_total_width, 0
+        clearable = "ipykernel" in sys.modules or is_terminal()
+        text = (f"\r{' ' * width}\r" if clearable else "\n") + text
+    io_utils.print_msg(text)
+
+
+def _bar_in_line() -> Any:
+    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn
+    something, `None` if none has.
+    """
+    callbacks = getattr(_locals_of("fit", "evaluate", "predict").get("callbacks"), "callbacks", ())
+    bars = [c.progbar for c in callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
+    drawn = (bar for bar in bars if bar and bar.verbose == 1 and bar._prev_total_width)
+    return next(drawn, None)
+
+
+def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return `(callback, method)` of callbacks that save a model without `Model.save` and
+    `Model.save_weights`.
+    """
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
+    return [(callback, "_save_checkpoint") for callback in found]
 
 
 def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -84,6 +84,9 @@ PROBABILITIES = frozenset(
 )
 """Losses whose targets are probabilities."""
 
+NOT_NEGATIVE = frozenset(("poisson", "kl_divergence", "mean_squared_logarithmic_error"))
+"""Losses whose targets are not negative."""
+
 
 def names_of(loss: Any) -> set[str]:
     """Return the names of a loss in Keras: that of its class in snake case, and that of the
@@ -107,41 +110,57 @@ def option_of(loss: Any, name: str) -> Any:
     return value
 
 
-def rejected(
-    loss: Any, targets: np.ndarray[Any, Any], width: int
-) -> tuple[tuple[int, ...], str, bool] | None:
+class Rejected(NamedTuple):
+    """Targets that a loss does not accept.
+
+    Attributes:
+        rows: their rows.
+        clause: what is wrong, as a clause.
+        fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
+    """
+
+    rows: tuple[int, ...]
+    clause: str
+    fatal: bool
+
+
+def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected | None:
     """Return which targets a loss does not accept, `None` if it accepts all of them.
 
     Args:
         loss: the loss.
         targets: the targets of one output, of any shape.
         width: length of the last axis of that output, 0 if unknown.
-
-    Returns:
-        Rows, what is wrong, as a clause, and whether it makes the loss wrong or non-finite, rather
-        than only changing its meaning.
     """
     names, wide = names_of(loss), finiteness.widen(targets)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
-    of_classes = any("sparse_categorical" in name for name in names)
-    of_probabilities = not of_classes and bool(names & PROBABILITIES)
-    if of_classes:
-        ignored = option_of(loss, "ignore_class")
+    if any("sparse_categorical" in name for name in names):
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
+        ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)
-        words = f"class index {{:g}} with {width} classes"
-    elif of_probabilities:
-        wrong, words = (wide < 0) | (wide > 1), "{:g} instead of a probability from 0 to 1"
-    elif names & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
-        wrong, words = wide < 0, "the negative number {:g}"
-    else:
-        return None
-    if wrong.any():
-        rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
-        clause = words.format(wide[wrong].flat[0])
-        return tuple(map(int, rows)), clause, of_classes or of_probabilities
-    smoothing = getattr(loss, "label_smoothing", 0.0)
-    if of_probabilities and isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
-        return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
+        return _first(wide, wrong, f"class index {{:g}} with {width} classes", fatal=True)
+    if names & PROBABILITIES:
+        wrong = (wide < 0) | (wide > 1)
+        words = "{:g} instead of a probability from 0 to 1"
+        return _first(wide, wrong, words, fatal=True) or _smoothed(loss)
+    if names & NOT_NEGATIVE:
+        return _first(wide, wide < 0, "the negative number {:g}", fatal=False)
     return None
+
+
+def _first(wide: Any, wrong: Any, words: str, fatal: bool) -> Rejected | None:
+    """Return the rows of wrong targets, with the first of these in `words`; `None` if none is."""
+    if not wrong.any():
+        return None
+    rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
+    return Rejected(tuple(map(int, rows)), words.format(wide[wrong].flat[0]), fatal)
+
+
+def _smoothed(loss: Any) -> Rejected | None:
+    """Return a label smoothing that makes negative probabilities."""
+    smoothing = getattr(loss, "label_smoothing", 0.0)
+    if not isinstance(smoothing, (int, float)) or 0.0 <= smoothing <= 1.0:
+        return None
+    clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
+    return Rejected((), clause, fatal=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._core.errors import GuardError, expected
@@ -29,7 +30,17 @@ def whole(value: Any) -> Any:
 
 def as_array(value: Any) -> np.ndarray[Any, Any]:
     """Return a tensor or array of any backend as a NumPy array, without a copy where possible."""
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else whole(value))
+    if hasattr(value, "detach"):
+        # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16.
+        value = value.detach().cpu()
+        is_known = "bfloat16" not in str(value.dtype)
+        return np.asarray(value.numpy() if is_known else keras.ops.convert_to_numpy(value))
+    if hasattr(value, "numpy"):
+        # TensorFlow: `.numpy()` copies a tensor; neither a mirrored variable nor a scalar of
+        # bfloat16 converts to an array.
+        value = value.read_value() if hasattr(value, "read_value") else value
+        return np.asarray(value if len(value.shape) else value.numpy())
+    return np.asarray(whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
 
 
 def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, list[int]]:

@@ -45,6 +45,9 @@ def unique(variables: Iterable[Any]) -> list[Any]:
     return list({id(v): v for v in variables}.values())
 
 
+# Variables of Keras, and of the backend
+
+
 class NativeVariable:
     """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a
     value.
@@ -128,35 +131,45 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, VARIABLE)
 
 
-def read(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that shares no memory with it."""
-    return np.array(keras.ops.convert_to_numpy(spread_arrays.whole(variable.value)))
+@contextmanager
+def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
+    """Make variables of Keras refer only to the copy of the first replica of `tf.distribute`.
 
-
-def view(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that may share its memory: read it at once, and
-    never write it.
+    Variables with one copy, and native variables of the backend, do not change.
     """
-    value = variable.value
-    if has_handle(value):  # on TensorFlow this takes a quarter of the time of `.numpy()`
-        operations = keras.src.utils.module_utils.tensorflow.raw_ops
-        value = operations.ReadVariableOp(resource=value.handle, dtype=value.dtype)
-    return _as_numpy(value)
+    replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
+    for variable, value in replaced:
+        variable._value = value.values[0]
+    try:
+        yield
+    finally:
+        for variable, value in replaced:
+            variable._value = value
 
 
-def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor, without a copy where possible."""
-    if hasattr(value, "detach"):
-        # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16.
-        value = value.detach().cpu()
-        is_known = "bfloat16" not in str(value.dtype)
-        return np.asarray(value.numpy() if is_known else keras.ops.convert_to_numpy(value))
-    if hasattr(value, "numpy"):
-        # TensorFlow: `.numpy()` copies a tensor; neither a mirrored variable nor a scalar of
-        # bfloat16 converts to an array.
-        value = value.read_value() if hasattr(value, "read_value") else value
-        return np.asarray(value if len(value.shape) else value.numpy())
-    return np.asarray(spread_arrays.whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
+# What a variable is
+
+
+def is_statistic(variable: Any) -> bool:
+    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and
+    Normalization.
+    """
+    name = str(getattr(variable, "name", ""))
+    return not variable.trainable and ("mean" in name or "variance" in name)
+
+
+def seeds(variables: Iterable[Any]) -> list[Any]:
+    """Return the states of seed generators among these variables."""
+    return [v for v in variables if str(v.name).endswith("seed_generator_state")]
+
+
+def global_seed_variables() -> list[Any]:
+    """Return the state of the generator that Keras uses if no seed is given, if it exists already.
+
+    `keras.src.random.seed_generator.global_seed_generator` creates it on first use.
+    """
+    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+    return [] if generator is None else [generator.state]
 
 
 def bytes_of(variable: Any) -> int:
@@ -174,44 +187,55 @@ def on_host(variable: Any) -> bool:
     return "cpu" in str(getattr(native(variable), "device", "cpu")).lower()
 
 
-def is_statistic(variable: Any) -> bool:
-    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and
-    Normalization.
+# Values as NumPy arrays
+
+
+def read(variable: Any) -> np.ndarray[Any, Any]:
+    """Return the variable's value as a NumPy array that shares no memory with it."""
+    return np.array(keras.ops.convert_to_numpy(spread_arrays.whole(variable.value)))
+
+
+def view(variable: Any) -> np.ndarray[Any, Any]:
+    """Return the variable's value as a NumPy array that may share its memory: read it at once, and
+    never write it.
     """
-    name = str(getattr(variable, "name", ""))
-    return not variable.trainable and ("mean" in name or "variance" in name)
+    value = variable.value
+    if has_handle(value):  # on TensorFlow this takes a quarter of the time of `.numpy()`
+        operations = keras.src.utils.module_utils.tensorflow.raw_ops
+        value = operations.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+    return spread_arrays.as_array(value)
 
 
-def write(variable: Any, array: Any) -> None:
-    """Assign a copy of the array to the variable, outside of any step. A copy, because some
-    backends modify the array.
+def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor's value as a new NumPy array."""
+    return np.array(keras.ops.convert_to_numpy(tensor))
+
+
+def dense(value: Any) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
+    `flat_values` of a ragged one.
+
+    A sparse array of JAX has its zeros, too, unless these are too many.
     """
-    variable.assign(np.array(array))
+    if hasattr(value, "todense"):
+        value = sparse_arrays.dense(value)
+    for name in ("flat_values", "values"):
+        inner_values = getattr(value, name, None)
+        if inner_values is not None and not callable(inner_values):
+            return dense(inner_values)
+    return spread_arrays.as_array(value)
 
 
-def assign(variable: Any, array: Any) -> None:
-    """Assign an array that the caller no longer uses; some backends do not copy it."""
-    variable.assign(array)
+def by_rows(value: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros,
+    unless these are too many.
+    """
+    return sparse_arrays.by_rows(value) if is_sparse(value) else dense(value)
 
 
-def restorer(variable: Any) -> Callable[[], Any]:
-    """Return a function that restores the present value of a variable of Keras or the backend."""
-    if hasattr(variable, "held"):  # the rates of an optimizer of torch
-        restore: Callable[[], Any] = variable.held()
-        return restore
-    if is_variable(variable) or hasattr(variable, "path"):  # or wrapped
-        array = read(variable)
-        return lambda: write(variable, array)
-    if hasattr(variable, "untyped_storage"):  # of torch
-        kept = variable.detach().clone()
-        return lambda: variable.data.copy_(kept)
-    value = variable.read_value()
-    return lambda: variable.assign(value)
-
-
-def seeds(variables: Iterable[Any]) -> list[Any]:
-    """Return the states of seed generators among these variables."""
-    return [v for v in variables if str(v.name).endswith("seed_generator_state")]
+def is_sparse(value: Any) -> bool:
+    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
+    return sparse_arrays.is_sparse(value)
 
 
 def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -231,60 +255,26 @@ def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[An
         yield from named_arrays(value, f"{path}/{key}" if path else str(key))
 
 
-def dense(value: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
-    `flat_values` of a ragged one.
+# Writing
 
-    A sparse array of JAX has its zeros, too, unless these are too many.
+
+def write(variable: Any, array: Any) -> None:
+    """Assign a copy of the array to the variable, outside of any step. A copy, because some
+    backends modify the array.
     """
-    if hasattr(value, "todense"):
-        value = sparse_arrays.dense(value)
-    for name in ("flat_values", "values"):
-        inner_values = getattr(value, name, None)
-        if inner_values is not None and not callable(inner_values):
-            return dense(inner_values)
-    if hasattr(value, "detach"):
-        return _as_numpy(value)
-    return spread_arrays.as_array(value)
+    variable.assign(np.array(array))
 
 
-def is_sparse(value: Any) -> bool:
-    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
-    return sparse_arrays.is_sparse(value)
-
-
-def by_rows(value: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros,
-    unless these are too many.
-    """
-    return sparse_arrays.by_rows(value) if is_sparse(value) else dense(value)
-
-
-def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's value as a new NumPy array."""
-    return np.array(keras.ops.convert_to_numpy(tensor))
-
-
-def global_seed_variables() -> list[Any]:
-    """Return the state of the generator that Keras uses if no seed is given, if it exists already.
-
-    `keras.src.random.seed_generator.global_seed_generator` creates it on first use.
-    """
-    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
-    return [] if generator is None else [generator.state]
-
-
-@contextmanager
-def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
-    """Make variables of Keras refer only to the copy of the first replica of `tf.distribute`.
-
-    Variables with one copy, and native variables of the backend, do not change.
-    """
-    replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
-    for variable, value in replaced:
-        variable._value = value.values[0]
-    try:
-        yield
-    finally:
-        for variable, value in replaced:
-            variable._value = value
+def restorer(variable: Any) -> Callable[[], Any]:
+    """Return a function that restores the present value of a variable of Keras or the backend."""
+    if hasattr(variable, "held"):  # the rates of an optimizer of torch
+        restore: Callable[[], Any] = variable.held()
+        return restore
+    if is_variable(variable) or hasattr(variable, "path"):  # or wrapped
+        array = read(variable)
+        return lambda: write(variable, array)
+    if hasattr(variable, "untyped_storage"):  # of torch
+        kept = variable.detach().clone()
+        return lambda: variable.data.copy_(kept)
+    value = variable.read_value()
+    return lambda: variable.assign(value)

@@ -9,7 +9,7 @@ writes are completed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -60,21 +60,18 @@ def finish(parts: Iterable[Callable[[], Any]]) -> None:
         StateLostError: if a part has failed twice.
         BaseException: an interrupt (`KeyboardInterrupt`, `SystemExit`), after every part is done.
     """
-    waiting: Sequence[Callable[[], Any]] = list(parts)
+    waiting = list(parts)
     interrupt: BaseException | None = None
     failed: list[BaseException] = []
-    done = attempts = 0
-    while done < len(waiting):
-        try:
-            while done < len(waiting):
-                waiting[done]()
-                done, attempts = done + 1, 0
-        except BaseException as error:  # noqa: BLE001  it is raised again at the end
-            interrupt = interrupt or (None if isinstance(error, Exception) else error)
-            attempts += 1
-            if attempts >= ATTEMPTS:
-                failed.append(error)
-                done, attempts = done + 1, 0
+    for part in waiting:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                part()
+                break
+            except BaseException as error:  # noqa: BLE001  it is raised again at the end
+                interrupt = interrupt or (None if isinstance(error, Exception) else error)
+                if attempt == ATTEMPTS:
+                    failed.append(error)
     if failed:
         raise StateLostError(
             "Expected to write the complete state of the model. Received:"

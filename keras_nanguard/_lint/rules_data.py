@@ -51,7 +51,7 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
             continue
         if found := rejected(output.loss, array, output.units or 0):
             kind = kind_of(output.loss)
-            yield output.name, f"targets with {found[1]}, which {kind} does not accept"
+            yield output.name, f"targets with {found.clause}, which {kind} does not accept"
         elif kind_of(output.loss) in _OF_CLASSES and array.ndim > 1:
             total = array.astype(np.float64).sum(-1)
             if np.abs(total - 1).max() > 0.01:
