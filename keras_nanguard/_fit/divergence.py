@@ -18,6 +18,9 @@ an epoch is longer):
                 to less than half of it, or (from the first state) a tenth of it then depends on
                 the inputs; with damage, a clearly lower loss is enough
 
+All states are compared with the present objective: variables that training does not change, such
+as a loss weight that a callback sets, keep their present value.
+
 All four are required. The action is then on probation: a window later the abandoned state is
 compared with the new one, again on the same batches. If the new one is not clearly better, state
 and rate are restored, and this guard does not act on finite numbers again.
@@ -115,11 +118,13 @@ class _Probation:
 
     Attributes:
         abandoned: the state before the action.
+        settings: the values in it that the action does not change; see `Trial.settings`.
         onset: the step of the snapshot that it restored.
         lowering: how the learning rates were lowered before the action.
     """
 
     abandoned: State
+    settings: State
     onset: int
     lowering: Lowering
 
@@ -198,6 +203,8 @@ class Divergence:
         """Begin the probation of the action, if one was done."""
         if not done:
             self._probation, self._enabled = None, False
+        if self._probation is not None:
+            _write(run, self._probation.settings)
         self._schedule.restart()
         self._rollbacks = run.counts.rollbacks
 
@@ -234,16 +241,18 @@ class Divergence:
         before = run.recovery.diverged
         few = held_out[:HELD_OUT]
         needs_all = before or len(few) == len(held_out)
+        after = trying.trained(trying.present, few)
+        settings = trying.settings(after)
+        start = trying.state_of(first, settings)
         for some in (held_out,) if needs_all else (few, held_out):
-            start = trying.state_of(first)
             untrained = _Arm(first, 1.0, start, trying.losses(start, some))
             present = trying.losses(trying.present, some)
             learned = _has_learned(trying, trying.present, present, untrained.losses, some)
             if before or not learned:
                 continue
-            if not _dead(run, trying.present, trying.trained(trying.present, some)):
+            if not _dead(run, trying.present, after):
                 return LEARNED if len(some) == HELD_OUT else None
-        growth, path = _growth(run, trying, first)
+        growth, path = _growth(run, trying.present, start)
         further: State | None = trying.present
         again = batches * (math.ceil(TRIAL / len(batches)) - 1)
         for more in (batches, again) if again else (batches,):
@@ -262,7 +271,7 @@ class Divergence:
         others = (present, goes_on, untrained.losses)
         least = min(map(fmean, others[:2] if before else others))
         best, far, clear = None, False, False
-        for origin in _origins(run, trying, held_out, untrained):
+        for origin in _origins(run, trying, held_out, untrained, settings):
             arm = _best_arm(trying, origin, batches, held_out)
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
@@ -275,7 +284,8 @@ class Divergence:
             return None
         if not (far or (clear and damaged)):
             return _better_rate(run, trying, batches, held_out, goes_on) if before else None
-        self._probation = _Probation(trying.present, best.snapshot.step, run.recovery.lowering())
+        lowering = run.recovery.lowering()
+        self._probation = _Probation(trying.present, settings, best.snapshot.step, lowering)
         return _lost(
             run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
         )
@@ -300,13 +310,13 @@ class Divergence:
         with trial(run) as trying:
             if trying is None:
                 return
-            present, abandoned = (
-                trying.losses(s, batches) for s in (trying.present, probation.abandoned)
-            )
-        if clearly_lower(present, abandoned):
+            settings = trying.settings(trying.trained(trying.present, batches[:HELD_OUT]))
+            abandoned = {**probation.abandoned, **settings}
+            losses, before = (trying.losses(s, batches) for s in (trying.present, abandoned))
+        if clearly_lower(losses, before):
             return
         self._enabled = False
-        write_all((v, probation.abandoned[id(v)]) for v in run.train_state().kept)
+        _write(run, abandoned)
         run.recovery.restore_lowering(probation.lowering)
         run.ring.forget_after(probation.onset)
         run.recent.restart(run.step)
@@ -315,13 +325,20 @@ class Divergence:
         )
 
 
-def _origins(run: Run, trying: Trial, held_out: Sequence[Any], untrained: _Arm) -> Iterator[_Arm]:
+def _write(run: Run, state: State) -> None:
+    """Write all variables that have a value in a state."""
+    write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
+
+
+def _origins(
+    run: Run, trying: Trial, held_out: Sequence[Any], untrained: _Arm, settings: State
+) -> Iterator[_Arm]:
     """Yield the states to train from at a lower rate: the best snapshot if it has learned
     something, and the first state.
     """
     kept = run.ring.with_least_loss()
     if kept is not None and run.ring.at_hand(kept):
-        state = trying.state_of(kept)
+        state = trying.state_of(kept, settings)
         losses = trying.losses(state, held_out)
         if _has_learned(trying, state, losses, untrained.losses, held_out):
             yield _Arm(kept, 1.0, state, losses)
@@ -402,12 +419,10 @@ def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
     return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
 
-def _growth(run: Run, trying: Trial, first: Snapshot) -> tuple[float, str]:
+def _growth(run: Run, present: State, start: State) -> tuple[float, str]:
     """Return the largest growth of a kernel since the first step, and the path of this kernel."""
-    start = trying.state_of(first)
     found = [
-        (_gain(trying.present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
-        for v in _kernels(run)
+        (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path)) for v in _kernels(run)
     ]
     return max(found, default=(1.0, ""))
 

@@ -59,12 +59,26 @@ class Trial:
         self.steps = 0
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
-    def state_of(self, snapshot: Snapshot) -> State:
-        """Return the state of a snapshot. Variables without a value in it keep their present
-        one.
+    def settings(self, after: State | None) -> State:
+        """Return the present values of the variables that are neither weights nor slots and that
+        training does not change, such as the weight of a loss that a callback sets.
+
+        Args:
+            after: the state after training from the present one.
+        """
+        if after is None:
+            return {}
+        others = {id(v) for v in self._run.train_state().other}
+        same = [key for key in others if np.array_equal(after[key], self.present[key])]
+        return {key: self.present[key] for key in same}
+
+    def state_of(self, snapshot: Snapshot, settings: State) -> State:
+        """Return the state of a snapshot, with the present settings: states are compared by the
+        present objective. Variables without a value in it keep their present one.
         """
         found = {id(v): snapshot.value(v) for v in self._variables}
-        return {**self.present, **{key: value for key, value in found.items() if value is not None}}
+        known = {key: value for key, value in found.items() if value is not None}
+        return {**self.present, **known, **settings}
 
     def losses(self, state: State, batches: Sequence[Any]) -> list[float]:
         """Return the loss of each batch in a state, infinity if it is not finite.

@@ -39,7 +39,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self._looked, self._wait = 0, 0.0
-        self._spent, self._falls = 0, True
+        self._spent, self._falls, self._may_wait = 0, True, True
         self._window: Sequence[float] = ()
         self._lowest: Sequence[float] = ()
 
@@ -58,6 +58,8 @@ class Schedule:
         falls = median(losses) < FALLS * median(before or [math.inf])
         if falls and median(losses[-WINDOW:]) < HALF * min(first):
             return False
+        if not (self._falls or self._may_wait or self._spent > LONGEST):
+            self._wait = 0.0
         wait = self._wait
         if _below(self._lowest, losses):
             wait /= REST_LEARNED
@@ -75,9 +77,9 @@ class Schedule:
             diverged: whether the rate was lowered for a divergence before.
         """
         self._spent += steps
-        rest = REST * (self._falls or self._spent > LONGEST)
-        rest = REST_DIVERGED if diverged else rest
+        rest = REST_DIVERGED if diverged else REST
         rest = REST_LEARNED if learned else rest
+        self._may_wait = learned or diverged
         self._wait = max(2 * self._wait, rest * steps)
         self._looked, self._lowest = step, self._window
 

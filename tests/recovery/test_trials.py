@@ -30,7 +30,7 @@ def tried(session):
         if trying is None:
             return None
         batches = session.run.recent.last(8, session.run.transaction.batch)
-        return trying.trained(trying.state_of(session.run.ring.start), batches, 0.1)
+        return trying.trained(trying.state_of(session.run.ring.start, {}), batches, 0.1)
 
 
 class Trial(keras.callbacks.Callback):
