@@ -240,7 +240,7 @@ class _Examiner:
 
         A pass in training mode also leaves sentences about wrong moving statistics in `far`.
         """
-        norms = [layer for layer in keras_layers.batchnorms(self.model) if layer.built and training]
+        norms = keras_layers.batchnorms(self.model) if training else []
         before = [_moments(layer) for layer in norms]
 
         def body(data: Any) -> Any:

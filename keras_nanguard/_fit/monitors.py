@@ -190,7 +190,7 @@ def _compare(run: Run, copies: _Copies) -> None:
         variables.append((str(getattr(variable, "path", "")), "trainable"))
         values.append((gradient, norm, moved / norm if norm else np.nan))
     for layer in keras_layers.batchnorms(run.model):
-        for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
+        for variable in (layer.moving_mean, layer.moving_variance):
             value = finiteness.widen(keras_variables.view(variable))
             variables.append((str(variable.path), "statistics"))
             values.append((float(value.min()), float(value.max()), np.nan))
@@ -354,7 +354,7 @@ class Monitors:
 
 def _learning(model: Any) -> list[Any]:
     """Return the BatchNorm layers that update their statistics."""
-    return [layer for layer in keras_layers.batchnorms(model) if layer.built and layer.trainable]
+    return [layer for layer in keras_layers.batchnorms(model) if layer.trainable]
 
 
 def _never_moved(run: Run, layer: Any, first: Any) -> bool:

@@ -205,7 +205,7 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
 
 
 def _reset_batchnorm(order: Order) -> Answer:
-    run, layers = order.run, [x for x in keras_layers.batchnorms(order.run.model) if x.built]
+    run, layers = order.run, keras_layers.batchnorms(order.run.model)
     if not layers:
         return "skipped", "the model has no BatchNormalization"
     values = initial_statistics(layers)

@@ -80,9 +80,9 @@ class FitRecording:
 
     def rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`).
+        (`ahead`). That of a function of the user's own is not read.
         """
-        for optimizer in self._optimizers()[:1]:
+        for optimizer in filter(keras_optimizers.rate_is_pure, self._optimizers()[:1]):
             try:
                 rate = keras_optimizers.learning_rate(optimizer)
             except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step

@@ -106,7 +106,7 @@ def _wide(variable: Any) -> np.ndarray[Any, Any]:
 def learning(model: Any) -> list[Any]:
     """Return the BatchNormalization layers whose statistics a train step updates."""
     layers = keras_layers.batchnorms(model)
-    return [layer for layer in layers if layer.built and layer.trainable and layer.momentum < 1.0]
+    return [layer for layer in layers if layer.trainable and layer.momentum < 1.0]
 
 
 def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:

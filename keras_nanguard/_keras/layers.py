@@ -70,9 +70,15 @@ def recurrent_states(layer: Any) -> list[Any]:
 
 
 def batchnorms(model: Any) -> list[Any]:
-    """Return the BatchNormalization layers at any depth."""
+    """Return the built BatchNormalization layers at any depth. A class that inherits from
+    BatchNormalization may have no moving statistics: such a layer is not among them.
+    """
+    layers = [x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization)]
+    parts = ("moving_mean", "moving_variance")
     return [
-        layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)
+        layer
+        for layer in layers
+        if all(keras_variables.is_variable(getattr(layer, part, None)) for part in parts)
     ]
 
 

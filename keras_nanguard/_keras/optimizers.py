@@ -105,6 +105,15 @@ def has_schedule(optimizer: Any) -> bool:
     return rate_variable(optimizer) is None
 
 
+def rate_is_pure(optimizer: Any) -> bool:
+    """Whether reading the learning rate changes nothing. A function of the user's own may count its
+    calls, or draw random numbers.
+    """
+    given = inner(optimizer)._learning_rate
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(given, schedule) or rate_variable(optimizer) is not None
+
+
 def set_rate(
     optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides
 ) -> None:

@@ -18,6 +18,9 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
+"""Types of attributes that are no state."""
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -126,15 +129,20 @@ def _unlisted(
     """Return the last three fields of a `TrainState`."""
     attributes = [item for layer in layers for item in vars(layer).items()]
     values = [value for name, value in attributes if name != "_losses"]  # those of the last call
-    held = [item for value in values for item in keras_variables.flat(value)]
-    held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
-    modules = [item for item in held if hasattr(item, "with_name_scope")]  # a `tf.Module`
-    held += [v for module in modules for v in module.variables]
-    assignable = [v for v in held if not keras_variables.is_variable(v) and hasattr(v, "assign")]
+    every = (item for value in values for item in keras_variables.flat(value))
+    held = [item for item in every if type(item) not in _PLAIN]  # a vocabulary may be long
+
+    def of_kind(name: str) -> list[Any]:
+        # The class is asked, because a property of an object of the user's may raise.
+        return [item for item in held if hasattr(type(item), name)]
+
+    held += [item.state for item in of_kind("from_key_counter")]  # a `tf.random.Generator`
+    held += [v for module in of_kind("with_name_scope") for v in module.variables]  # a `tf.Module`
+    assignable = [v for v in of_kind("assign") if not keras_variables.is_variable(v)]
     native = filter(keras_variables.has_handle, assignable)
     buffers = list(model.buffers()) if hasattr(model, "buffers") else []
     listed = {id(buffer) for buffer in buffers}
-    tensors = [v for v in held if hasattr(v, "untyped_storage") and id(v) not in listed]
+    tensors = [v for v in of_kind("untyped_storage") if id(v) not in listed]
     # Without history, and not those of the symbolic build.
     tensors = [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]
     seeds = keras_variables.global_seed_variables()

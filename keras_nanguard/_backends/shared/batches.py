@@ -42,8 +42,8 @@ def parts(args: Any) -> list[Part]:
 
 def _has_numbers(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    without = ("string", "object", "resource", "variant")
-    return dtype is not None and str(getattr(dtype, "name", dtype)) not in without
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    return name.startswith(("bool", "int", "uint", "float", "bfloat", "complex"))
 
 
 def row_count(args: Any) -> int:
@@ -70,7 +70,7 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
 
     def taken(role: str, value: Any) -> Any:
-        return current.replay().without_rows(value, kept) if len(value.shape) else value
+        return current.replay().without_rows(value, kept) if sum(value.shape[:1]) else value
 
     return mapped(args, taken)
 

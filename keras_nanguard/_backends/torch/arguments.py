@@ -16,8 +16,8 @@ class Given:
     """The arguments of one step.
 
     A tensor that shares its memory with a NumPy array, or with another process, is copied, because
-    its owner may overwrite it unnoticed. Any other tensor counts the writes to it, so changes are
-    detected.
+    its owner may overwrite it unnoticed. So is a tensor of `torch.inference_mode`, which counts no
+    writes. Any other tensor counts the writes to it, so changes are detected.
 
     Attributes:
         tensors: the arguments as they are now.
@@ -42,7 +42,7 @@ class Given:
     def _held(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return owned(value)
-        if not value.untyped_storage().resizable():
+        if value.is_inference() or not value.untyped_storage().resizable():
             return value.detach().clone()
         self._versions.append((value, value._version))
         return value
@@ -61,5 +61,5 @@ def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _as_tensor(value: Any) -> Any:
-    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind != "O"
+    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
     return keras.ops.convert_to_tensor(value) if has_numbers else value

@@ -79,9 +79,13 @@ class UndoLog:
         self.keep(kept)
 
     def keep(self, tensors: Iterable[Any]) -> set[int]:
-        """Copy the present values of tensors that are not kept yet; return the `id` of each."""
+        """Copy the present values of tensors that are not kept yet; return the `id` of each.
+        Tensors of `torch.inference_mode` count no writes, and torch writes them in that mode only.
+        """
         keys = set()
         for tensor in tensors:
+            if tensor.is_inference():
+                continue
             keys.add(key := id(tensor))
             if key not in self.old:
                 self.old[key] = Kept(tensor, tensor.detach().clone(), tensor._version)
@@ -100,6 +104,8 @@ class UndoLog:
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
+        if tensor.is_inference():
+            return
         place = storage(tensor)
         key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
         if id(tensor) not in self.old and key not in self._outside and place not in self._learning:
