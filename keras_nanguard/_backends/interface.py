@@ -178,15 +178,19 @@ class Replay:
         """Return a backend variable with the same values in float32, or `None`."""
         raise NotImplementedError
 
-    def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
-        """Run a step once in its compiled mode, without side effects; return its result.
+    def compiled(
+        self, function: Callable[..., Any], step: Any, args: Sequence[Any], jit: bool
+    ) -> Any:
+        """Compile a function that runs a step, and return its result. Only called for `MODES`
+        other than `"eager"`.
 
         Args:
-            step: a `shared.replay.ReplayableStep`.
-            args: its arguments.
+            function: the function, of the list of arguments of the step.
+            step: the `shared.replay.ReplayableStep` that it runs.
+            args: these arguments.
             jit: whether to compile with XLA.
         """
-        return step.run(args)
+        raise NotImplementedError
 
 
 class Host:

@@ -17,6 +17,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
@@ -343,4 +344,4 @@ def _run(
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
-    return current.replay().run_compiled(step, batch, jit=mode == "xla"), evidence
+    return run_compiled(step, batch, jit=mode == "xla"), evidence

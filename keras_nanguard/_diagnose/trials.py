@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
@@ -116,24 +117,10 @@ class Trials:
         if run.finite and self.evidence.mode == "eager":
             self.add(same_mode="finite")
         elif run.finite:
-            again = self._compiled(self.batch)
+            again = run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
             self.add(same_mode=again.word)
             if again.first:
                 self.note(again, "")
-
-    def _compiled(self, batch: Any) -> ReplayResult:
-        """Run the step once more as it was compiled."""
-        jit = self.evidence.mode == "xla"
-        run: ReplayResult = current.replay().run_compiled(self.step, batch, jit=jit)
-        return run
-
-    def _rerun(self, batch: Any) -> ReplayResult:
-        """Run the step once more, without updates and observation, in the fastest mode."""
-        if self.step.judged is not None:
-            run: ReplayResult = current.replay().run_compiled(self.step, batch, jit=True)
-            if not run.error:
-                return run
-        return self.step.run(batch)
 
     def note(self, run: ReplayResult, replay: str) -> None:
         """Add the result of a replay to the evidence, under the name `replay` if it is the
@@ -205,9 +192,9 @@ class Trials:
         rest = batches.without(self.batch, suspects)
         if self.evidence.first in ("slots", "weights"):
             return self.step.run(rest, update=True)
-        if self.evidence.replay == "finite":  # bad in its compiled form alone
-            return self._compiled(rest)
-        return self._rerun(rest)
+        if self.evidence.replay == "finite" and self.step.judged is None:
+            return run_compiled(self.step, rest, jit=self.evidence.mode == "xla")
+        return self.step.rerun(rest)
 
     def _further(self, suspects: tuple[int, ...]) -> tuple[int, ...]:
         """Add the rows that are bad once the first suspects are gone, for another reason."""
@@ -228,7 +215,7 @@ class Trials:
     def _is_bad_on(self, chosen: Sequence[int]) -> bool:
         """Run the step on these rows only."""
         others = sorted({*range(self.evidence.count)} - {*chosen})
-        return not self._rerun(batches.without(self.batch, others)).finite
+        return not self.step.rerun(batches.without(self.batch, others)).finite
 
     def _rerun_in_inference(self) -> None:
         origin, data = self.run.origin, self.batch[0] if len(self.batch) == 1 else None
@@ -255,7 +242,7 @@ class Trials:
             return
         with self.step.preserved():
             _restore(self.train_state.restorable, self.start)
-            self.add(at_start=self._rerun(self.batch).word)
+            self.add(at_start=self.step.rerun(self.batch).word)
 
     def _restart_with_scaled_data(self) -> None:
         """Train a few steps from the initial state on this batch, unchanged and scaled: does the

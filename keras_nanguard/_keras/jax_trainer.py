@@ -28,6 +28,8 @@ from typing import Any
 import jax
 import keras
 
+from keras_nanguard._keras.overrides import set_instance
+
 _PARTS = (
     "trainable_variables",
     "non_trainable_variables",
@@ -59,20 +61,26 @@ class TrainerState:
         gathered = state is not self.state
         if gathered:
             self._ids = None
-        self.hold(state)
+            self.hold(state)
         return gathered
 
     def hold(self, state: Any) -> None:
         """Store the present state, also in the attribute that Keras reads when `fit` ends early."""
         self.state, self.synced = state, False
-        self.model._jax_state = dict(zip(_PARTS, state))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Set the attribute of Keras, without its tracking, which takes longer than a small
+        step.
+        """
+        set_instance(self.model, "_jax_state", dict(zip(_PARTS, self.state)))
 
     def sync_variables(self) -> None:
         """Write the present state to the variables."""
         if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
             return
         self.synced = True
-        self.model._jax_state = dict(zip(_PARTS, self.state))
+        self._publish()
         self.model._jax_state_synced = False
         self.model.jax_state_sync()
 
@@ -93,12 +101,6 @@ class TrainerState:
                 yield
         finally:
             self.reading = False
-
-    def now(self) -> Any:
-        """Return the present state for reading: the stored arrays or the variables."""
-        if not self.model._jax_state_synced:
-            return self.state
-        return tuple([v.value for v in part] for part in by_part(self.model))
 
     def take(self) -> Any:
         """Return the present state in the form that the next step takes."""
@@ -150,6 +152,11 @@ def by_part(model: Any) -> tuple[list[Any], ...]:
 def variables(model: Any) -> list[Any]:
     """Return the variables of a model in the order of the state of `fit`."""
     return [v for part in by_part(model) for v in part]
+
+
+def stored(model: Any) -> tuple[list[Any], ...]:
+    """Return the state of `fit` with the present values of the variables."""
+    return tuple([v.value for v in part] for part in by_part(model))
 
 
 def ready(model: Any, data: Any) -> None:

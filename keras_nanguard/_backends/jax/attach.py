@@ -13,7 +13,6 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends.interface import Run, Session
-from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._core.errors import GuardError, expected
@@ -57,23 +56,21 @@ class ModelAttachment(attach.Attachment):
     def _build(self) -> None:
         model, run, old = self.model, self.run, self.run.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
-        factors, scaling = run.recovery.adjustments, run.recovery.with_adjustments
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(run.read_train_state, factors, scaling)
+            transaction.rebind(run.read_train_state, run.recovery)
         else:
             transaction = Transaction(
                 self.body,
                 run.read_train_state,
                 lambda: _trainer.variables(model),
-                outputs=LogOutputs(model),
+                lambda: _trainer.stored(model),
                 model=model,
+                of_trainer=True,
                 refuse=run.refuses,
                 jit=jit,
-                owns_state=True,
+                recovery=run.recovery,
                 shardings=_trainer.shardings(model),
-                factors=factors,
-                scaling=scaling,
             )
         if old is not None:
             transaction.inherit(old)
@@ -86,29 +83,31 @@ class ModelAttachment(attach.Attachment):
         return self.inner(*args)
 
     def step(self, state: Any, data: Any) -> Any:
-        """Run one guarded step, or start one whose verdict is read after the next one has started.
+        """Run one guarded step; return its logs and the state."""
+        self._gathered = self.trainer_state.receive(state)
+        transaction = self.run.transaction
+        ahead = self.session.may_run_ahead or self.pending is not None
+        if ahead and transaction.may_run_ahead and not self._gathered:
+            return self._run_ahead(data), self.trainer_state.take()
+        self.resolve_pending()
+        return self.run_guarded(data), self.trainer_state.take()
 
-        Returns:
-            The logs and the state.
+    def _run_ahead(self, data: Any) -> Any:
+        """Start a step, then read the verdict of the one before; return the logs of the step.
+
+        Its own verdict is read after the next step has started, unless the host has to act first.
         """
-        session, trainer_state = self.session, self.trainer_state
-        self._gathered = trainer_state.receive(state)
-        ahead = session.may_run_ahead or self.pending is not None
-        if self._gathered or not (ahead and self.run.transaction.may_run_ahead):
-            self.resolve_pending()
-            return self.run_guarded(data), trainer_state.take()
-        started = self._start(data, after=self.pending)
+        session, started = self.session, self._start(data, after=self.pending)
         if self.pending is None or (self._read_pending(last=False) and session.may_run_ahead):
             self.pending = started
-            session.logs_for_callbacks(started.outputs)
-            return session.logs.shown, trainer_state.take()
+            return session.logs_for_callbacks(started.outputs)
         if not self.run.healed:
             result = self._finished(started)
             if not result.verdict.halted:
                 session.after(result.verdict)
-                return session.logs_for_callbacks(result.outputs), trainer_state.take()
+                return session.logs_for_callbacks(result.outputs)
         # The step was halted, or the host has replaced its state: it runs again.
-        return self.run_guarded(data), trainer_state.take()
+        return self.run_guarded(data)
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due, with the state in the variables."""
@@ -134,7 +133,7 @@ class ModelAttachment(attach.Attachment):
 
     def _finished(self, result: StepResult) -> StepResult:
         """Wait for the verdict of a step, which may have to run again."""
-        if self.run.transaction.finish(result, self.trainer_state.now()):
+        if self.run.transaction.finish(result):
             return result
         with self.trainer_state.gathered():
             return self._finished(self._start(*result.args))
@@ -208,12 +207,12 @@ class LoopStep(attach.LoopStep):
             getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
             run.read_train_state,
             lambda: self.variables or [],
-            outputs=PlainOutputs(),
+            self._stored,
             model=run.model,
+            of_trainer=False,
             refuse=run.refuses,
             jit=compiled,
-            factors=run.recovery.adjustments,
-            scaling=run.recovery.with_adjustments,
+            recovery=run.recovery,
         )
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -270,11 +269,14 @@ class LoopStep(attach.LoopStep):
     def _taken(self) -> Any:
         """Return the present state."""
         if self.synced:
-            leaves, tree = jax.tree_util.tree_flatten(self.state)
-            pairs = zip(self.variables or (), leaves)
-            self.state = tree.unflatten([a if v is None else v.value for v, a in pairs])
-            self.synced = False
+            self.state, self.synced = self._stored(), False
         return self.state
+
+    def _stored(self) -> Any:
+        """Return the present state with the values of the variables."""
+        leaves, tree = jax.tree_util.tree_flatten(self.state)
+        pairs = zip(self.variables or (), leaves)
+        return tree.unflatten([a if v is None else v.value for v, a in pairs])
 
 
 def _owners(state: Any, run: Run) -> list[Any]:

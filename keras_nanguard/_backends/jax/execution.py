@@ -1,8 +1,8 @@
 """One trace of a step as a transaction on JAX.
 
-The body is traced into a program with one more argument, `may_commit`, which selects the old or the
-new value at each write of an optimizer. Equations that do not depend on it give the verdict; the
-others run once it is known (`StepTrace._in_two_parts`).
+In a compiled step, the body is traced into a program with one more argument, `may_commit`, which
+selects the old or the new value at each write of an optimizer. Equations that do not depend on it
+give the verdict; the others run once it is known.
 
 If the verdict itself depends on an update, as in a GAN whose generator step uses the updated
 discriminator, or if no optimizer makes an update, the updates run at once. The verdict then
@@ -11,46 +11,86 @@ includes their results, and old or new is selected at the end. An eager step doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.intercept import Intercept
+from keras_nanguard._backends.jax import outputs, reductions
+from keras_nanguard._backends.jax.intercept import Intercept, calls_host
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-Counts = dict[tuple[str, str, int], Any]
-"""Counts of NaN and of infinite entries, an int32 array `(2,)`, under `(site, path, size)`.
 
-A compiled program returns the keys, too: they belong to the structure of its result.
-"""
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What a trace finds out about a step. It holds for every run of the compiled program.
+
+    It is a key of the result of that program, so its hash must take no time.
+
+    Attributes:
+        places: `(site, path, size)` of each array whose bad entries are counted.
+        keeps_undo: whether the updates run at once, so that the verdict includes their results.
+        lasting: whether every log of a refused step is that of the restored metrics.
+        calls_host: whether the step calls the host, as `jax.debug.print` does.
+    """
+
+    places: tuple[tuple[str, str, int], ...]
+    keeps_undo: bool
+    lasting: bool
+    calls_host: bool
+
+
+class Values(NamedTuple):
+    """The arrays that a run of the body gives.
+
+    Attributes:
+        losses: the losses.
+        checked: the gradients, and the other arrays that are checked.
+        outputs: the outputs of the body.
+        new: the flat new state.
+    """
+
+    losses: list[Any]
+    checked: list[Any]
+    outputs: Any
+    new: list[Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run of the body shows besides its arrays.
+
+    Attributes:
+        names: `(site, path)` of each checked array.
+        changed: places of the state that the body writes.
+        updated: those that have the results of optimizers.
+        selected: those at which the new value is the old one if the step is refused.
+        sources: of each output, the metric whose result it is, and the number of that result.
+        calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
+    """
+
+    names: list[tuple[str, str]]
+    changed: set[int]
+    updated: set[int]
+    selected: set[int]
+    sources: list[tuple[Any, int] | None]
+    calls_host: bool = True
 
 
 class StepTrace:
     """One trace (or one eager run) of the transaction.
 
     Args:
-        owner: the `Transaction`. Its `keeps_undo` becomes true if the updates have to run at once.
+        owner: the `Transaction`.
         state: the state.
         args: the other arguments of the body.
         halt: whether the step is refused regardless of its batch.
-
-    Attributes:
-        seen: the calls of optimizers and loss.
-        outputs: the outputs of the body.
-        changed: places of the state that the step writes.
-        selected: those at which the new value is the old one if the step is refused.
     """
-
-    seen: Intercept
-    outputs: Any
-    changed: list[int]
-    selected: set[int]
 
     def __init__(self, owner: Any, state: Any, args: Sequence[Any], halt: Any):
         self.owner, self.args, self.halt = owner, args, halt
@@ -60,153 +100,155 @@ class StepTrace:
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
         updated = (*train_state.trainable, *train_state.slots)
-        self.weights_and_slots = {self.place[id(v)] for v in updated if id(v) in self.place}
-        metrics = {id(v) for v in train_state.metrics}
-        self.metrics = {i for i, v in enumerate(self.variables) if id(v) in metrics}
+        self.weights_and_slots = set(self._known(updated))
+        scales = self._known(scale for scale, _ in train_state.scales)
+        self.scale = jnp.ones((), self.dtype)
+        if scales:
+            self.scale = jnp.min(jnp.stack([self.old[i] for i in scales])).astype(self.dtype)
 
     def complete(self) -> tuple[Any, ...]:
         """Return the first five fields of `step.StepResult`."""
-        new = self._run()
-        sums = self._update_sums(new)
-        if self.owner.keeps_undo:
-            sums = [reductions.of_all(number, self.owner.mesh) for number in sums]
-            self.may_commit &= reductions.all_finite(sums)
-        else:
-            zero = jnp.zeros((), self.dtype)
-            sums = [jnp.where(self.may_commit, number, zero) for number in sums]
-        if not self.owner.refuse:
-            return self._result(new, jnp.zeros((), bool), sums)
-        return self._result(self._chosen(new), ~self.may_commit, sums)
+        if not self.owner.jit:
+            return self._at_once(*self._call(None, self.old, self.args))
+        program, structure, found = self._traced()
+        given = (*self.old, *jax.tree_util.tree_leaves(tuple(self.args)))
+        losses, checked, *_ = (part.num_leaves for part in structure.children())
+        parts = None if self.owner.keeps_undo else two_parts(program, losses + checked)
+        if parts is None or self.weights_and_slots & found.changed - found.updated:
+            flat = jaxpr_as_fun(program)(jnp.ones((), bool), *given)
+            return self._at_once(jax.tree_util.tree_unflatten(structure, flat), found)
+        first, second = parts
+        known = first(jnp.zeros((), bool), *given)
+        early, between = known[: losses + checked], known[losses + checked :]
+        verdict, counts = self._judged(found, early[:losses], early[losses:])
+        # Only the update shows whether such gradients make an optimizer's state overflow.
+        may_commit: Any = ~verdict.refused & (verdict.gradients <= rules.BOUND)
+        late = second(may_commit, *between)
+        values = jax.tree_util.tree_unflatten(structure, [*early, *late])
+        updated = self._update_sums(values.new, verdict.gradients)
+        weights, slots = [jnp.where(may_commit, number, 0) for number in updated]
+        verdict = Verdict(~may_commit, *verdict[1:4], weights, slots, self.scale, 0, self.halt)
+        return self._result(values, found, verdict, counts, keeps_undo=False)
 
-    def counts(self) -> list[Counts]:
-        """Return the counts of bad entries of each place."""
-        new, seen = self._run(), self.seen
-        places = [("outputs", name, array) for name, array in seen.outputs]
-        for record in seen.records:
-            places += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
-        places += [("statistics", self._path(i), new[i]) for i in self.written]
-        slots = {id(v) for v in self.train_state.slots}
-        for i in sorted(self.weights_and_slots) if self.owner.keeps_undo else ():
-            if reductions.can_be_bad(new[i]):
-                site = "slots" if id(self.variables[i]) in slots else "weights"
-                places.append((site, self._path(i), new[i]))
-        return [{(site, path, array.size): reductions.count(array)} for site, path, array in places]
+    def _at_once(self, values: Values, found: Found) -> tuple[Any, ...]:
+        """Return the result of a run whose updates have taken effect."""
+        new, slots = values.new, {id(v) for v in self.train_state.slots}
+        places = [i for i in sorted(self.weights_and_slots) if reductions.can_be_bad(new[i])]
+        sites = ["slots" if id(self.variables[i]) in slots else "weights" for i in places]
+        names = [*found.names, *zip(sites, map(self._path, places))]
+        values = values._replace(checked=[*values.checked, *(new[i] for i in places)])
+        found = replace(found, names=names, selected=set())
+        verdict, counts = self._judged(found, values.losses, values.checked, new)
+        return self._result(values, found, verdict, counts, keeps_undo=True)
 
     # Running the body
 
-    def _run(self) -> list[Any]:
-        """Run the body and compute the verdict; return the flat new state."""
-        new = None if self.owner.keeps_undo else self._in_two_parts()
-        if new is None:
-            self.owner.keeps_undo = True
-            new = self._call(self.old, self.args, None)
-            self.changed = [i for i, (a, b) in enumerate(zip(new, self.old)) if a is not b]
-            self.selected, self.written = set(), self._statistics()
-            self._judge(self.seen.losses, self.seen.gradients, [new[i] for i in self.written])
-        return new
+    def _traced(self) -> tuple[ClosedJaxpr, Any, Found]:
+        """Return the program of the body, the structure of the `Values` that it returns, and what
+        else it shows.
 
-    def _call(self, leaves: Any, args: Any, may_commit: Any) -> list[Any]:
-        """Run the body, with `seen` and `outputs`; return the flat new state."""
-        state = jax.tree_util.tree_unflatten(self.tree, leaves)
-        kind, optimizers = self.owner.outputs, self.train_state.optimizers
-        arrays = (*leaves, *jax.tree_util.tree_leaves(args))
-        running = next((a._trace for a in arrays if isinstance(a, jax.core.Tracer)), None)
-        self.seen = Intercept(self.owner.model, optimizers, running, may_commit)
-        with kind.watched(), self.seen:
-            self.outputs, new = kind.split_outputs(self.owner.body(state, *args))
-            kind.note(self.outputs)
-        flat, tree = jax.tree_util.tree_flatten(new)
-        kind.check(tree, self.tree)
-        self.seen.losses = self.seen.losses or kind.losses(self.outputs)
-        return list(flat)
-
-    def _in_two_parts(self) -> list[Any] | None:
-        """Run first the part of the body that gives the verdict, then the rest, which depends on
-        it.
-
-        Returns:
-            The flat new state, or `None` if the verdict depends on an update, or if something else
-            than an optimizer has the last word on weights or slots.
+        The arguments of the program are `may_commit`, the flat state, and the flat other arguments.
         """
-        given, tree = jax.tree_util.tree_flatten(tuple(self.args))
-        size, structure = len(self.old), None
+        leaves, tree = jax.tree_util.tree_flatten(tuple(self.args))
+        size, kept = len(self.old), []
 
-        def body(may_commit: Any, *arrays: Any) -> Any:
-            nonlocal structure
+        def body(may_commit: Any, *arrays: Any) -> Values:
             args = jax.tree_util.tree_unflatten(tree, arrays[size:])
-            new, seen = self._call(arrays[:size], args, may_commit), self.seen
-            self.selected = {i for i, array in enumerate(new) if id(array) in seen.selected}
-            self.updated = {i for i, array in enumerate(new) if id(array) in seen.updated}
-            grads, outputs = [r.grads for r in seen.records], [array for _, array in seen.outputs]
-            noted = seen.losses, grads, outputs, self.outputs
-            flat, structure = jax.tree_util.tree_flatten(noted)
-            return [*flat, *new]
+            known = None if self.owner.keeps_undo else may_commit
+            values, found = self._call(known, arrays[:size], args)
+            kept.append((jax.tree_util.tree_structure(values), found))
+            return values
 
-        unknown = jnp.zeros((), bool)
-        program = jax.make_jaxpr(body)(unknown, *self.old, *given)
-        jaxpr = program.jaxpr
-        end = len(jaxpr.outvars) - size
-        new, old = jaxpr.outvars[end:], jaxpr.invars[1 : 1 + size]
-        self.changed = [i for i in range(size) if new[i] is not old[i]]
-        self.written = self._statistics()
-        judged = len(self.seen.losses) + len(self.seen.gradients)
-        verdict = [*jaxpr.outvars[:judged], *(new[i] for i in self.written)]
-        early, late, dependent = _split(jaxpr)
-        others = self.weights_and_slots & set(self.changed) - self.updated
-        if others or any(id(var) in dependent for var in verdict):
-            return None
-        read = (*(var for equation in late for var in equation.invars), *jaxpr.outvars)
-        known = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
-        between = list(known.values())
-        first = ClosedJaxpr(jaxpr.replace(eqns=early, outvars=between), program.consts)
-        values = jaxpr_as_fun(first)(unknown, *self.old, *given)
-        value = dict(zip(known, values))
-        numbers = [v.val if isinstance(v, Literal) else value[id(v)] for v in verdict]
-        losses = len(self.seen.losses)
-        self._judge(numbers[:losses], numbers[losses:judged], numbers[judged:])
-        # Only the update shows whether such gradients make an optimizer's state overflow.
-        self.may_commit &= self.gradients <= rules.BOUND
-        invars = [jaxpr.invars[0], *between]
-        second = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=jaxpr.outvars)
-        flat = jaxpr_as_fun(ClosedJaxpr(second, ()))(self.may_commit, *values)
-        noted = jax.tree_util.tree_unflatten(structure, flat[:end])
-        self.seen.losses, grads, outputs, self.outputs = noted
-        for record, gradients in zip(self.seen.records, grads):
-            record.grads = gradients
-        self.seen.outputs = [(name, a) for (name, _), a in zip(self.seen.outputs, outputs)]
-        return list(flat[end:])
+        program = jax.make_jaxpr(body)(jnp.zeros((), bool), *self.old, *leaves)
+        ((structure, found),) = kept
+        return program, structure, replace(found, calls_host=calls_host(program.jaxpr))
+
+    def _call(self, may_commit: Any, leaves: Any, args: Any) -> tuple[Values, Found]:
+        """Run the body on this flat state; `may_commit` is `None` if its updates take effect."""
+        state = jax.tree_util.tree_unflatten(self.tree, leaves)
+        owner, optimizers = self.owner, self.train_state.optimizers
+        seen = Intercept(owner.model, optimizers, may_commit)
+        with outputs.MetricResults(owner.metrics()) as results, seen:
+            found, new = outputs.split(owner.body(state, *args))
+        flat, tree = jax.tree_util.tree_flatten(new)
+        outputs.check_structure(tree, self.tree)
+        changed = {i for i, (a, b) in enumerate(zip(flat, leaves)) if a is not b}
+        statistics = [(self._path(i), flat[i]) for i in self._statistics(changed)]
+        pairs = [pair for record in seen.records for pair in record.pairs]
+        gradients = [(v.path, g) for g, v in pairs if reductions.can_be_bad(g)]
+        sites = {"outputs": seen.outputs, "gradients": gradients, "statistics": statistics}
+        checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
+        losses = seen.losses or owner.losses(found)
+        values = Values(losses, [array for *_, array in checked], found, list(flat))
+        return values, Found(
+            names=[(site, path) for site, path, _ in checked],
+            changed=changed,
+            updated={i for i, array in enumerate(flat) if id(array) in seen.updated},
+            selected={i for i, array in enumerate(flat) if id(array) in seen.selected},
+            sources=results.sources(found),
+        )
 
     # The verdict
 
-    def _judge(self, losses: Any, gradients: Any, statistics: Any) -> None:
-        """Compute the sums of the verdict, and the decision."""
-        self.loss = reductions.add(losses, self.dtype)
-        self.gradients = reductions.squares(gradients, self.dtype)
-        self.statistics = reductions.total(statistics, self.dtype)
+    def _judged(
+        self, found: Found, losses: Sequence[Any], checked: Sequence[Any], new: Any = None
+    ) -> tuple[Verdict, Any]:
+        """Return the verdict and the counts of bad entries, an int32 array `(places, 2)`.
+
+        Args:
+            found: what the body shows.
+            losses: its losses.
+            checked: its checked arrays.
+            new: the flat state after its updates; `None` if they have not run yet.
+        """
+        of_site: dict[str, list[Any]] = {}
+        for (site, _), array in zip(found.names, checked):
+            of_site.setdefault(site, []).append(array)
+        statistics = of_site.get("statistics", [])
+        loss = reductions.add(losses, self.dtype)
+        gradients = reductions.squares(of_site.get("gradients", []), self.dtype)
+        written = reductions.total(statistics, self.dtype)
         if statistics:
-            self.statistics = reductions.of_all(self.statistics, self.owner.mesh)
-        pairs = self.train_state.scales
-        self.scales = [self.old[self.place[id(s)]] for s, _ in pairs if id(s) in self.place]
-        self.scale = jnp.ones((), self.dtype)
-        if self.scales:
-            self.scale = jnp.min(jnp.stack(self.scales)).astype(self.dtype)
-        sums = (self.loss, self.gradients, self.statistics)
-        self.may_commit = ~self.halt & rules.scale_is_valid(reductions.OPERATIONS, self.scale)
-        self.may_commit &= reductions.all_finite(sums)
+            written = reductions.of_all(written, self.owner.mesh)
+        weights = slots = jnp.zeros((), self.dtype)
+        if new is not None:
+            updated = self._update_sums(new, gradients)
+            weights, slots = [reductions.of_all(number, self.owner.mesh) for number in updated]
+        finite = reductions.all_finite((loss, gradients, written, weights, slots))
+        counts = reductions.cond(
+            finite,
+            lambda: jnp.zeros((len(checked), 2), jnp.int32),
+            lambda: reductions.counts(checked),
+        )
+        places = [n for n, (site, _) in enumerate(found.names) if site == "gradients"]
+        if places:  # the square of 1e20 overflows in float32, although 1e20 does not
+            bad = jnp.any(counts[places[0] : places[-1] + 1] > 0)
+            gradients = jnp.where(bad, gradients, jnp.minimum(gradients, rules.MOST))
+        may_commit = ~self.halt & rules.scale_is_valid(reductions.OPERATIONS, self.scale)
+        may_commit &= reductions.all_finite((loss, gradients, written, weights, slots))
+        verdict = Verdict(
+            ~may_commit, loss, gradients, written, weights, slots, self.scale, 0, self.halt
+        )
+        return verdict, counts
 
-    def _statistics(self) -> list[int]:
+    def _statistics(self, changed: set[int]) -> list[int]:
         """Return the places of written statistics that must be finite."""
-        apart = self.weights_and_slots | self.metrics
-        return [i for i in self.changed if i not in apart and self._watched(i)]
+        state = self.train_state
+        scales = (v for pair in state.scales for v in pair)
+        apart = {id(v) for v in (*state.metrics, *state.rates, *scales)} | self.owner.tolerated
+        return [
+            i
+            for i in sorted(changed - self.weights_and_slots)
+            if id(self.variables[i]) not in apart and reductions.can_be_bad(self.old[i])
+        ]
 
-    def _watched(self, index: int) -> bool:
-        variable, scales = self.variables[index], self.train_state.scales
-        ours = {id(v) for v in (*self.train_state.rates, *(v for pair in scales for v in pair))}
-        excluded = id(variable) in ours | self.owner.tolerated
-        return not excluded and reductions.can_be_bad(self.old[index])
+    def _update_sums(self, new: Sequence[Any], gradients: Any) -> list[Any]:
+        """Return the sums over weights and slots; both in the first if the slots are small.
 
-    def _update_sums(self, new: Sequence[Any]) -> list[Any]:
-        """Return the sums over weights and slots; both in the first if the slots are small."""
+        Args:
+            new: the flat new state.
+            gradients: half the sum of squares of the gradients.
+        """
         tolerated = self.owner.tolerated
         rest = {i for i in self.weights_and_slots if id(self.variables[i]) not in tolerated}
         listed = {id(v) for v in self.train_state.slots} - tolerated
@@ -220,7 +262,7 @@ class StepTrace:
                 [new[i] for i in trained],
                 [array for array in slots if reductions.can_be_bad(array)],
                 next((new[i] for i in own if self.variables[i].name == "iteration"), None),
-                self.gradients,
+                gradients,
                 self.dtype,
             )
             sums = [a + b for a, b in zip(sums, one)]
@@ -231,7 +273,35 @@ class StepTrace:
     def _known(self, variables: Iterable[Any]) -> list[int]:
         return [self.place[id(v)] for v in variables if id(v) in self.place]
 
-    def _learned(self) -> dict[int, Any]:
+    def _path(self, index: int) -> str:
+        return str(getattr(self.variables[index], "path", "") or f"state/{index}")
+
+    # The result
+
+    def _result(
+        self, values: Values, found: Found, verdict: Verdict, counts: Any, keeps_undo: bool
+    ) -> tuple[Any, ...]:
+        """Return the result of the step: the new state if it commits, else the old one."""
+        pairs = zip(found.names, values.checked)
+        places = tuple((site, path, array.size) for (site, path), array in pairs)
+        facts = Facts(places, keeps_undo, None not in found.sources, found.calls_host)
+        results, new = values.outputs, list(values.new)
+        if self.owner.refuse:
+            learned = self._learned(verdict)
+            for i in sorted({*found.changed, *learned} - found.selected):
+                old = _like(learned.get(i, self.old[i]), new[i])
+                new[i] = reductions.select(~verdict.refused, new[i], old)
+            known = [v for v in self.train_state.metrics if id(v) in self.place]
+            metrics = [(v, new[self.place[id(v)]]) for v in known]
+            results = outputs.with_metrics(results, found.sources, metrics)
+        else:
+            verdict = Verdict(jnp.zeros((), bool), *verdict[1:])
+        vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
+        seen = verdict[1:7] if jax.process_count() == 1 else verdict[1:4]  # to all processes
+        bad = verdict.refused | ~reductions.all_finite(seen) | (verdict.scale <= 0)
+        return jax.tree_util.tree_unflatten(self.tree, new), results, vector, bad, {facts: counts}
+
+    def _learned(self, verdict: Verdict) -> dict[int, Any]:
         """Return the values that a refusal writes to loss scales, by place."""
         learned = {}
         for optimizer in filter(keras_optimizers.scales_of, self.train_state.optimizers):
@@ -242,40 +312,14 @@ class StepTrace:
             old, steps = self.old[scale], self.old[counter]
             learned[scale], learned[counter] = rules.learned_scale(
                 reductions.OPERATIONS,
-                self.loss,
-                self.gradients,
+                verdict.loss,
+                verdict.gradients,
                 old,
                 steps,
                 jnp.asarray(optimizer.initial_scale, old.dtype),
             )
         # A halted step has no verdict on its own batch.
         return {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
-
-    def _path(self, index: int) -> str:
-        return str(getattr(self.variables[index], "path", "") or f"state/{index}")
-
-    def _chosen(self, new: list[Any]) -> list[Any]:
-        """Return the new state if the step commits, else the old one."""
-        learned, chosen = self._learned(), list(new)
-        for i in sorted({*self.changed, *learned} - self.selected):
-            old = _like(learned.get(i, self.old[i]), new[i])
-            chosen[i] = reductions.select(self.may_commit, new[i], old)
-        return chosen
-
-    def _result(self, new: list[Any], refused: Any, sums: Any) -> tuple[Any, ...]:
-        outputs = self.outputs
-        if self.owner.refuse:
-            known = [v for v in self.train_state.metrics if id(v) in self.place]
-            metrics = [(v, new[self.place[id(v)]]) for v in known]
-            outputs = self.owner.outputs.results(outputs, metrics)
-        weights, slots = sums
-        seen = self.loss, self.gradients, self.statistics, weights, slots, self.scale
-        verdict = Verdict(refused, *seen, halted=self.halt)
-        vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
-        shown = seen if jax.process_count() == 1 else seen[:3]  # to all processes
-        bad = refused | ~reductions.all_finite(shown) | (self.scale <= 0)
-        state = jax.tree_util.tree_unflatten(self.tree, new)
-        return state, outputs, vector, bad, self.scales
 
 
 def _like(old: Any, new: Any) -> Any:
@@ -284,10 +328,21 @@ def _like(old: Any, new: Any) -> Any:
     return old if same else jnp.asarray(old).astype(new.dtype)
 
 
-def _split(jaxpr: Any) -> tuple[list[Any], list[Any], set[int]]:
-    """Return the equations that do not depend on the first argument of a program, those that do,
-    and the `id` of each variable that does.
+def two_parts(
+    program: ClosedJaxpr, judged: int
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Split a program into what does not depend on its first argument, and the rest.
+
+    Args:
+        program: the program.
+        judged: how many of its results the first part must give.
+
+    Returns:
+        The first part, which takes all arguments and returns those results, and then all that the
+        second part reads. The second part takes the first argument and that; it returns the other
+        results. `None` if a result of the first part depends on the first argument.
     """
+    jaxpr = program.jaxpr
     dependent, early, late = {id(jaxpr.invars[0])}, [], []
     for equation in jaxpr.eqns:
         if any(id(var) in dependent for var in equation.invars):
@@ -295,4 +350,13 @@ def _split(jaxpr: Any) -> tuple[list[Any], list[Any], set[int]]:
             late.append(equation)
         else:
             early.append(equation)
-    return early, late, dependent
+    seen, others = jaxpr.outvars[:judged], jaxpr.outvars[judged:]
+    if any(id(var) in dependent for var in seen):
+        return None
+    read = (*(var for equation in late for var in equation.invars), *others)
+    known = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
+    between = list(known.values())
+    first = jaxpr.replace(eqns=early, outvars=[*seen, *between])
+    invars = [jaxpr.invars[0], *between]
+    second = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others)
+    return jaxpr_as_fun(ClosedJaxpr(first, program.consts)), jaxpr_as_fun(ClosedJaxpr(second, ()))

@@ -108,7 +108,6 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
-        trace: the trace in which the body runs; `None` for eager execution.
         may_commit: whether the writes of an optimizer take effect; `None` lets all of them.
         updates: whether optimizers run; otherwise they return the old state.
 
@@ -124,11 +123,10 @@ class Intercept:
         self,
         model: Any,
         optimizers: Iterable[Any],
-        trace: Any = None,
         may_commit: Any = None,
         updates: bool = True,
     ):
-        self.model, self.optimizers, self.trace = model, list(optimizers), trace
+        self.model, self.optimizers = model, list(optimizers)
         self.may_commit, self.updates = may_commit, updates
         self.records: list[Update] = []
         self.losses: list[Any] = []
@@ -138,6 +136,7 @@ class Intercept:
         self._overrides = Overrides()
 
     def __enter__(self) -> Intercept:
+        self.trace = running_trace()
         for optimizer in self.optimizers:
             self._overrides.set(
                 optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply)
@@ -185,6 +184,11 @@ class Intercept:
             return loss
 
         return compute_loss
+
+
+def running_trace() -> Any:
+    """Return the trace in which code runs; `None` in eager execution."""
+    return getattr(jnp.zeros(()), "_trace", None)
 
 
 def primal(value: Any, trace: Any) -> Any:

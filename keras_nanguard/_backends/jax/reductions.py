@@ -1,8 +1,8 @@
 """The sums of a verdict in JAX: one pass over each array, which XLA fuses with the computation of
 the array.
 
-No sum overflows before its entries do: a sum is not finite if and only if one of its entries is NaN
-or infinite.
+No sum but that of squares overflows before its entries do: it is not finite if and only if one of
+its entries is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from keras_nanguard._backends.shared.rules import (
-    MOST,
     PART,
     Operations,
     bounded_sum,
@@ -107,19 +106,12 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
     return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself
 
 
-def squares(arrays: Sequence[Any], dtype: Any) -> Any:
-    """Return half the sum of the squares of all entries, at most `rules.MOST`.
+def squares(arrays: Iterable[Any], dtype: Any) -> Any:
+    """Return half the sum of the squares of all entries.
 
-    If a sum is not finite, each entry is tested: the square of 1e20 overflows in float32, although
-    1e20 does not.
+    The square of a finite entry can overflow: that of 1e20 does in float32.
     """
-    found = 0.5 * _sum([jnp.square(array) for array in _grouped(arrays)], dtype)
-    bounded = jnp.minimum(found, MOST)  # NaN passes through
-
-    def exact() -> Any:
-        return jnp.where(all_finite(arrays), bounded, found)
-
-    return cond(jnp.isfinite(found), lambda: bounded, exact)
+    return 0.5 * _sum([jnp.square(array) for array in _grouped(arrays)], dtype)
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
@@ -162,12 +154,11 @@ def of_all(number: Any, mesh: Any) -> Any:
     return mean(number)
 
 
-def count(array: Any) -> Any:
-    """Return an int32 array `(2,)`: the number of NaN entries and of infinite entries."""
-    if not can_be_bad(array):
-        return jnp.zeros((2,), jnp.int32)
-    bad = jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)
-    return jnp.stack(bad)
+def counts(arrays: Sequence[Any]) -> Any:
+    """Return an int32 array `(arrays, 2)`: how many entries of each are NaN, and infinite."""
+    tests = (jnp.isnan, jnp.isinf)
+    numbers = [test(array).sum(dtype=jnp.int32) for array in arrays for test in tests]
+    return jnp.array(numbers, jnp.int32).reshape(len(arrays), 2)
 
 
 def update_sums(

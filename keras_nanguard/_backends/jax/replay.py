@@ -7,7 +7,6 @@ the variables (`Transaction.replayed`), so that the variables have its results.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,32 +16,35 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.jax.intercept import Intercept, primal
+from keras_nanguard._backends.jax.intercept import Intercept, primal, running_trace
 from keras_nanguard._backends.jax.origins import Origins
-from keras_nanguard._backends.jax.outputs import LogOutputs
-from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
+from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._keras import sparse_arrays
-from keras_nanguard._keras.jax_trainer import by_part, ready, variables
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._keras.jax_trainer import by_part, ready, stored
 
 
 class Instrument(instrument.Instrument):
-    """Records layers and losses in an eager run.
+    """Records layers and losses in an eager run, or in the trace of a compiled one.
 
     Below `jax.grad` every value is a pair of itself and its derivative; the value is recorded. The
     backward pass begins when a probe first receives a gradient, and ends when a layer or a loss is
     called again.
     """
 
+    def _begin(self) -> None:
+        self.trace = running_trace()
+
     def _is_float(self, value: Any) -> bool:
         known = isinstance(value, (jax.Array, jax.core.Tracer)) and hasattr(value, "dtype")
         return (
             known
             and bool(jnp.issubdtype(value.dtype, jnp.floating))
-            and primal(value, None) is not None
+            and primal(value, self.trace) is not None
         )
+
+    def returned(self, tensors: Iterable[Any]) -> list[Any]:
+        return [t for t in tensors if primal(t, self.trace) is t]
 
     def _push(self, call: Any) -> None:
         if self.origins is not None and self.origins.phase == "backward":
@@ -56,12 +58,12 @@ class Instrument(instrument.Instrument):
 
     def _note(self, call: Any, number: int) -> None:
         for values in (call.inputs, call.outputs):
-            values[:] = [primal(value, None) for value in values]
+            values[:] = [primal(value, self.trace) for value in values]
         super()._note(call, number)
 
     def _taken_in(self, call: Any, value: Any) -> Any:
         if self._is_float(value) and self.origins is not None:
-            self.origins.entered((primal(value, None),))
+            self.origins.entered((primal(value, self.trace),))
         return super()._taken_in(call, value)
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
@@ -89,9 +91,8 @@ class Replay(interface.Replay):
     def body_of(self, model: Any) -> Callable[..., Any]:
         def body(data: Any) -> Any:
             ready(model, data)
-            parts = by_part(model)
-            logs, new = model.train_step(tuple([v.value for v in part] for part in parts), data)
-            for part, values in zip(parts, new):
+            logs, new = model.train_step(stored(model), data)
+            for part, values in zip(by_part(model), new):
                 for variable, value in zip(part, values):
                     variable.assign(value)
             return logs
@@ -126,36 +127,15 @@ class Replay(interface.Replay):
         value = getattr(variable, "value", None)
         return value.astype(jnp.float32) if isinstance(value, jax.Array) else None
 
-    def run_compiled(self, step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
-        """Run a step once, compiled, without side effects; return its result.
+    def compiled(
+        self, function: Callable[..., Any], step: ReplayableStep, args: Sequence[Any], jit: bool
+    ) -> Any:
+        if step.judged is None:
+            ready(step.model, *args)
+        known = [v for v in step.variables() if isinstance(v, keras.Variable)]
 
-        A step that has no transaction is guarded as the train step of its model.
-        """
-        judged = step.judged or _transaction_of(step).judged
-        try:
-            verdict = judged(*args)
-        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
-            return ReplayResult(error=f"{type(error).__name__}: {error}")
-        sites = {
-            "loss": verdict.loss,
-            "statistics": verdict.statistics,
-            "gradients": verdict.gradients,
-        }
-        first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
-        return ReplayResult(first=first, loss=verdict.loss)
+        def run(values: Any, args: Any) -> Any:
+            with keras.StatelessScope(state_mapping=list(zip(known, values))):
+                return function(args)
 
-
-def _transaction_of(step: ReplayableStep) -> Transaction:
-    """Return the transaction that guards the train step of a model."""
-    model = step.model
-    transaction = Transaction(
-        model.train_step,
-        lambda: TrainState.of(model, step.optimizers),
-        lambda: variables(model),
-        outputs=LogOutputs(model),
-        model=model,
-        jit=True,
-    )
-    transaction.tolerated = set(step.tolerated)
-    transaction.adopt(tuple([v.value for v in part] for part in by_part(model)))
-    return transaction
+        return jax.jit(run)([v.value for v in known], list(args))

@@ -20,7 +20,6 @@ one whose verdict depends on an update, runs in one part; old or new is selected
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +30,15 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.execution import StepTrace
-from keras_nanguard._backends.jax.intercept import calls_host
+from keras_nanguard._backends.jax.execution import Facts, StepTrace
+from keras_nanguard._backends.jax.outputs import split
 from keras_nanguard._backends.shared.batch_memory import owned
+from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
+
+UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
+"""What is known of a step before its first run."""
 
 
 @dataclass(slots=True)
@@ -47,10 +50,9 @@ class StepResult:
         outputs: the other outputs of the body.
         vector: the numbers of the verdict, in the order of `core.verdict.FIELDS`.
         halt: whether the next step has to be refused because of this one, on the device.
-        scales: the loss scales of the step.
-        given: its initial state; `None` if that was donated.
-        factors: its factors.
-        args: its other arguments.
+        counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
+            the `execution.Facts` of the program, which belong to the structure of its result.
+        args: the arguments of the step besides its state.
         verdict: its verdict, once the host has read it.
     """
 
@@ -58,9 +60,7 @@ class StepResult:
     outputs: Any
     vector: Any
     halt: Any
-    scales: Any
-    given: Any
-    factors: Any
+    counts: dict[Facts, Any]
     args: tuple[Any, ...]
     verdict: Any = None
 
@@ -73,20 +73,20 @@ class Transaction(interface.Transaction):
         train_state: callable that returns the `TrainState` at the time of tracing.
         variables: callable that returns the Keras variable of each array of the flattened state (or
             `None`).
-        outputs: finds the loss in the outputs, and replaces them on a refusal.
+        stored: callable that returns the state with the present values of the variables.
         model: the model whose `compute_loss` returns the loss, or `None`.
+        of_trainer: whether a Keras trainer runs the step. Then its outputs are logs, and no other
+            code uses the state, so that it may be overwritten.
         refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
         jit: whether to compile the step.
-        owns_state: whether no other code uses the state, so that it may be overwritten.
         shardings: shardings of the arrays of the state; `None` if they are on one device.
-        factors: returns the changed numbers that a step reads and that are not variables; see
-            `Recovery.adjustments`.
-        scaling: context in which learning rates are scaled by such factors.
+        recovery: the changes to learning rates; see `interface.Recovery`.
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
-        keeps_undo: whether updates run before the verdict, which includes their results.
         mesh: the devices of all processes that train together; `None` for one process.
+        facts: what the last trace has found out.
+        keeps_undo: whether updates run before the verdict, which includes their results.
         unpublished: the result of the program, until the caller has the new state. A signal handler
             that raises finds it here.
     """
@@ -99,32 +99,31 @@ class Transaction(interface.Transaction):
         body: Callable[..., Any],
         train_state: Callable[[], TrainState],
         variables: Callable[[], Sequence[Any]],
+        stored: Callable[[], Any],
         *,
-        outputs: Any,
-        model: Any = None,
-        refuse: bool = True,
-        jit: bool = False,
-        owns_state: bool = False,
+        model: Any,
+        of_trainer: bool,
+        refuse: bool,
+        jit: bool,
+        recovery: Any,
         shardings: Any = None,
-        factors: Callable[[], dict[int, Any]] = dict,
-        scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
     ):
-        self.body, self.train_state, self.variables = body, train_state, variables
-        self.outputs, self.model = outputs, model
-        self.factors, self.scaling = factors, scaling
-        self.losses = outputs.losses
+        self.body, self.train_state, self.model = body, train_state, model
+        self.variables, self.stored, self.recovery = variables, stored, recovery
+        self.metrics = (lambda: model.metrics) if of_trainer else tuple
+        self.losses = losses_in_logs if of_trainer else scalars
         self.refuse, self.jit, self.shardings = refuse, jit, shardings
-        self.donates = owns_state and jit and refuse
+        self.donates = of_trainer and jit and refuse
         self.tolerated: set[int] = set()
-        self._bad: tuple[StepResult, Any] | None = None
         self.unpublished: list[Any] = []
+        self.facts = UNKNOWN
         self.given: Any = None
         self.mesh: Any = None
-        self._last: Any = None
-        self._compile(not (jit and refuse))
+        self._bad: StepResult | None = None
+        self._compile(keeps_undo=not (jit and refuse))
 
     def _compile(self, keeps_undo: bool) -> None:
-        """Create the programs, which are compiled when they are first called."""
+        """Create the program, which is compiled when it is first called."""
         first = next(iter(jax.tree_util.tree_leaves(self.shardings)), None)
         options: dict[str, Any] = {"donate_argnums": 1} if self.donates else {}
         everywhere = None
@@ -132,24 +131,13 @@ class Transaction(interface.Transaction):
             whole = jax.sharding.PartitionSpec()
             everywhere = jax.sharding.NamedSharding(first.mesh, whole)
             options["out_shardings"] = (self.shardings, None, *[everywhere] * 3)
-        self.keeps_undo = keeps_undo
-        self._go = _scalar(False, everywhere)
-        self._calls_host: bool | None = None
-        self._program = self._program_of(self._complete, **options)
-        self._counts = self._program_of(self._count)
+        self.keeps_undo, self._go = keeps_undo, _scalar(False, everywhere)
 
-    def _program_of(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return a function as a program with one more argument: the factors of learning rates."""
+        def complete(factors: dict[int, Any], state: Any, halt: Any, *args: Any) -> Any:
+            with self.recovery.with_adjustments(factors):
+                return StepTrace(self, state, args, halt).complete()
 
-        @functools.wraps(function)
-        def scaled(factors: dict[int, Any], *args: Any) -> Any:
-            with self.scaling(factors):
-                return function(*args)
-
-        return jax.jit(scaled, **options) if self.jit else scaled
-
-    def _complete(self, state: Any, halt: Any, *args: Any) -> tuple[Any, ...]:
-        return StepTrace(self, state, args, halt).complete()
+        self._program = jax.jit(complete, **options) if self.jit else complete
 
     @property
     def may_run_ahead(self) -> bool:
@@ -158,16 +146,14 @@ class Transaction(interface.Transaction):
         Not if its logs are those of a refused step, and not if it calls the host, because a halted
         step would then have a visible effect.
         """
-        return self.donates and self.outputs.lasting and self._calls_host is False
+        return self.donates and self.facts.lasting and not self.facts.calls_host
 
     # Running a step
 
     def __call__(self, state: Any, *args: Any) -> StepResult:
         """Run the step, and wait for its verdict; the arguments are those of `start`."""
         result = self.start(state, *args)
-        if self.finish(result, result.state):
-            return result
-        return self(result.state, *args)
+        return result if self.finish(result) else self(result.state, *args)
 
     def start(self, state: Any, *args: Any, after: StepResult | None = None) -> StepResult:
         """Start the step.
@@ -177,40 +163,31 @@ class Transaction(interface.Transaction):
             *args: the other arguments of the body.
             after: the previous step, whose verdict has not been read yet.
         """
-        self.adopt(state)
-        halt, factors = self._go if after is None else after.halt, self.factors()
-        new, outputs, vector, halt, scales = self._run(factors, state, halt, *args)
-        given = None if self.donates else state
+        if self.facts is UNKNOWN:  # the first step
+            self.mesh = reductions.mesh_of(state)
+        halt = self._go if after is None else after.halt
+        new, outputs, vector, halt, counts = self._run(state, halt, *args)
         own = jax.tree_util.tree_map(owned, args)
-        return StepResult(new, outputs, vector, halt, scales, given, factors, own)
+        return StepResult(new, outputs, vector, halt, counts, own)
 
-    def finish(self, result: StepResult, state: Any) -> bool:
+    def finish(self, result: StepResult) -> bool:
         """Wait for the verdict of a started step.
 
-        Args:
-            result: the step.
-            state: the present state: that of the step, or the same state after a halted step.
-
         Returns:
-            Whether it has a verdict now. If not, run it again from the present state: its numbers
-                are finite, but so large that only its update can show the result. From then on
-                steps read their updates before they commit.
+            Whether it has a verdict now. If not, run it again: its numbers are finite, but so large
+                that only its update can show the result. From then on steps read their updates
+                before they commit.
         """
         verdict = Verdict.of(np.asarray(result.vector).tolist())
+        (facts,) = result.counts
         undecided = verdict.refused and verdict.finite and not verdict.halted
-        if undecided and not self.keeps_undo:
+        if undecided and not facts.keeps_undo:
             self._compile(keeps_undo=True)
             return False
-        result.verdict = verdict
-        self.given, self._last = result.args, state if result.given is None else result.given
-        healthy = verdict.finite and not verdict.refused
-        self._bad = None if healthy else (result, state)
+        self.facts, self.keeps_undo = facts, self.keeps_undo or facts.keeps_undo
+        result.verdict, self.given = verdict, result.args
+        self._bad = None if verdict.finite and not verdict.refused else result
         return True
-
-    def adopt(self, state: Any) -> None:
-        """Use this state for a replay, if there was no step yet."""
-        if self._last is None:
-            self._last, self.mesh = state, reductions.mesh_of(state)
 
     def published(self) -> None:
         """Record that the caller has the new state."""
@@ -222,63 +199,33 @@ class Transaction(interface.Transaction):
         No byte code runs between the program, which donates the state, and the list that receives
         the new one, so a signal handler that raises cannot run in between.
         """
+        each = [[argument] for argument in (self.recovery.adjustments(), *args)]
         self.unpublished.clear()
-        each = [[argument] for argument in args]
-        if self._calls_host is None and self.donates:
-            traced = getattr(self._program, "trace", None)  # JAX keeps the trace for the call
-            self._calls_host = traced is None or calls_host(traced(*args).jaxpr.jaxpr)
         self.unpublished.extend(map(self._program, *each))
         return self.unpublished[0]
-
-    # What is bad in a refused step
-
-    def _count(self, state: Any, *args: Any) -> Any:
-        return StepTrace(self, state, args, jnp.zeros((), bool)).counts()
 
     def take_reports(self) -> list[Report]:
         """Return and remove the report of the last step, if it was bad."""
         if self._bad is None:
             return []
-        (result, state), self._bad = self._bad, None
-        found = self._rows(result, state)
-        places = tuple((site, path) for site, path, *_ in found)
-        numbers = np.array([row[2:] for row in found], np.int64).reshape(-1, 3)
-        return [Report(result.verdict, places, numbers, result.args)]
-
-    def _rows(self, result: StepResult, state: Any) -> list[tuple[Any, ...]]:
-        """Return `(site, path, nan, inf, size)` of everything that a bad step has checked.
-
-        The step runs again from its initial state, without side effects. A step that has committed
-        is not run again if its state was donated.
-        """
-        if result.given is None and not result.verdict.refused:
-            return []
-        leaves, tree = jax.tree_util.tree_flatten(state if result.given is None else result.given)
-        place = {id(v): i for i, v in enumerate(self.variables()) if v is not None}
-        scales = [place[id(s)] for s, _ in self.train_state().scales if id(s) in place]
-        for i, scale in zip(scales, result.scales):
-            leaves[i] = scale
-        counts = self._counts(result.factors, tree.unflatten(leaves), *result.args)
-        places = [place for one in counts for place in one.items()]
-        return [(site, path, *np.asarray(n).tolist(), size) for (site, path, size), n in places]
+        result, self._bad = self._bad, None
+        ((facts, counts),) = result.counts.items()
+        # Weights of a step that commits before they are read are not counted.
+        places = facts.places if result.verdict.refused or facts.keeps_undo else ()
+        rows = [(*pair, size) for pair, (*_, size) in zip(np.asarray(counts).tolist(), places)]
+        numbers = np.array(rows, np.int64).reshape(-1, 3)
+        named = tuple((site, path) for site, path, _ in places)
+        return [Report(result.verdict, named, numbers, result.args)]
 
     # For a diagnosis
 
-    def _of_variables(self) -> tuple[Any, list[Any]]:
-        """Return the present state from the variables, and the variables."""
-        leaves, tree = jax.tree_util.tree_flatten(self._last)
-        owners = list(self.variables())
-        pairs = zip(owners, leaves)
-        return tree.unflatten([a if v is None else v.value for v, a in pairs]), owners
-
     def replayed(self, *args: Any) -> Any:
         """Run the body as a step that reads and writes the variables; returns its outputs."""
-        state, owners = self._of_variables()
-        outputs, new = self.outputs.split_outputs(self.body(state, *args))
-        for variable, value in zip(owners, jax.tree_util.tree_leaves(new)):
+        found, new = split(self.body(self.stored(), *args))
+        for variable, value in zip(self.variables(), jax.tree_util.tree_leaves(new)):
             if variable is not None:
                 variable.assign(value)
-        return outputs
+        return found
 
     def judged(self, *args: Any) -> Verdict:
         """Run the compiled step from the values of the variables, without side effects.
@@ -286,32 +233,24 @@ class Transaction(interface.Transaction):
         Returns:
             The verdict.
         """
-        state, _ = self._of_variables()
+        state = self.stored()
         if self.donates:
             state = jax.tree_util.tree_map(jnp.copy, state)
-        vector = self._run(self.factors(), state, self._go, *args)[2]
+        vector = self._run(state, self._go, *args)[2]
         self.unpublished.clear()
         return Verdict.of(np.asarray(vector).tolist())
 
     # For the session
 
     def release_run(self) -> None:
-        """Release everything of the finished run, its state and its last batch."""
-        self.train_state = lambda: TrainState.of(self.model)
-        self.factors, self.scaling = dict, lambda factors: contextlib.nullcontext()
-        self._last = self.given = None
+        """Release everything of the finished run, and its last batch."""
+        self.rebind(lambda: TrainState.of(self.model), _Unchanged())
+        self.given = self._bad = None
         self.unpublished.clear()
-        self._bad = None
 
-    def rebind(
-        self,
-        train_state: Callable[[], TrainState],
-        factors: Callable[[], dict[int, Any]],
-        scaling: Callable[[dict[int, Any]], Any],
-    ) -> None:
+    def rebind(self, train_state: Callable[[], TrainState], recovery: Any) -> None:
         """Use the transaction for another run on the same model."""
-        self.train_state, self.factors, self.scaling = train_state, factors, scaling
-        self.reused = True
+        self.train_state, self.recovery, self.reused = train_state, recovery, True
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
@@ -322,6 +261,16 @@ class Transaction(interface.Transaction):
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite."""
         self.tolerated |= {id(v) for v in variables}
+
+
+class _Unchanged:
+    """The `interface.Recovery` of no run: no learning rate is changed."""
+
+    def adjustments(self) -> dict[int, Any]:
+        return {}
+
+    def with_adjustments(self, numbers: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _scalar(value: bool, place: Any) -> Any:

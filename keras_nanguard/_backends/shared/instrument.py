@@ -8,7 +8,7 @@ inputs and outputs, an identity with its own gradient, shows which layer the bac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,9 +140,13 @@ class Instrument:
         """Whether an object is a tensor that can be NaN."""
         raise NotImplementedError
 
-    def _tensor_of(self, variable: Any) -> Any:
+    def tensor_of(self, variable: Any) -> Any:
         """Return the value of a variable of Keras as a tensor."""
         return keras.ops.convert_to_tensor(variable)
+
+    def returned(self, tensors: Iterable[Any]) -> list[Any]:
+        """Return those of these tensors that the recorded trace can return."""
+        return list(tensors)
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         """Return the value, with a gradient that goes through `passed`."""
@@ -199,7 +203,7 @@ class Instrument:
 
     def _taken_in(self, call: Call, value: Any) -> Any:
         if isinstance(value, keras.Variable) and call.role == REGULARIZER:
-            value = self._tensor_of(value)
+            value = self.tensor_of(value)
         elif not self._is_float(value):
             return value
         call.inputs.append(value)

@@ -150,6 +150,18 @@ class ReplayableStep:
         with self.preserved():
             return _Pass(self, observe, update).run(args)
 
+    def rerun(self, args: Sequence[Any]) -> ReplayResult:
+        """Run the step without updates and observation: as it is compiled already, if it is."""
+        if self.judged is None:
+            return self.run(args)
+        try:
+            verdict = self.judged(*args)
+        except Exception:  # noqa: BLE001  whatever the user's step raises: the eager replay shows it
+            return self.run(args)
+        sums = {name: getattr(verdict, name) for name in ("loss", "statistics", "gradients")}
+        first = next((site for site, number in sums.items() if not math.isfinite(number)), "")
+        return ReplayResult(first=first, loss=verdict.loss)
+
     def train(self, args: Sequence[Any]) -> float:
         """Run the step with its updates and keep them (inside of `preserved`); return its loss."""
         with current.replay().intercepted(self.model, self.optimizers, True) as seen:

@@ -37,7 +37,7 @@ HUGE = {
 
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("numbers", HUGE)
-@pytest.mark.parametrize("how", ["squares", "total", "add"])
+@pytest.mark.parametrize("how", ["total", "add"])
 def test_no_sum_overflows_before_its_entries(how, numbers, jit):
     """A sum is finite if and only if all entries are, however large they are."""
     sums = lambda array: getattr(reductions, how)([array], jnp.float32)  # noqa: E731

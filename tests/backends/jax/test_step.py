@@ -14,7 +14,6 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard, NanGuardModel
-from keras_nanguard._backends import current
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard._keras import jax_trainer
@@ -375,8 +374,8 @@ def test_a_diagnosis_runs_the_compiled_step_again():
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
         step, (batch,) = explain_step.step_of(guard.session.run), guard.session.run.transaction.given
-        loss = current.replay().run_compiled(step, (batch,), jit=True).loss
-        bad = current.replay().run_compiled(step, ((batch[0] * np.nan, batch[1]),), jit=True)
+        loss = step.rerun((batch,)).loss
+        bad = step.rerun(((batch[0] * np.nan, batch[1]),))
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
 
     guard = NanGuard()
