@@ -155,10 +155,24 @@ def of_all(number: Any, mesh: Any) -> Any:
 
 
 def counts(arrays: Sequence[Any]) -> Any:
-    """Return an int32 array `(arrays, 2)`: how many entries of each are NaN, and infinite."""
-    tests = (jnp.isnan, jnp.isinf)
-    numbers = [test(array).sum(dtype=jnp.int32) for array in arrays for test in tests]
-    return jnp.array(numbers, jnp.int32).reshape(len(arrays), 2)
+    """Return an int32 array `(arrays, 2)`: how many entries of each are NaN, and infinite.
+
+    Both numbers come from one reduction. XLA would store the operand of a sum of its own, which is
+    as large as the array.
+    """
+    numbers = [_bad_entries(jnp.atleast_1d(array)) for array in arrays]
+    return jnp.stack(numbers) if numbers else jnp.zeros((0, 2), jnp.int32)
+
+
+def _bad_entries(array: Any) -> Any:
+    bad = jnp.isnan(array).astype(jnp.int32), jnp.isinf(array).astype(jnp.int32)
+    none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    dimensions = tuple(range(array.ndim))
+    return jnp.stack(jax.lax.reduce(bad, none, _added, dimensions))
+
+
+def _added(one: Any, other: Any) -> Any:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def update_sums(

@@ -244,7 +244,7 @@ class Transaction(interface.Transaction):
 
     def release_run(self) -> None:
         """Release everything of the finished run, and its last batch."""
-        self.rebind(lambda: TrainState.of(self.model), _Unchanged())
+        self.train_state, self.recovery = lambda: TrainState.of(self.model), _Unchanged()
         self.given = self._bad = None
         self.unpublished.clear()
 
