@@ -17,7 +17,8 @@ import numpy as np
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
-from keras_nanguard._fit import snapshots_on_disk
+from keras_nanguard._files.snapshots import SnapshotFile
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
 
 LOG = Path(__file__).resolve().parent / "crash.jsonl"
 
@@ -109,9 +110,9 @@ def _marked(phase: Any, pause: float) -> None:
 
         setattr(owner, name, marked)
 
-    mark(snapshots_on_disk.DiskRing, "_write", WRITE)
-    mark(snapshots_on_disk.DiskRing, "_prune", REMOVE)
-    mark(snapshots_on_disk.SnapshotFile, "mark_verified", RECORD)
+    mark(DiskRing, "_write", WRITE)
+    mark(DiskRing, "_prune", REMOVE)
+    mark(SnapshotFile, "mark_verified", RECORD)
     mark(atomic_files, "publish", RENAME)
     mark(atomic_files, "flush_to_disk", RENAME)
 

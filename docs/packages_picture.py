@@ -42,7 +42,7 @@ ARROWS = (
     ("_fit", "_diagnose"),
     ("_diagnose", "_files"),
     ("_lint", "_files"),
-    ("_report", "_policy"),
+    ("_files", "_policy"),
     ("_files", "_backends"),
     ("testing", "_policy"),
     ("testing", "_backends"),

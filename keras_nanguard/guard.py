@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 from typing_extensions import Unpack
 
 from keras_nanguard._backends import processes
-from keras_nanguard._backends.current import attachment
-from keras_nanguard._backends.shared.attach import Attachment, attached_to
+from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
-from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
-from keras_nanguard._fit import arguments, results
-from keras_nanguard._fit.callbacks import (
-    Firewall,
-    Fit,
-    callbacks_deferred,
-    hide_from_progress_bar,
-    outside,
-    shielded,
-    surrounding,
-)
+from keras_nanguard._fit import arguments
+from keras_nanguard._fit.attached import Attached
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.loops import LoopMixin
-from keras_nanguard._fit.reports import Reporter, ReportMixin
-from keras_nanguard._fit.results import Lagging
+from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.reports import ReportMixin
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras.running_fit import outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
+from keras_nanguard._recording.recorder import Recorder
 
 __all__ = ["NanGuard"]
 
@@ -105,21 +97,20 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         **sections: Unpack[Sections],
     ):
         super().__init__()
-        self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
-        self._reporter = Reporter(arguments.verbosity(verbose))
-        self.functions = arguments.functions(functions)
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
-        self.diagnose = arguments.flag("diagnose", diagnose)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
+        self.functions = arguments.functions(functions)
+        self.diagnose, self.logs = (
+            arguments.flag("diagnose", diagnose),
+            arguments.flag("logs", logs),
+        )
+        self.sample_ids = arguments.sample_ids(sample_ids)
         self.incidents: list[Incident] = []
-        self._unnamed = self._resumed = False
         self.session: Session | None = None
-        self._attachment: Attachment | None = None
-        self._scratch: Any = None
-        self._fit: Fit | None = None
-        self._firewall: Firewall | None = None
-        self._training, self._lagging = False, Lagging()
-        self._predicted: list[Finding] = []
+        self._attached: Attached | None = None
+        self._reporter, self._recorder = Reporter(arguments.verbosity(verbose)), Recorder()
+        self._bad_rows = BadRows(self._recorder, self.sample_ids)
+        self._unnamed = self._resumed = False
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
@@ -178,7 +169,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         arguments.require_instance(self, NanGuard, model)
         if model is None:
             return
-        if self._fit is not None and self._fit.runs:
+        if self._attached is not None and self._attached.fit.runs:
             raise GuardInUseError(
                 "Expected a guard that is not in use. Received: a guard of a running fit of"
                 f" {getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit"
@@ -190,7 +181,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
 
     def _attach(self, model: Any) -> None:
         """Attach to the fit that is calling this code."""
-        self._fit, other = None, attached_to(model)
+        other = attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
                 text = (
@@ -200,40 +191,20 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
-        around: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
-            "on_train_begin": self._around_train_begin,
-            "on_epoch_begin": self._around_epoch_begin,
-            "on_epoch_end": self._around_epoch_end,
-        }
-        self._fit = Fit(surrounding(), self._detach, around)
         self.session = self._session(model)
-        self._attachment = attachment(model, self.session)
-        self._attachment.in_use = self._at_work
-        self._attachment.attach()
+        self._attached = Attached(self.session, self._reporter, self.logs, self._detach)
         self._reporter.begin()
-        self._firewall = Firewall(self.session, self._fit.callbacks)
-
-    def _at_work(self, strictly: bool = False) -> bool:
-        """Whether the fit is still running.
-
-        A loop of the user's own counts as running unless `strictly`: it may have ended in an
-        exception.
-        """
-        if self._fit is None:
-            return False
-        return self._fit.runs or not self._fit.known or (self._fit.by_hand and not strictly)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         from keras_nanguard._diagnose.explain_step import Explainer
 
-        directory, self._scratch = processes.folder(self.directory)
         run = Run(
             model,
             self.policy,
             self._recorder,
             optimizers=optimizers,
             functions=self.functions,
-            directory=None if directory is None else str(directory),
+            directory=self.directory,
             say=self._reporter.line,
         )
         explain = Explainer(bool(self.verbose)) if self.diagnose else None
@@ -244,38 +215,26 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         return session
 
     def _detach(self) -> None:
-        """Restore the model's own methods."""
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment.detach()
-            keras_fitting.begin_at(attachment.model, None)
-        if self._firewall is not None:
-            self._firewall.close()
-        self._end_trackers()
-        if self._fit is not None:
-            self._fit.close()
-        self._training = False
+        """Restore the model's own methods, and send the report to the trackers of the fit."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.close()
+            if attached.trackers is not None:
+                attached.trackers.end(self._page)
 
     # What Keras calls
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
-        self._training, self._lagging = True, Lagging()
-        if self._attachment is None and self.session is not None:
+        if self._attached is None and self.session is not None:
             self._attach(self.model)
             self.model.make_train_function(force=True)
-        if self._fit is not None:
-            self._fit.begin()
-        callbacks = surrounding()
-        if self.session is not None:
-            self.session.callbacks_deferred = callbacks_deferred(callbacks)
-            hide_from_progress_bar(callbacks)
-        self._note_fit(self.params, getattr(callbacks, "callbacks", ()))
+        if self._attached is None:
+            return
+        self._attached.begin(self.params or {})
         self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
-        resuming = self.session.resuming if self.session is not None else None
-        if resuming is not None and resuming.leaves_nothing_of(self._epochs()):
-            self._settle_start()  # no step will run: other callbacks receive the state now
+        self._attached.settle_start_if_nothing_is_left()
 
     def _print_policy_warnings(self) -> None:
         """Print a line for each rule and setting of the policy without effect in this run, each
@@ -310,153 +269,56 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         what = "snapshot to resume from (its step, -1 for none)"
         processes.agreed(-1 if found is None else found.record.step, what)
 
-    def _settle_start(self, epoch: int | None = None) -> None:
-        """Choose the state to resume from, after all callbacks have run `on_train_begin`.
-
-        `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
-        `on_train_begin` was missed.
-        """
-        session = self.session
-        if session is None or session.resuming is None or session.resuming.settled:
-            return
-        theirs = keras_fitting.restored_epoch(self.model) if epoch is None else epoch
-        session.resuming = resuming = session.resuming.after(theirs)
-        self._reporter.line(resuming.sentence(self._epochs()))
-        if resuming.with_state:
-            keras_fitting.begin_at(self.model, resuming.epoch)
-            if resuming.leaves_nothing_of(self._epochs()):
-                self._restore_at_once()
-
-    def _epochs(self) -> int | None:
-        """Return the number of epochs of the running fit, or `None` if unknown."""
-        return (self.params or {}).get("epochs") if self._training else None
-
-    def _restore_at_once(self) -> None:
-        """Restore the state to resume from if no step follows."""
-        if self.session is not None and self.session.resuming is not None:
-            if self._attachment is not None:
-                self._attachment.prepare()
-            self.session.restore()
-
-    # The epochs
+    # The epochs and the results
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, unless the `CallbackList` has begun it already."""
-        if self._fit is None or not self._fit.known:
-            self._begin_epoch(epoch)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch before other callbacks do, and restore the state to resume from, if its
-        variables exist.
-
-        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
-        that of the next.
-        """
-        session = self.session
-        if session is None:
-            return
-        session.begin_epoch(epoch)
-        self._settle_start(epoch)
-        if session.resuming is not None:
-            session.run.counts.resume_epoch(session.resuming.batch)
-            keras_fitting.begin_at(self.model, None)
-            placed = self._attachment if session.resuming.with_state else None
-            if placed is not None and placed.prepare():
-                session.begin_early()
-
-    @contextlib.contextmanager
-    def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
-        yield
-        self._settle_start()
-
-    @contextlib.contextmanager
-    def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        self._begin_epoch(epoch)
-        yield
-
-    @contextlib.contextmanager
-    def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        """Replace the logs of an epoch without committed steps, before any callback receives them,
-        and hide values that are not finite from callbacks that compare.
-        """
-        session = self.session
-        callbacks: Iterable[Any] = ()
-        if session is not None:
-            session.run.access.resolve_pending()
-            session.tasks.read_rate()
-            if session.run.counts.idle and isinstance(logs, dict):
-                logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
-            if session.run.failed and isinstance(logs, dict):
-                session.logs.fail(logs)
-            self._add_logs(logs)
-        if self._fit is not None and self.policy.refuse:
-            callbacks = self._fit.callbacks
-        with shielded(callbacks, logs, session.logs.no_best if session is not None else ()):
-            yield
+        if self._attached is not None and not self._attached.fit.known:
+            self._attached.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the skipped steps of the epoch, and record it."""
-        if self.session is None:
+        if self._attached is None:
             return
         if self._unnamed:
             self._print_policy_warnings()
-        self._warn_unless_begun()
-        self._add_counts(logs)
-        counts, seen = self.session.run.counts, self.session.logs
-        self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
-        self._record_epoch(epoch, logs)
+        self._attached.warn_unless_begun()
+        self._attached.end_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the fit: print the table and detach."""
-        self._restore_at_once()
-        self._warn_unless_begun()
-        if self.session is not None:
+        if self._attached is not None and self.session is not None:
+            self._attached.restore_at_once()
+            self._attached.warn_unless_begun()
             self.session.finished = True
             self._reporter.end(self.session.run.counts, self.session.run.directory)
         self._detach()
 
-    def _warn_unless_begun(self) -> None:
-        """Warn if the steps of a loop of the user's own were not guarded."""
-        by_hand = self._fit is not None and self._fit.by_hand
-        if by_hand and self.session is not None and not self.session.run.began:
-            self._reporter.once(
-                "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "
-                "Use guard.watch(model) and guard.step(train_step)."
-            )
-
     def on_test_begin(self, logs: Any = None) -> None:
         """Handle the results of all steps so far before a validation."""
-        if self.session is not None:
-            self.session.run.access.resolve_pending()
+        if self._attached is not None:
+            self._attached.session.run.access.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Report NaN and Inf in results, and outdated BatchNormalization statistics."""
-        bad, session = results.bad_metrics(logs), self.session
-        self._announce_results(bad)
-        if self._training and not bad and session is not None and self.diagnose:
-            found = self._lagging.look(session.run, logs, results.one_batch, self.params or {})
-            if found is not None:
-                session.seen_outside(*found)
+        if self._attached is not None:
+            self._attached.end_test(logs, self.diagnose)
         self._leave()
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Find predictions that are not finite. The first ones are reported at the end of the
         call.
         """
-        self._predicted = self._predicted or results.bad_arrays(logs)
+        if self._attached is not None:
+            self._attached.predicted(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
         """Report predictions that are not finite, and detach."""
-        found, self._predicted = self._predicted, []
-        self._announce_results(found)
+        if self._attached is not None:
+            self._attached.end_predict(self.diagnose)
         self._leave()
 
-    def _announce_results(self, findings: list[Finding]) -> None:
-        """Report results that are not finite. Outside of training no action is taken."""
-        if findings and self.session is not None:
-            diagnosis = results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
-            self.session.seen_outside(findings, diagnosis, act=self._training)
-
     def _leave(self) -> None:
-        if not self._training:
+        """Detach after an `evaluate` or `predict` that is not part of a fit."""
+        if self._attached is not None and not self._attached.training:
             self._detach()

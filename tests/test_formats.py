@@ -30,8 +30,7 @@ from keras_nanguard import (
     scan,
 )
 from keras_nanguard._core import atomic_files
-from keras_nanguard._files import bundles
-from keras_nanguard._fit import snapshots_on_disk
+from keras_nanguard._files import bundles, snapshots
 from keras_nanguard._policy.state import PolicyState
 from keras_nanguard._report import files
 
@@ -150,8 +149,8 @@ def test_bundle_replays(release):
 )
 def test_snapshots(release):
     """A run goes on from the snapshots, with what the policy had changed."""
-    written = snapshots_on_disk.written(release / "run" / "snapshots")
-    assert [snapshots_on_disk.read(path).step for path in written] == [8, 12]
+    written = snapshots.written(release / "run" / "snapshots")
+    assert [snapshots.read(path).step for path in written] == [8, 12]
     guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
     assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
@@ -207,7 +206,7 @@ NEWER = {
     "run/incidents.jsonl": (files.read, GuardError),
     f"{BUNDLE}/bundle.json": (lambda path: bundles.read(path.parent), BundleError),
     "run/snapshots/snapshot-00000004/snapshot.json": (
-        lambda path: snapshots_on_disk.read(path.parent),
+        lambda path: snapshots.read(path.parent),
         FileFormatError,
     ),
 }

@@ -1,16 +1,17 @@
 """One guarded run on the host.
 
 A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts, each
-with one owner; all other files read them there. The files by topic:
+with one owner; all other files read them there. The files from top to bottom:
 
+    the guard     attached (in a running fit), loops (without fit), arguments
+                  reports, reporter (console), trackers
     a step        session (before and after it), tasks (what is due between two)
-    the facts     run (train state), counts, recording, agreement (several processes)
-    an incident   incidents: detect, explain, decide, perform, report
-                  bad_rows (of the data), perform (the actions)
-    rollback      rollback (restore and replay), snapshots (states and batches in memory),
-                  snapshots_on_disk, resume
-    changes       recovery (of the policy, and their record), learning_rates
-    finite        monitors, divergence, trial, trial_schedule
-    the guard     arguments, loops, results, callbacks (the running fit, and what others receive)
-    reports       reports
+    an incident   incidents: detect, explain, decide, perform, apply the effect, report
+                  perform (one function for each action), rollback, quarantine
+                  replay (of undone steps), poles (iterations without a usable rate)
+    lost runs     monitors, divergence, trial_schedule, trial
+    results       results (of evaluate and predict), callbacks (what others receive), bad_rows
+    the facts     run, counts, recording, recovery (changes by the policy), learning_rates
+                  snapshots, snapshots_on_disk, resume, recent_batches
+                  agreement (one decision in several processes)
 """

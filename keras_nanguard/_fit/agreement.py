@@ -24,7 +24,8 @@ from keras_nanguard._core.data_names import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.snapshots import Rerun, Ring, Snapshot
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._keras import spread_arrays
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250

@@ -120,12 +120,13 @@ class _Probation:
         abandoned: the state before the action.
         settings: the values in it that the action does not change; see `Trial.settings`.
         onset: the step of the snapshot that it restored.
-        lowering: how the learning rates were lowered before the action.
+        factors, lowering: how the learning rates were lowered before the action.
     """
 
     abandoned: State
     settings: State
     onset: int
+    factors: Mapping[int, float]
     lowering: Lowering
 
 
@@ -194,7 +195,7 @@ class Divergence:
         found, steps = self._found(run)
         if isinstance(found, Lost):
             return found
-        self._schedule.note(run.step, steps, found == LEARNED, run.recovery.diverged)
+        self._schedule.note(run.step, steps, found == LEARNED, run.recovery.lowering.diverged)
         if found not in (None, LEARNED):
             self._adjust(run, found)
         return None
@@ -238,7 +239,7 @@ class Divergence:
         first: Snapshot,
     ) -> Lost | float | None:
         """Run the trials; see the module docstring."""
-        before = run.recovery.diverged
+        before = run.recovery.lowering.diverged
         few = held_out[:HELD_OUT]
         needs_all = before or len(few) == len(held_out)
         after = trying.trained(trying.present, few)
@@ -284,8 +285,8 @@ class Divergence:
             return None
         if not (far or (clear and damaged)):
             return _better_rate(run, trying, batches, held_out, goes_on) if before else None
-        lowering = run.recovery.lowering()
-        self._probation = _Probation(trying.present, settings, best.snapshot.step, lowering)
+        lowered = (run.recovery.factors, run.recovery.lowering)
+        self._probation = _Probation(trying.present, settings, best.snapshot.step, *lowered)
         return _lost(
             run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
         )
@@ -317,7 +318,7 @@ class Divergence:
             return
         self._enabled = False
         _write(run, abandoned)
-        run.recovery.restore_lowering(probation.lowering)
+        run.recovery.restore_rates(probation.factors, probation.lowering)
         run.ring.forget_after(probation.onset)
         run.recent.restart(run.step)
         run.say(
@@ -366,9 +367,8 @@ def _better_rate(
     goes_on: Sequence[float],
 ) -> float | None:
     """Return the factor by which the present rate should change, if it should."""
-    lowered = min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
     for factor in (TENFOLD, 1 / TENFOLD):
-        if factor > 1.0 and lowered * factor > FACTORS[0] * (1 + 1e-6):
+        if factor > 1.0 and run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
             continue  # training has diverged at that rate
         end = trying.trained(trying.present, batches, factor)
         losses = trying.losses(end, held_out) if end is not None else [math.inf] * len(held_out)

@@ -23,8 +23,11 @@ from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_rows import BadRows
-from keras_nanguard._fit.perform import PERFORMERS, perform
-from keras_nanguard._fit.rollback import draw_anew, find_poles, pass_poles, run_again
+from keras_nanguard._fit.perform import Effect, perform
+from keras_nanguard._fit.poles import Found, Poles
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.replay import Replay
+from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import Trial, trial
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -35,9 +38,6 @@ from keras_nanguard._recording.records import OVERFLOW, REFUSED
 if TYPE_CHECKING:
     from keras_nanguard._core.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
-
-Poles = Mapping[int, tuple[int, float]]
-"""Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
 def _in_batch(report: Report | None, model: Any = None) -> list[Finding]:
@@ -72,6 +72,9 @@ class Incidents:
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
         after: handles the verdict of a replayed step.
+
+    Attributes:
+        replay: replays the steps that a rollback has undone.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class Incidents:
         bad_rows: BadRows,
         after: Callable[[Verdict], object],
     ):
-        self._run, self._report_now, self._explain, self._after = run, report, explain, after
-        self._bad_rows = bad_rows
+        self._run, self._report_now, self._explain = run, report, explain
+        self._bad_rows, self._poles = bad_rows, Poles(run)
+        self.replay = Replay(run, self._poles, after)
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
@@ -259,7 +263,9 @@ class Incidents:
         if act:
             decision, state = decide(run.policy, run.recovery.policy_state, incident)
             run.recovery.policy_state = state
-            incident = self._performed(incident.with_(decision=decision), report, poles)
+            incident = incident.with_(decision=decision)
+            effect = perform(run, incident, report, self.replay.rollbacks)
+            incident = self._applied(incident, effect, poles)
         self._report(incident)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
@@ -282,7 +288,7 @@ class Incidents:
 
     def _completed(
         self, incident: Incident, report: Report | None, evidence: Evidence | None
-    ) -> tuple[Incident, Poles]:
+    ) -> tuple[Incident, Found]:
         """Return an incident with a diagnosis with what follows from it, and the poles of
         schedules.
 
@@ -295,7 +301,7 @@ class Incidents:
         self._bad_rows.note(incident, report)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
-        poles = find_poles(run, incident)
+        poles = self._poles.find(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
@@ -304,31 +310,34 @@ class Incidents:
             incident = incident.with_(bundle=self._explain.bundle(run, incident, report, evidence))
         return incident, poles
 
-    def _performed(self, incident: Incident, report: Report | None, poles: Poles) -> Incident:
-        """Perform the decision; return the incident with the outcomes."""
-        run = self._run
-        outcomes = run.agreement.outcomes(perform(run, incident, report))
+    def _applied(self, incident: Incident, effect: Effect, poles: Found) -> Incident:
+        """Apply what the actions of an incident lead to; return it with their outcomes."""
+        run, outcomes = self._run, self._run.agreement.outcomes(effect.outcomes)
+        run.stopped |= effect.stopped
+        run.failed |= effect.failed
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         run.recording.actions(outcomes)
-        if run.rerun is not None and not run.reruns:
-            outcomes = self._run_again(incident.with_(outcomes=outcomes))
-        outcomes = pass_poles(run, poles, outcomes)
-        done = [o.action for o in outcomes if o.status == "done"]
-        run.healed |= any(PERFORMERS[action].voids_started for action in done)
+        if effect.rerun is not None and self.replay.rollbacks:
+            self.replay.pending = effect.rerun  # its steps reach the poles again
+        else:
+            if effect.rerun is not None:
+                outcomes = self._replayed(effect.rerun, incident.with_(outcomes=outcomes))
+            outcomes = self._poles.passed(poles, outcomes)
+        run.healed |= effect.healed
         run.checks_fully |= run.recovery.active
-        run.ring.note(run.changes)
+        run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)
 
-    def _run_again(self, incident: Incident) -> tuple[Outcome, ...]:
+    def _replayed(self, rerun: Rerun, incident: Incident) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
-        run = self._run
-        before, result = level_of(run.history.undone), ""
+        history, result = self._run.history, ""
+        before = level_of(history.undone)
         try:
-            run_again(run, self._after)
+            self.replay.run(rerun)
         except BaseException:
             self._report(incident)
             raise
-        after = level_of(run.history.last(WINDOW))
+        after = level_of(history.last(WINDOW))
         if before is not None and after is not None:
             result = f": loss {before.value:.3g} -> {after.value:.3g}"
         return tuple(
@@ -340,7 +349,7 @@ class Incidents:
         """Report an incident. An incident of a replayed step waits for the one that caused the
         replay.
         """
-        if self._run.reruns:
+        if self.replay.rollbacks:
             self._waiting.append(incident)
             return
         waiting, self._waiting = self._waiting, []

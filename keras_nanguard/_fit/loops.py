@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import loop_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError, expected, require_keras_3
-from keras_nanguard._fit.bad_rows import BadRows
-from keras_nanguard._fit.reports import Reporter
+from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -23,7 +22,6 @@ class LoopMixin:
 
     session: Session | None
     _reporter: Reporter
-    _bad_rows: BadRows
     _session: Callable[..., Session]
     _resume: Callable[[], None]
     _print_policy_warnings: Callable[[], None]
@@ -88,7 +86,7 @@ class LoopMixin:
         finally:
             self._watching = False
             try:
-                self._reporter.line(self._bad_rows.line())
+                self._reporter.line(self.session.bad_rows.line())
                 self._reporter.end(self.session.run.counts, self.session.run.directory)
             finally:
                 self.session.end()

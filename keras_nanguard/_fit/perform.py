@@ -1,38 +1,79 @@
-"""Performs the actions of a decision: one function per action, which returns done, or skipped with
-a reason.
-"""
+"""Performs the actions of a decision: one function per action. What they lead to is an `Effect`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from keras_nanguard._core import atomic_files, finiteness, plain_arrays
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.recovery import initial_statistics, learning
-from keras_nanguard._fit.rollback import Answer, Order, newest, restore_for_good, roll_back
+from keras_nanguard._fit import quarantine
+from keras_nanguard._fit.recalibration import initial_statistics, learning
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.recovery import Lowering
+from keras_nanguard._fit.rollback import Restored, Rollback, newest
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
-    sparse_arrays,
-    spread_arrays,
     variables as keras_variables,
 )
 from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._report.console import times
+
+
+class Order(NamedTuple):
+    """One action to perform.
+
+    Attributes:
+        run: the run.
+        incident: the incident, with its decision.
+        report: the stored report of the step, if any.
+        p: the parameters of the action.
+        rollback: restores snapshots.
+    """
+
+    run: Run
+    incident: Incident
+    report: Report | None
+    p: Mapping[str, Any]
+    rollback: Rollback
+
+
+class Answer(NamedTuple):
+    """What has become of an action.
+
+    Attributes:
+        status: `"done"` or `"skipped"`.
+        detail: what was done, or why it was not.
+        restored: the snapshot that it has restored, if any.
+    """
+
+    status: Literal["done", "skipped"]
+    detail: str = ""
+    restored: Restored | None = None
+
+
+def done(detail: str = "", restored: Restored | None = None) -> Answer:
+    """Return that an action was done."""
+    return Answer("done", detail, restored)
+
+
+def skipped(reason: str) -> Answer:
+    """Return that an action was not done, and why."""
+    return Answer("skipped", reason)
 
 
 class Performer(NamedTuple):
     """How an action is performed.
 
     Attributes:
-        perform: performs it; returns `("done", detail)` or `("skipped", reason)`.
+        perform: performs it; returns `done(...)` or `skipped(...)`.
         writes: what it writes of weights, statistics and slots: `"nothing"`; a whole `"snapshot"`;
             `"parts"`; or `"estimates"`, statistics that the next batches estimate anew. An action
             that ends training writes `"nothing"`, because no step follows.
@@ -52,27 +93,79 @@ class Performer(NamedTuple):
         return self.writes in ("parts", "estimates")
 
 
-def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
-    """Perform every action of the incident's decision, and return the outcomes.
+class Effect(NamedTuple):
+    """What the actions of a decision lead to, besides the values that they have written.
+
+    Attributes:
+        outcomes: the result of each action.
+        rerun: the steps to replay from the last restored snapshot, or `None`.
+        healed: whether the state was replaced: steps that have started from the earlier one do not
+            count.
+        stopped: whether training ends.
+        failed: whether the epoch is to log the worst metrics.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    rerun: Rerun | None
+    healed: bool
+    stopped: bool
+    failed: bool
+
+
+def perform(run: Run, incident: Incident, report: Report | None, replays: int = 0) -> Effect:
+    """Perform every action of the incident's decision, and return what they lead to.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
+
+    Args:
+        run: the run.
+        incident: the incident, with its decision.
+        report: the stored report of the step, if any.
+        replays: number of rollbacks since the first of the running replays began.
     """
-    outcomes = []
     assert incident.decision is not None
+    rollback = Rollback(run, incident, report, replays)
+    outcomes, rerun, healed, failed = [], None, False, False
     for action in incident.decision.actions:
         name = action["action"]
-        parameters = {key: value for key, value in action.items() if key != "action"}
+        performer, p = PERFORMERS[name], {k: v for k, v in action.items() if k != "action"}
+        failed |= p.get("log_worst_metrics", False)
         try:
-            order = Order(run, incident, report, parameters)
-            status, detail = PERFORMERS[name].perform(order)
+            answer = performer.perform(Order(run, incident, report, p, rollback))
         except StateLostError:
             raise
-        except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
-            status, detail = "skipped", f"{type(problem).__name__}: {problem}"
-        outcomes.append(Outcome(name, status, detail))
-        if status == "done" and PERFORMERS[name].leaves_snapshots:
+        except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
+            answer = skipped(f"{type(error).__name__}: {error}")
+        outcomes.append(Outcome(name, answer.status, answer.detail))
+        rerun = rerun if answer.restored is None else answer.restored.rerun
+        healed |= answer.status == "done" and performer.voids_started
+        if answer.status == "done" and performer.leaves_snapshots:
             run.recent.restart(run.step + 1)
-    return tuple(outcomes)
+    return Effect(tuple(outcomes), rerun, healed, incident.decision.terminal, failed)
+
+
+# The actions
+
+
+def _roll_back(order: Order) -> Answer:
+    run, p, rollback = order.run, order.p, order.rollback
+    wanted = rollback.before_onset() if p.get("before_onset") else newest(run, p.get("depth", 1))
+    snapshot = run.agreement.snapshot(wanted, run.ring)
+    if snapshot is None:
+        return skipped("there is no verified snapshot to restore")
+    rerun = rollback.rerun(snapshot) if p.get("replay_steps") else None
+    restored = rollback.restore(snapshot, rerun, rerun is None and p.get("reseed", True))
+    skip = int(p.get("skip_batches", 0))
+    run.counts.skip_batches += skip
+    run.counts.rollbacks += 1
+    back = f"restored the state {snapshot.moment}"
+    also = f"; the next {skip} batches are skipped" if skip else ""
+    if rerun is not None:
+        again = f"{times(len(rerun.batches), 'later step')} replayed"
+        return done(f"{back}{also}; {again}", restored)
+    count = restored.undone
+    lost = f"{times(count, 'committed step')} undone" if count else "no step had committed since"
+    return done(f"{back}; {lost}{also}", restored)
 
 
 def _lower_lr(order: Order) -> Answer:
@@ -80,8 +173,8 @@ def _lower_lr(order: Order) -> Answer:
     before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
     tried = run.recovery.tried(run.counts.committed)
     if incident.refused and before_update and not tried:
-        since = "yet" if run.recovery.lowered_at is None else "since it was lowered"
-        return "skipped", f"no step has committed {since}, so a lower rate has no effect"
+        since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
+        return skipped(f"no step has committed {since}, so a lower rate has no effect")
     changed = []
     retrace = False
     for optimizer in run.train_state().optimizers:
@@ -94,13 +187,13 @@ def _lower_lr(order: Order) -> Answer:
     if retrace:
         run.access.rebuild()
     if not changed:
-        return "skipped", f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}"
+        return skipped(f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}")
     diverged = any(f.kind == "divergence" for f in incident.findings)
-    run.recovery.diverged |= diverged or "divergence" in incident.causes
-    returns = p.get("recover_after") and not run.recovery.diverged
-    run.recovery.returns = (p["recover_after"], p.get("ramp", 0)) if returns else None
-    run.recovery.lowered_at = run.step, run.counts.committed
-    return "done", "learning rate of " + ", ".join(changed)
+    diverged |= run.recovery.lowering.diverged or "divergence" in incident.causes
+    returns = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    at = (run.step, run.counts.committed)
+    run.recovery.lowering = Lowering(diverged, at, None if diverged else returns)
+    return done("learning rate of " + ", ".join(changed))
 
 
 def _clip(order: Order) -> Answer:
@@ -120,9 +213,9 @@ def _clip(order: Order) -> Answer:
             run.recovery.change(inner, "global_clipnorm", tight)
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if not changed:
-        return "skipped", ", ".join(reasons) or "there is no optimizer"
+        return skipped(", ".join(reasons) or "there is no optimizer")
     run.access.rebuild()
-    return "done", ", ".join([*changed, *reasons])
+    return done(", ".join([*changed, *reasons]))
 
 
 def _fix_loss_scale(order: Order) -> Answer:
@@ -144,11 +237,11 @@ def _fix_loss_scale(order: Order) -> Answer:
         doubling = f", doubling after {growth} good steps" if growth else ""
         changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
     if not changed:
-        return "skipped", "the model does not scale its loss"
+        return skipped("the model does not scale its loss")
     run.recovery.scale_bounds = (p["floor"], p["ceiling"])
     if p.get("growth_steps"):
         run.access.rebuild()
-    return "done", ", ".join(changed)
+    return done(", ".join(changed))
 
 
 def _repair(order: Order) -> Answer:
@@ -156,11 +249,11 @@ def _repair(order: Order) -> Answer:
     whole = (*state.trainable, *state.statistics, *state.slots)
     bad = [v for v in whole if id(v) not in run.tolerated and not _is_finite(v)]
     if not bad:
-        return "skipped", "no entry is bad"
+        return skipped("no entry is bad")
     good = _source(run, source, bad)
     missing = [v.path for v in bad if good.get(id(v)) is None]
     if missing:
-        return "skipped", f"{', '.join(missing)}: no value in source={source!r}"
+        return skipped(f"{', '.join(missing)}: no value in source={source!r}")
     count, repaired = 0, []
     for variable in bad:
         value = keras_variables.read(variable)
@@ -169,7 +262,7 @@ def _repair(order: Order) -> Answer:
         repaired.append((variable, value))
         count += int(places.sum())
     write_all(repaired)
-    return "done", f"{count} entries of {', '.join(v.path for v in bad)} from {source}"
+    return done(f"{count} entries of {', '.join(v.path for v in bad)} from {source}")
 
 
 def _is_finite(variable: Any) -> bool:
@@ -207,26 +300,26 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
 def _reset_batchnorm(order: Order) -> Answer:
     run, layers = order.run, keras_layers.batchnorms(order.run.model)
     if not layers:
-        return "skipped", "the model has no BatchNormalization"
+        return skipped("the model has no BatchNormalization")
     values = initial_statistics(layers)
     if order.p["source"] == "last_good":
         snapshot = newest(run)
         values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
         if any(value is None for _, value in values):
-            return "skipped", "there is no last good state"
+            return skipped("there is no last good state")
     write_all(values)
-    return "done", f"{len(values)} statistics reset"
+    return done(f"{len(values)} statistics reset")
 
 
 def _recalibrate_batchnorm(order: Order) -> Answer:
     run, batches = order.run, order.p["batches"]
     layers = learning(run.model)
     if not layers:
-        return "skipped", "the model has no BatchNormalization that learns its statistics"
+        return skipped("the model has no BatchNormalization that learns its statistics")
     write_all(initial_statistics(layers))
     run.recovery.estimate(run.model, batches)
     what = f"the statistics of {len(layers)} layers"
-    return "done", f"re-estimating {what} over the next {batches} batches"
+    return done(f"re-estimating {what} over the next {batches} batches")
 
 
 def _reset_slots(order: Order) -> Answer:
@@ -236,20 +329,43 @@ def _reset_slots(order: Order) -> Answer:
         slots = [v for v in slots if not _is_finite(v)]
     first = _first_slots(run) if slots else {}
     write_all([(variable, first[id(variable)]) for variable in slots])
-    return ("done", f"{len(slots)} slots reset") if slots else ("skipped", "no slot is bad")
+    return done(f"{len(slots)} slots reset") if slots else skipped("no slot is bad")
 
 
 def _stop(order: Order) -> Answer:
     order.run.model.stop_training = True
-    order.run.failed = order.p.get("log_worst_metrics", False)
-    return "done", f"training stops; {_ended(order)}"
+    return _ended(order, "training stops")
 
 
-def _ended(order: Order) -> str:
-    """End training; return a description of the final state and learning rates."""
-    order.run.stopped, restore = True, order.p.get("restore", True)
-    state = restore_for_good(order) if restore else "the state is not restored"
-    return "; ".join([state, *_rates_left(order.run, restore)])
+def _raise(order: Order) -> Answer:
+    return _ended(order, "NonFiniteError is raised")
+
+
+def _ended(order: Order, how: str) -> Answer:
+    """End training; return how, with the final state and learning rates."""
+    restore = order.p.get("restore", True)
+    state, restored = _last_good(order) if restore else ("the state is not restored", None)
+    return done("; ".join([how, state, *_rates_left(order.run, restore)]), restored)
+
+
+def _last_good(order: Order) -> tuple[str, Restored | None]:
+    """Restore the last good state at the end of training; return it in words."""
+    run, incident, rollback = order.run, order.incident, order.rollback
+    if incident.refused and not any(f.site == "state" for f in incident.findings):
+        return "the model still has the last good state", None
+    snapshot = run.agreement.snapshot(newest(run), run.ring)
+    if snapshot is None:
+        return "there is no good state to restore", None
+    state, rerun = f"the state {snapshot.moment}", rollback.rerun(snapshot, ends=True)
+    try:
+        restored = rollback.restore(snapshot, rerun)
+    except StateLostError:
+        raise
+    except Exception as problem:  # noqa: BLE001  training ends all the same
+        return f"{state} not restored: {type(problem).__name__}: {problem}", None
+    if rerun is None:
+        return f"{state} restored", restored
+    return f"{state} restored, and {times(len(rerun.batches), 'later step')} replayed", restored
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -267,7 +383,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             share = f"{rate.factor:.3g} times the configured rate"
             changed.append(f"{which} stays at {lowered:.3g}, {share}")
     if restore:
-        run.recovery.returns = None
+        run.recovery.lowering = run.recovery.lowering._replace(returns=None)
     return changed
 
 
@@ -275,101 +391,27 @@ def _call(order: Order) -> Answer:
     name, functions = order.p["function"], order.run.functions
     if name not in functions:
         known = ", ".join(sorted(functions)) or "none"
-        return "skipped", f"no function is registered as {name!r} (registered: {known})"
+        return skipped(f"no function is registered as {name!r} (registered: {known})")
     result = functions[name](order.incident)
-    return "done", "" if result is None else str(result)
-
-
-# Bad batches on disk: plain arrays without pickle, written atomically. A file is named
-# `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by `/name` or
-# `/number` if the data are nested. Sparse and ragged tensors are stored by their parts (`x/values`,
-# `x/indices`). The entry `incident` has the incident as JSON text.
-
-
-FOLDER = "quarantine"
-
-_SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested_row_splits")
-"""Parts of sparse and ragged tensors."""
-
-_NAMES = ("x", "y", "sample_weight")
+    return done("" if result is None else str(result))
 
 
 def _quarantine(order: Order) -> Answer:
-    run, report, incident = order.run, order.report, order.incident
+    run, report, p = order.run, order.report, order.p
     if run.directory is None:
-        return "skipped", "NanGuard has no directory"
+        return skipped("NanGuard has no directory")
     if report is None or report.batch is None:
-        return "skipped", "there is no batch to save"
-    max_batches, max_mb = order.p["max_batches"], order.p["max_mb"]
-    folder = Path(run.directory) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_files.sweep(folder)
-    kept = sorted(folder.glob("step-*.npz"))
-    if len(kept) >= max_batches:
-        there = f"{folder} already has {len(kept)} batches"
-        return "skipped", f"{there}, and max_batches is {max_batches}"
-    arrays = arrays_of(report.batch)
-    arrays["incident"] = np.array(incident.to_json())
-    size = sum(array.nbytes for array in arrays.values())
-    size += sum(path.stat().st_size for path in kept)
-    if size > max_mb * 1e6:
-        return "skipped", f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
-    name, number = f"step-{incident.step:08d}", 1
-    path = folder / f"{name}.npz"
-    while path.exists():  # an earlier run may have the same step
-        number += 1
-        path = folder / f"{name}-{number}.npz"
-    with atomic_files.beside(path) as unfinished:
-        plain_arrays.save_arrays(unfinished, arrays)
-    return "done", f"the batch is in {path}"
-
-
-def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
-    data = batch[0] if len(batch) == 1 else batch
-    is_usual = isinstance(data, (tuple, list)) and len(data) <= len(_NAMES)
-    parts = dict(zip(_NAMES, data)) if is_usual else {"x": data}
-    leaves = (leaf for name, part in parts.items() for leaf in _leaves(name, part))
-    return {path: _plain(value) for path, value in leaves}
-
-
-def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, dict):
-        children = [(str(key), value) for key, value in data.items()]
-    elif isinstance(data, (list, tuple)):
-        children = [(str(number), value) for number, value in enumerate(data)]
-    else:
-        too_large = sparse_arrays.has_coordinates(data) and not sparse_arrays.fits(data)
-        if hasattr(data, "todense") and not too_large:
-            data = data.todense()
-        children = []
-        if hasattr(data, "flat_values"):
-            children = [(name, getattr(data, name)) for name in _RAGGED]
-        elif sparse_arrays.is_sparse(data):
-            children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
-        if not children and data is not None:
-            yield path, data
-    for name, child in children:
-        yield from _leaves(f"{path}/{name}", child)
-
-
-def _plain(value: Any) -> np.ndarray[Any, Any]:
-    array = spread_arrays.as_array(value)
-    if array.dtype.kind == "O":  # text, as TensorFlow hands it out
-        texts = [
-            i.decode("utf-8", "replace") if isinstance(i, bytes) else str(i) for i in array.flat
-        ]
-        return np.array(texts).reshape(array.shape)
-    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
-        return array.astype(np.float32)
-    return array
+        return skipped("there is no batch to save")
+    limits = (p["max_batches"], p["max_mb"])
+    path, why = quarantine.save(run.directory, report.batch, order.incident, *limits)
+    return done(f"the batch is in {path}") if path is not None else skipped(why)
 
 
 PERFORMERS: dict[str, Performer] = {
     "skip": Performer(
-        lambda order: ("done", "the step was skipped; the state did not change"), "nothing"
+        lambda order: done("the step was skipped; the state did not change"), "nothing"
     ),
-    "rollback": Performer(roll_back, "snapshot"),
+    "rollback": Performer(_roll_back, "snapshot"),
     "lower_lr": Performer(_lower_lr, "nothing"),
     "clip": Performer(_clip, "nothing"),
     "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
@@ -378,11 +420,9 @@ PERFORMERS: dict[str, Performer] = {
     "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
     "reset_slots": Performer(_reset_slots, "parts"),
     "quarantine": Performer(_quarantine, "nothing"),
-    "warn": Performer(lambda order: ("done", order.p.get("message", "")), "nothing"),
+    "warn": Performer(lambda order: done(order.p.get("message", "")), "nothing"),
     "stop": Performer(_stop, "nothing"),
-    "raise_error": Performer(
-        lambda order: ("done", f"NonFiniteError is raised; {_ended(order)}"), "nothing"
-    ),
+    "raise_error": Performer(_raise, "nothing"),
     "call": Performer(_call, "nothing"),
 }
 """Each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Outcome
 from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._fit.callbacks import OWN
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -42,6 +44,7 @@ class FitRecording:
         self.recorder, self._counts, self._recovery = recorder, counts, recovery
         self._policy, self._optimizers = policy, optimizers
         self._factor = 1.0  # the last recorded factor of the guard on learning rates
+        self._norm = 0.0  # the last known mean gradient norm of an epoch
 
     def begin(self, model: Any, directory: str | None, resumed: int | None) -> None:
         """Begin the recording of a fit.
@@ -67,6 +70,18 @@ class FitRecording:
             epoch=self._counts.epoch,
         )
         self._factor = self._recovery.rate_factor
+
+    def of_epoch(self) -> dict[str, float]:
+        """Return the guard's own numbers of the present epoch, by their names in the logs."""
+        counts = self._counts
+        norm, scale = self.recorder.epoch_means(counts.epoch)
+        self._norm = norm if math.isfinite(norm) else self._norm
+        return {
+            f"{OWN}grad_norm": self._norm,
+            f"{OWN}rate_factor": self._recovery.rate_factor,
+            f"{OWN}loss_scale": scale,
+            f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
+        }
 
     def event(self, kind: str, text: str = "", data: Any = None, step: int | None = None) -> None:
         """Record an event at the present step, or at another one."""
@@ -108,7 +123,7 @@ class FitRecording:
     def returned_rate(self) -> None:
         """Record that a lowered rate has returned, and at intervals its way there."""
         changed = self._recovery.rate_factor != self._factor
-        if changed and (self._recovery.returns is None or self.recorder.wants_rate):
+        if changed and (self._recovery.lowering.returns is None or self.recorder.wants_rate):
             self._record_factor()
             self.rate(ahead=True)
 

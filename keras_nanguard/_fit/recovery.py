@@ -3,16 +3,6 @@ outlives the fit and the process.
 
 Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
 bounds, BatchNorm statistics are re-estimated. Usually there are none.
-
-An estimate of BatchNorm statistics is the cumulative average over the next batches. BatchNorm
-updates its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps
-between two readings on the host this is
-
-    new = momentum**k * old + (1 - momentum**k) * mean of the k batches (later ones weigh slightly
-    more)
-
-So this mean follows from the values before and after, and the running mean of all batches replaces
-the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None``.)
 """
 
 from __future__ import annotations
@@ -23,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-import numpy as np
 from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
@@ -31,106 +20,25 @@ from keras_nanguard._core.incident import Whole
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate, RateChange
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._fit.recalibration import Recalibration, learning
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
 from keras_nanguard._policy.state import PolicyState
 
-# BatchNorm statistics
-
-
-class Recalibration:
-    """An estimate in progress. Start it when the statistics have any finite value.
-
-    Args:
-        layers: BatchNormalization layers that update their statistics.
-        batches: number of batches to average over.
-        seen: number of batches that are already included.
-
-    Attributes:
-        left: number of remaining batches.
-    """
-
-    def __init__(self, layers: list[Any], batches: int, seen: int = 0):
-        self.layers, self.left, self.seen = layers, batches, seen
-        self._good: int | None = None
-        self._variables = [
-            (variable, float(layer.momentum))
-            for layer in layers
-            for variable in (layer.moving_mean, layer.moving_variance)
-        ]
-        self._before = self._read()
-
-    def step(self, good: int) -> bool:
-        """Include the steps that were committed since the last call; return whether the estimate is
-        complete.
-
-        Args:
-            good: number of committed steps of the fit.
-        """
-        if self._good is None or good <= self._good:
-            return False
-        count, self._good = good - self._good, good
-        self.seen += count
-        self.left -= count
-        for before, (variable, momentum) in zip(self._before, self._variables):
-            kept = momentum**count
-            batches = (_wide(variable) - kept * before) / (1.0 - kept)
-            mean = before + (batches - before) * count / self.seen
-            keras_variables.write(variable, mean.astype(keras_variables.view(variable).dtype))
-        self._before = self._read()
-        return self.left <= 0
-
-    def begin_counting(self, good: int) -> None:
-        """Begin to count, if the estimate was started since the last execution."""
-        self._good = good if self._good is None else self._good
-
-    def restart(self) -> None:
-        """Restart from the present statistics, after other code has written them."""
-        self.left += self.seen
-        self.seen, self._good = 0, None
-        self._before = self._read()
-
-    def _read(self) -> list[np.ndarray[Any, Any]]:
-        return [_wide(variable) for variable, _ in self._variables]
-
-
-def _wide(variable: Any) -> np.ndarray[Any, Any]:
-    return keras_variables.read(variable).astype(np.float64)
-
-
-def learning(model: Any) -> list[Any]:
-    """Return the BatchNormalization layers whose statistics a train step updates."""
-    layers = keras_layers.batchnorms(model)
-    return [layer for layer in layers if layer.trainable and layer.momentum < 1.0]
-
-
-def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the statistics of BatchNormalization layers with their initial values."""
-    pairs = [(layer.moving_mean, layer.moving_mean_initializer) for layer in layers]
-    pairs += [(layer.moving_variance, layer.moving_variance_initializer) for layer in layers]
-    return [
-        (v, keras_variables.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
-        for v, initializer in pairs
-    ]
-
-
-# The changes of a fit
-
 
 class Lowering(NamedTuple):
-    """How the rates of a run are lowered: the factor of each by `id` of its optimizer, and the
-    attributes of `Recovery`.
+    """Why and since when the learning rates of a run are lowered.
+
+    Attributes:
+        diverged: whether a rate was lowered because training diverged.
+        at: the numbers of steps and of committed steps when the rate was last lowered, or `None`.
+        returns: `(after, ramp)` while a lowered rate is to return.
     """
 
-    factors: Mapping[int, float]
-    diverged: bool
-    lowered_at: tuple[int, int] | None
-    returns: tuple[int, int] | None
+    diverged: bool = False
+    at: tuple[int, int] | None = None
+    returns: tuple[int, int] | None = None
 
 
 class Recovery:
@@ -139,11 +47,8 @@ class Recovery:
     Attributes:
         policy_state: the state of the policy.
         rates: the changes of the learning rate of each optimizer, by `id`.
+        lowering: why and since when they are lowered.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
-        diverged: whether a rate was lowered because training diverged.
-        lowered_at: the numbers of steps and of committed steps when the rate was last lowered, or
-            `None`.
-        returns: `(after, ramp)` while a lowered rate is to return.
         scale_bounds: floor and ceiling of the loss scale.
         recalibration: the estimate of BatchNorm statistics in progress.
     """
@@ -151,31 +56,28 @@ class Recovery:
     def __init__(self) -> None:
         self.policy_state = PolicyState()
         self.rates: dict[int, Rate] = {}
+        self.lowering = Lowering()
         self.changed: list[tuple[Any, str, Any]] = []
-        self.diverged = False
-        self.lowered_at: tuple[int, int] | None = None
-        self.returns: tuple[int, int] | None = None
         self.scale_bounds: tuple[float, float] | None = None
         self.recalibration: Recalibration | None = None
 
     @property
     def active(self) -> bool:
         """Whether there is something to do after each good step."""
-        return bool(self.returns or self.scale_bounds or self.recalibration)
+        return bool(self.lowering.returns or self.scale_bounds or self.recalibration)
 
     # Settings of the optimizers
 
-    def lowering(self) -> Lowering:
-        """Return how the rates are lowered now."""
-        factors = {key: rate.factor for key, rate in self.rates.items()}
-        return Lowering(factors, self.diverged, self.lowered_at, self.returns)
+    @property
+    def factors(self) -> dict[int, float]:
+        """The factor of the guard on each learning rate, by `id` of its optimizer."""
+        return {key: rate.factor for key, rate in self.rates.items()}
 
-    def restore_lowering(self, lowering: Lowering) -> None:
+    def restore_rates(self, factors: Mapping[int, float], lowering: Lowering) -> None:
         """Lower the rates as before: undo what was done to them since."""
         for key, rate in self.rates.items():
-            rate.restore(lowering.factors.get(key, 1.0))
-        self.diverged, self.lowered_at = lowering.diverged, lowering.lowered_at
-        self.returns = lowering.returns
+            rate.restore(factors.get(key, 1.0))
+        self.lowering = lowering
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
@@ -184,7 +86,7 @@ class Recovery:
     @property
     def rate_factor(self) -> float:
         """The factor of the guard on learning rates: the smallest one of all optimizers."""
-        return min((rate.factor for rate in self.rates.values()), default=1.0)
+        return min(self.factors.values(), default=1.0)
 
     def change(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute until the fit ends."""
@@ -229,18 +131,16 @@ class Recovery:
             }
             for optimizer in optimizers
         ]
-        estimate, lowered = self.recalibration, None
-        if self.lowered_at is not None:
-            step, committed = self.lowered_at
-            lowered = (counts.step - step, counts.committed - committed)
+        estimate, (diverged, at, returns) = self.recalibration, self.lowering
+        since = None if at is None else (counts.step - at[0], counts.committed - at[1])
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
             rollbacks=counts.rollbacks,
-            recovery=self.returns,
-            lowered=lowered,
-            diverged=self.diverged,
+            recovery=returns,
+            lowered=since,
+            diverged=diverged,
             scale_bounds=self.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
@@ -263,10 +163,9 @@ class Recovery:
             both = (keras_optimizers.inner(optimizer), optimizer)
             for name, value in settings.items():
                 self.change(next(t for t in both if hasattr(t, name)), name, value)
-        self.returns, self.scale_bounds = state.recovery, state.scale_bounds
-        self.diverged = state.diverged
-        if state.lowered is not None:
-            self.lowered_at = (-state.lowered[0], -state.lowered[1])
+        at = None if state.lowered is None else (-state.lowered[0], -state.lowered[1])
+        self.lowering = Lowering(state.diverged, at, state.recovery)
+        self.scale_bounds = state.scale_bounds
         if state.recalibration is not None:
             self.estimate(model, *state.recalibration)
 
@@ -280,9 +179,14 @@ class Recovery:
 
     # Changes that continue over several steps
 
+    @property
+    def _lowered_at(self) -> int:
+        """Number of committed steps when the rate was last lowered, 0 if it never was."""
+        return self.lowering.at[1] if self.lowering.at is not None else 0
+
     def tried(self, committed: int) -> bool:
         """Whether a step has committed at the present rate."""
-        return committed > max(self.lowered_at[1] if self.lowered_at is not None else 0, 0)
+        return committed > max(self._lowered_at, 0)
 
     def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
         """Start to re-estimate the statistics of all layers that update theirs."""
@@ -304,15 +208,16 @@ class Recovery:
             committed: number of committed steps.
             train_state: returns the train state, whose variables have the present values.
         """
-        if self.returns is not None:
-            after, ramp = self.returns
-            since = committed - (self.lowered_at[1] if self.lowered_at is not None else 0) - after
+        if self.lowering.returns is not None:
+            after, ramp = self.lowering.returns
+            since = committed - self._lowered_at - after
             if since >= 0:
                 train_state()
                 share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
                 for rate in self.rates.values():
                     rate.restore(max(rate.lowest ** (1.0 - share), rate.factor))
-                self.returns = None if share >= 1.0 else self.returns
+                if share >= 1.0:
+                    self.lowering = self.lowering._replace(returns=None)
         if self.scale_bounds is not None:
             floor, ceiling = self.scale_bounds
             for scale, _ in train_state().scales:
@@ -328,8 +233,9 @@ class Recovery:
 
     def return_to(self, step: int, committed: int) -> None:
         """Continue counting from an earlier step."""
-        if self.lowered_at is not None:
-            self.lowered_at = min(self.lowered_at[0], step), min(self.lowered_at[1], committed)
+        if self.lowering.at is not None:
+            at = min(self.lowering.at[0], step), min(self._lowered_at, committed)
+            self.lowering = self.lowering._replace(at=at)
         self.policy_state = self.policy_state.rewound()
 
 

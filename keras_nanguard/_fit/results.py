@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.callbacks import numbers
-from keras_nanguard._fit.recovery import learning
+from keras_nanguard._fit.recalibration import learning
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     fitting as keras_fitting,
@@ -148,14 +148,13 @@ class Lagging:
 
     @np.errstate(all="ignore")  # the values are not finite
     def look(
-        self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]
+        self, run: Run, logs: Any, plan: Mapping[str, Any]
     ) -> tuple[list[Finding], Diagnosis] | None:
         """Check a validation; return findings and diagnosis, or `None`. Never raises.
 
         Args:
             run: the run.
             logs: of the validation.
-            batch: returns `(x, y, sample_weight)` of one batch of it, or `None`.
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
         model, start = run.model, run.counts.epoch_start
@@ -174,7 +173,7 @@ class Lagging:
             return None
         self._looks = max(self._looks - 1, 0)
         try:
-            found = _measured(run, layers, batch, remaining)
+            found = _measured(run, layers, remaining)
         except Exception:  # noqa: BLE001  the user's model may not run this way
             return None
         if found is None or not found.lags(trained):
@@ -184,16 +183,14 @@ class Lagging:
         return [finding], _diagnosis(run, layers, found, loss, trained)
 
 
-def _measured(
-    run: Run, layers: list[Any], batch: Callable[[], Any], remaining: int
-) -> _Measured | None:
+def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._files.recalibrate import recalibrate
 
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
     with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted], model):
-        data, trained = batch(), run.recent.last(LAST, run.transaction.batch)
+        data, trained = one_batch(), run.recent.last(LAST, run.transaction.batch)
         if data is None or not trained:
             return None
         x, y, weights = data

@@ -10,10 +10,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._fit.recovery import GuardState
-from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots_on_disk import (
+from keras_nanguard._files.snapshots import (
     FOLDER,
     GUARD_STATE,
     SnapshotFile,
@@ -23,6 +20,9 @@ from keras_nanguard._fit.snapshots_on_disk import (
     signature,
     written,
 )
+from keras_nanguard._files.stored import PARSE_ERRORS
+from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.state import PolicyState

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
@@ -20,9 +21,10 @@ from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.recent_batches import RecentBatches
 from keras_nanguard._fit.recording import FitRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
-from keras_nanguard._fit.snapshots import Recent, Rerun, Ring, compact
+from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -108,7 +110,8 @@ class Run:
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
         healed: whether the state was replaced since this was last set to `False`.
-        checks_fully: whether the next step is checked more closely than a healthy one needs.
+        checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
+            one of a trace, or one during a change that continues over several.
     """
 
     def __init__(
@@ -119,25 +122,24 @@ class Run:
         *,
         optimizers: Any = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
-        directory: str | None = None,
+        directory: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.directory, self.say = functions or {}, directory, say
+        self.functions, self.say = functions or {}, say
+        folder, self._scratch = processes.folder(directory)
+        self.directory = None if folder is None else str(folder)
         self.access = StateAccess()
         self.transaction: Any = None
         self.tolerated, self.nan_markers = set[int](), set[int]()
         self.counts, self.recovery = Counts(), Recovery()
-        self.history, self.recent = History(), Recent()
+        self.history, self.recent = History(), RecentBatches()
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()
         about = (self.counts, self.recovery, policy)
         self.recording = FitRecording(recorder, *about, lambda: self.train_state().optimizers)
         self.due = DueTasks()
-        self.poles: dict[int, set[int]] = {}
-        self.rerun: Rerun | None = None
-        self.reruns = 0
         self.began = self.stopped = self.failed = self.healed = False
         self.checks_fully = True
         self._short_of_memory = set[str]()

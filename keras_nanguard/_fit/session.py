@@ -53,7 +53,7 @@ class Session:
         explain: Explainer | None,
         bad_rows: BadRows,
     ):
-        self.run, self.logs = run, Logs(run.model)
+        self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
         self.incidents = Incidents(run, report, explain, bad_rows, self.after)
         self.tasks = Tasks(run, self.incidents)
         self.callbacks_deferred = self.finished = False
@@ -256,7 +256,9 @@ class Session:
         run.history.push(step, loss, gradients, scale)
         run.recording.recorder.push(step, loss, gradients, scale)
         run.recent.push(step, run.transaction.given)
-        self.tasks.after_committed(verdict.statistics, verdict.weights + verdict.slots)
+        monitors = self.tasks.monitors
+        if monitors.measured(verdict.statistics, verdict.weights + verdict.slots):
+            run.due.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""

@@ -1,20 +1,15 @@
-"""Snapshots of the train state in host memory, and the batches of the last steps.
+"""Snapshots of the train state in host memory.
 
 A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
 because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
 copies of the train state, the one before the first step, and the one with the lowest loss. If a
 copy does not fit into memory, it reuses the buffers of an older one or is not made
 (`Taken.missing`).
-
-The batches are references that are released as new ones arrive. Remembering a batch costs an append
-and a look at the shapes of its arrays, because batches may differ in size. All of them together
-never exceed a fixed number of bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
@@ -40,9 +34,6 @@ NOISE = 1.5
 
 _BLOCK = 1 << 20
 """Number of entries that are compared at a time."""
-
-MAX_APPROACH = 256
-"""Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
 
 Agree = Callable[[float, str], tuple[float, str]]
 Array = np.ndarray[Any, Any]
@@ -76,6 +67,12 @@ class Snapshot:
     file: Any = None
     generator: Array | None = field(default_factory=lambda: current.host().generator_state())
     metrics: Mapping[int, Array] = field(default_factory=dict)
+
+    @property
+    def moment(self) -> str:
+        """When it was taken, in words."""
+        steps = "1 step" if self.step == 1 else f"{self.step} steps"
+        return f"after {steps}" if self.step else "before the first step"
 
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
@@ -116,36 +113,24 @@ class Ring:
 
     # Taking one
 
-    def take(
-        self,
-        state: TrainState,
-        step: int,
-        good: int,
-        verified: bool = False,
-        tolerated: Container[int] = (),
-        level: Level | None = None,
-        position: tuple[int, int] = (0, 0),
-    ) -> Taken:
+    def take(self, fresh: Snapshot, state: TrainState, tolerated: Container[int] = ()) -> Taken:
         """Copy the state, if it is finite and the copy fits into memory.
 
         Args:
+            fresh: the snapshot without its values. It is `verified` if it counts so immediately.
             state: the train state.
-            step, good: numbers of complete steps and of good steps.
-            verified: whether the copy counts as verified immediately.
             tolerated: the `id` of each variable that may be infinite.
-            level: the level of the loss.
-            position: see `Snapshot`.
         """
-        self.promote(good)
+        self.promote(fresh.good)
         variables = state.kept
-        missing, short = self._missing(state, step, level)
+        missing, short = self._missing(fresh, state)
         views = ((v, keras_variables.view(v)) for v in variables)
         values = [] if missing else list(views)
         missing, bad = self._agree(missing, _first_bad(values or views, tolerated))
         if bad or missing:
             return Taken(bad, missing)
-        fresh = Snapshot(step, good, position, verified or not self.good_after, level)
-        metrics = state.metrics if step else ()  # they are reset before the first step
+        fresh.verified |= not self.good_after
+        metrics = state.metrics if fresh.step else ()  # they are reset before the first step
         fresh.metrics = {id(v): keras_variables.read(v) for v in metrics}
         try:
             self._store(fresh, values, state, short)
@@ -155,15 +140,15 @@ class Ring:
             return Taken(missing=float(size_of(variables)))
         return Taken()
 
-    def _missing(self, state: TrainState, step: int, level: Level | None) -> tuple[float, bool]:
+    def _missing(self, fresh: Snapshot, state: TrainState) -> tuple[float, bool]:
         """Return the bytes of a copy that does not fit, 0 if it fits or reuses buffers; and whether
         memory is too short for one more, so that it replaces another one.
         """
         others = [s for s in self.snapshots if s.step]
-        if step and self.replaced(others, level) is not None:
+        if fresh.step and self.replaced(others, fresh.level) is not None:
             return 0.0, False
-        missing = missing_bytes(state.kept, not step)
-        return (0.0, True) if missing and step and others else (missing, False)
+        missing = missing_bytes(state.kept, not fresh.step)
+        return (0.0, True) if missing and fresh.step and others else (missing, False)
 
     def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:
         """Copy the values into an empty snapshot, and add it; see `replaced`."""
@@ -289,7 +274,7 @@ class Ring:
         """Remove the snapshots taken after this step, because the steps before them were undone."""
         self.snapshots = [s for s in self.snapshots if s.step <= step]
 
-    def note(self, changes: Callable[[], GuardState]) -> None:
+    def save_changes(self, changes: Callable[[], GuardState]) -> None:
         """Save the changes of the policy. A ring in memory need not."""
 
     def close(self) -> None:
@@ -345,156 +330,3 @@ def _copy(value: Array, buffer: Array | None) -> Array:
         return np.array(value)
     np.copyto(buffer, value)
     return buffer
-
-
-# The batches of the last steps
-
-
-class Approach(NamedTuple):
-    """The steps before an incident.
-
-    Attributes:
-        snapshot: the state to run them from.
-        steps: their numbers.
-        batches: the arguments of each.
-        exact: whether they are all steps that were committed since the snapshot.
-    """
-
-    snapshot: Snapshot
-    steps: tuple[int, ...]
-    batches: tuple[Any, ...]
-    exact: bool
-
-
-class Rerun(NamedTuple):
-    """The steps that a rollback has undone, to be replayed from its snapshot.
-
-    Attributes:
-        snapshot: the snapshot.
-        batches: the arguments of each step since then, `None` for one that is skipped.
-        refused: the replayed steps that had been refused.
-    """
-
-    snapshot: Snapshot
-    batches: tuple[Any, ...]
-    refused: frozenset[int] = frozenset()
-
-
-class _Entry(NamedTuple):
-    """A step, and the bytes of its arguments: 0 if the next entry has the same ones."""
-
-    step: int
-    given: Any
-    size: int
-    refused: bool
-
-
-def _args(entry: _Entry, batch: Callable[[int, Any], Any]) -> Any:
-    return None if entry.given is None else batch(entry.step, entry.given)
-
-
-class Recent:
-    """The arguments of the last committed steps, and of refused ones whose batch was good.
-
-    `batch` of the methods returns the arguments of a step, or `None` if they are gone.
-    """
-
-    def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque()
-        self._bytes = self._since = 0
-        self._cut = False
-        self._origin: Snapshot | None = None
-
-    def push(self, step: int, given: Any, refused: bool = False) -> None:
-        """Store the arguments of a step, in the form of its transaction. Runs in every step.
-
-        Those of a `refused` step may be replayed after a rollback.
-        """
-        if hasattr(given, "part"):
-            given = given.part(step)
-        entries = self._entries
-        last = entries[-1] if entries else None
-        if last is not None and last.given is given:
-            size, entries[-1] = last.size, last._replace(size=0)
-        else:
-            size = batch_memory.bytes_of(getattr(given, "tensors", given))
-            self._bytes += size
-        entries.append(_Entry(step, given, size, refused))
-        most = batch_memory.MAX_BATCHES
-        while entries and (self._bytes > batch_memory.MAX_BYTES or len(entries) > most):
-            self._bytes -= entries.popleft().size
-            self._cut = True
-
-    def blame(self, step: int) -> None:
-        """Remove the arguments of the last step, because it must not be replayed."""
-        if self._entries and self._entries[-1].step == step:
-            self._entries[-1] = self._entries[-1]._replace(given=None)
-
-    def restart(self, step: int, origin: Snapshot | None = None) -> None:
-        """Remove everything, because the steps from this one on start from another state."""
-        self._entries.clear()
-        self._bytes, self._cut = 0, False
-        self._origin, self._since = origin, step
-
-    def return_to(self, step: int) -> None:
-        """Remove the steps from this one on, which are to be replayed."""
-        while self._entries and self._entries[-1].step >= step:
-            self._bytes -= self._entries.pop().size
-
-    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
-        """Return the arguments of the last steps, at most this many, oldest first."""
-        entries = [e for e in self._entries if e.given is not None and not e.refused]
-        found = [batch(entry.step, entry.given) for entry in entries[-count:]]
-        return [args for args in found if args is not None]
-
-    def rerun(
-        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]
-    ) -> Rerun | None:
-        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
-        known.
-        """
-        known = {entry.step: entry for entry in self._entries}
-        nothing = _Entry(step, None, 0, False)
-        numbers = range(snapshot.step, step + 1)
-        if not all(number in known or number == step for number in numbers):
-            return None
-        entries = [known.get(number, nothing) for number in numbers]
-        batches = tuple(_args(entry, batch) for entry in entries)
-        pairs = list(zip(entries, batches))
-        if any(args is None and entry.given is not None for entry, args in pairs):
-            return None
-        refused = (entry.step for entry, args in pairs if entry.refused and args is not None)
-        return Rerun(snapshot, batches, frozenset(refused))
-
-    def approach(
-        self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
-    ) -> Approach | None:
-        """Return the steps before this moment, from the earliest snapshot since which all of them
-        are known.
-
-        If there is no such snapshot, return the known steps and the newest snapshot: the same data
-        from a good state.
-
-        Args:
-            snapshots: the available ones, oldest first.
-            batch: see `Recent`.
-        """
-        entries = list(self._entries)[-MAX_APPROACH:]
-        found = [(e.step, _args(e, batch)) for e in entries if not e.refused]
-        gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
-        known = found[gone + 1 :]
-        if not known:
-            return None
-        cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
-        since = [s for s in snapshots if s.step >= (known[0][0] if cut else self._since)]
-        # The start is kept for other reasons, and is far from here.
-        origin = next((s for s in since if s.step), since[0] if since else None)
-        if origin is not None and known[-1][0] >= origin.step:
-            exact, known = True, [entry for entry in known if entry[0] >= origin.step]
-        else:
-            origin = self._origin or (snapshots[-1] if snapshots else None)
-            exact = origin is self._origin and not cut
-        if origin is None:
-            return None
-        steps, batches = zip(*known)
-        return Approach(origin, steps, batches, exact)

@@ -13,6 +13,7 @@ from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
 
 
 class Tasks:
@@ -38,19 +39,11 @@ class Tasks:
         self._run.due.plan("divergence", self.divergence.due)
         self._run.due.plan("rate", step + 1)
 
-    def after_committed(self, statistics: float, updated: float) -> None:
-        """Plan checks at once if the sums over the state have leaped. Runs in every step.
-
-        Args:
-            statistics: the sum over the moving statistics.
-            updated: the sum over weights and slots.
-        """
-        if self.monitors.measured(statistics, updated):
-            self._run.due.plan("checks", self._run.counts.step + 1)
-
     def run_due(self) -> None:
         """Run the tasks that are due. A look at the layers comes with others."""
         run = self._run
+        if self._incidents.replay.pending is not None:
+            return  # the state is that of an earlier step
         if run.step >= self.layer_looks.next_step:
             run.due.plan("layers", run.step)
         for name, task in TASKS.items():
@@ -83,7 +76,7 @@ class Tasks:
 
     def _look_for_divergence(self) -> float:
         """Check whether the run is lost."""
-        lost = None if self._run.reruns else self.divergence.look(self._run)
+        lost = None if self._incidents.replay.rollbacks else self.divergence.look(self._run)
         if lost is not None:
             proof = {"diagnosis": lost.diagnosis, "values": lost.values}
             incident = self._incidents.between_steps(lost.findings, **proof)
@@ -114,10 +107,10 @@ class Tasks:
         with run.access.variables_readable():
             state = run.train_state()
             run.history.start(run.ring.snapshots, state.trainable)
-            run.ring.note(run.changes)
+            run.ring.save_changes(run.changes)
             level = level_of(run.history.last(WINDOW))
-            facts = (not counts.step, run.tolerated, level, counts.position)
-            taken = run.ring.take(state, counts.step, counts.good, *facts)
+            fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
+            taken = run.ring.take(fresh, state, run.tolerated)
         if taken.missing:
             run.lacks_memory(without, taken.missing)
         if taken.bad:

@@ -22,7 +22,7 @@ FALLS = 0.9
 and trials can wait.
 """
 
-HALF = 0.5
+FALLEN = 0.5
 """Trials can wait if the loss is also below this share of that of the first steps."""
 
 REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
@@ -56,7 +56,7 @@ class Schedule:
         self._falls = not before or _below(losses, before)
         first = [m.loss for m in run.history.first(run.step)] or [math.inf]
         falls = median(losses) < FALLS * median(before or [math.inf])
-        if falls and median(losses[-WINDOW:]) < HALF * min(first):
+        if falls and median(losses[-WINDOW:]) < FALLEN * min(first):
             return False
         if not (self._falls or self._may_wait or self._spent > LONGEST):
             self._wait = 0.0

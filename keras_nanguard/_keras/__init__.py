@@ -12,6 +12,7 @@ Each module names at its head the private names that it uses, and why.
 | `layers`, `structure` | layers at any depth, the graph of a functional model | dtype policies |
 | `losses` | the losses given to `compile` | |
 | `fitting` | the call of `compile`, data and progress bar of a running `fit` | the first epoch |
+| `running_fit` | callbacks of a running `fit`, and whether it still runs | methods of their list |
 | `jax_trainer` | the state that `fit` passes from step to step on JAX | the same |
 | `overrides` | | attributes of instances; functions of classes, in one thread |
 """

@@ -696,7 +696,7 @@ class TestQuarantine:
         zoo.tensorflow_only("ragged and sparse tensors")
         import tensorflow as tf
 
-        from keras_nanguard._fit.perform import arrays_of
+        from keras_nanguard._fit.quarantine import arrays_of
 
         x = {"a": tf.ones((2, 3), tf.bfloat16), "b": [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.constant([["ä"], ["b"]])]}
         found = arrays_of(((x, tf.sparse.eye(3), None),))
@@ -750,7 +750,7 @@ class TestStop:
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-            assert bool(guard.session.run.recovery.returns) == (not restore)
+            assert bool(guard.session.run.recovery.lowering.returns) == (not restore)
 
 
 class TestRaiseError:

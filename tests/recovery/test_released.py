@@ -11,6 +11,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._fit.snapshots import Snapshot
 
 OFTEN = {"every": 4, "verify_after": 1}
 
@@ -54,7 +55,8 @@ def test_after_a_watched_loop():
     model, guard = zoo.plain(), NanGuard(verbose=0, snapshot=OFTEN)
     looks = Looks(guard)
     with guard.watch(model):
-        guard.session.run.ring.take(guard.session.run.train_state(), 0, 0, verified=True)
+        run = guard.session.run
+        run.ring.take(Snapshot(0, 0, verified=True), run.train_state())
         looks.on_epoch_end(0)
     assert held(guard, looks) == ([], [])
 

@@ -19,9 +19,9 @@ from support import zoo
 from keras_nanguard import FileFormatError, GuardError, NanGuard, Policy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.history import Level
+from keras_nanguard._files.snapshots import SnapshotFile, read, save, written
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshots import Ring, Snapshot
-from keras_nanguard._fit.snapshots_on_disk import SnapshotFile, read, save, written
 from keras_nanguard._keras.train_state import TrainState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
@@ -41,10 +41,10 @@ class TestRing:
     def test_good_state_survives(self):
         """However many snapshots never prove good, the last good one stays."""
         ring, v = Ring(2, 5), variable()
-        ring.take(state(v), 0, 0, verified=True)
+        ring.take(Snapshot(0, 0, verified=True), state(v))
         for step in range(1, 50):
             v.assign([step, step])
-            ring.take(state(v), step, good=0)
+            ring.take(Snapshot(step, good=0), state(v))
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
@@ -53,7 +53,7 @@ class TestRing:
         ring, v = Ring(2, 0), variable()
         for step in range(10):
             v.assign([step, -step])
-            ring.take(state(v), step, step)
+            ring.take(Snapshot(step, step), state(v))
             if step == 3:
                 buffers = {id(s.arrays[id(v)]) for s in ring.snapshots}
         assert {id(s.arrays[id(v)]) for s in ring.snapshots} == buffers
@@ -64,14 +64,14 @@ class TestRing:
         ring, v, kept = Ring(3, 0), variable(), []
         for step in range(1, 8):
             monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, step=step: step not in (3, 4))
-            assert not ring.take(state(v), step, step).missing
+            assert not ring.take(Snapshot(step, step), state(v)).missing
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
     def test_start_takes_no_memory_where_it_is_constant(self):
         """Slots that begin as zeros are kept as one number, and come back whole."""
         ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
-        ring.take(state(slots, weights), 0, 0, verified=True)
+        ring.take(Snapshot(0, 0, verified=True), state(slots, weights))
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
@@ -97,10 +97,10 @@ class TestLeastLoss:
     @staticmethod
     def kept(*levels):
         ring, v = Ring(2, 0), variable(1.0)
-        ring.take(state(v), 0, 0, verified=True)
+        ring.take(Snapshot(0, 0, verified=True), state(v))
         for step, level in enumerate(levels, 1):
             found = None if level is None else Level(step, level, 0.1)
-            ring.take(state(v), 10 * step, 10 * step, level=found)
+            ring.take(Snapshot(10 * step, 10 * step, level=found), state(v))
         return [s.step for s in ring.snapshots]
 
     @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ class TestLeastLoss:
         monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size: False)
         ring, v = Ring(2, 0), variable(1.0)
         ring.snapshots = [Snapshot(step, step, verified=True, level=Level(step, step, 0.1)) for step in (1, 2)]
-        ring.take(state(v), 3, 3, level=Level(3, 3.0, 0.1))
+        ring.take(Snapshot(3, 3, level=Level(3, 3.0, 0.1)), state(v))
         assert [s.step for s in ring.snapshots] == [1, 3]
 
 

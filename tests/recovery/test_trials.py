@@ -14,9 +14,11 @@ from support.programs import PROGRAMS
 from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
-from keras_nanguard._fit.rollback import run_again
+from keras_nanguard._fit.poles import Poles
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.replay import Replay
 from keras_nanguard._fit.run import DueTasks
-from keras_nanguard._fit.snapshots import Rerun, Snapshot
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
 RNG = np.random.default_rng(0)
@@ -252,10 +254,8 @@ def replayed(stops_at):
         model=None,
         policy=Policy.load("recover"),
         counts=counts,
-        poles={},
+        step=5,
         recovery=SimpleNamespace(return_to=lambda step, good: None),
-        rerun=Rerun(Snapshot(0, 0), tuple("abcde")),
-        reruns=0,
         stopped=False,
         due=DueTasks(),
         train_state=lambda: SimpleNamespace(metrics=()),
@@ -266,25 +266,26 @@ def replayed(stops_at):
     def after(verdict):
         run.stopped = run.stopped or len(ran) == stops_at
 
-    run_again(run, after)
-    return run, ran
+    replay = Replay(run, Poles(run), after)
+    replay.run(Rerun(Snapshot(0, 0), tuple("abcde")))
+    return replay, ran
 
 
 @pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
 def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
     """What the policy has restored when it stopped is not trained on."""
-    run, found = replayed(stops_at)
-    assert found == list(ran) and run.reruns == 0
+    replay, found = replayed(stops_at)
+    assert found == list(ran) and replay.rollbacks == 0
 
 
 def test_an_exception_while_steps_are_run_again_loses_no_incident(monkeypatch):
     """Ctrl-C there: the incident that has led to it is reported."""
     guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0)
 
-    def interrupt(run, after):
+    def interrupt(self, rerun):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("keras_nanguard._fit.incidents.run_again", interrupt)
+    monkeypatch.setattr(Replay, "run", interrupt)
     data = zoo.regression()
     data.y[10 * zoo.BATCH] = 1e38  # the update overflows, the data is finite
     with pytest.raises(KeyboardInterrupt):

@@ -13,10 +13,10 @@ from support import zoo
 
 from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
 from keras_nanguard._core import atomic_files
+from keras_nanguard._files.snapshots import written
 from keras_nanguard._fit.learning_rates import RateChange
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.snapshots_on_disk import written
 from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}

@@ -167,7 +167,7 @@ FORMATS = {
     "policy": ("_policy.policy", "VERSION"),
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_files.bundles", "FORMAT"),
-    "snapshot": ("_fit.snapshots_on_disk", "FORMAT"),
+    "snapshot": ("_files.snapshots", "FORMAT"),
     "guard state": ("_fit.recovery", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.records", "FORMAT"),

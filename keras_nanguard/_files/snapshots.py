@@ -1,0 +1,275 @@
+"""The files of a snapshot of the train state, from which another process can resume.
+
+Each snapshot is one folder::
+
+    snapshots/
+      guard_state.json           the policy's changes, written at every incident
+      snapshot-00000012/
+        state.npz                every variable in plain NumPy arrays, the metrics, the generator
+        snapshot.json            position, verified or not, checksums of both files
+
+A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
+the next one removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from keras_nanguard._backends import current
+from keras_nanguard._core import atomic_files, plain_arrays
+from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._files.stored import PARSE_ERRORS
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.records import Record
+
+FORMAT = 2
+"""Version of the format of `snapshot.json`."""
+
+NAME = re.compile(r"snapshot-([0-9]{8,})")
+"""Name of a snapshot. Other entries of the folder are ignored."""
+
+FOLDER, GUARD_STATE = "snapshots", "guard_state.json"
+STATE, RECORD = "state.npz", "snapshot.json"
+
+GENERATOR = "generator"
+"""Key in `state.npz` of the state of PyTorch's generator."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Array = np.ndarray[Any, Any]
+
+
+class SnapshotRecord(Record):
+    """The content of `snapshot.json`.
+
+    Attributes:
+        step: number of complete steps in the fit that took it.
+        epoch, batch: the epoch, and its number of complete batches.
+        verified: whether enough good steps have followed.
+        state: SHA-256 of `state.npz`.
+        signature: SHA-256 of the shapes and dtypes of all variables, in their order.
+        variables: path and dtype of each variable; its array in `state.npz` is `v0`, `v1` and so
+            on.
+        metrics: number of variables of metrics: `m0`, `m1` and so on.
+        generator: whether there is the state of a generator that belongs to no variable.
+        optimizers: for each optimizer the numbers of the weights for which it was built, or `None`
+            if it was not built.
+        versions: of this library, Keras, its backend, NumPy and Python.
+    """
+
+    step: Count
+    epoch: Count
+    batch: Count
+    verified: bool
+    state: str
+    signature: str
+    variables: tuple[tuple[str, str], ...]
+    metrics: Count
+    generator: bool
+    optimizers: tuple[tuple[Count, ...] | None, ...]
+    versions: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write the record into the folder of its snapshot."""
+        data = {"format": FORMAT, **self.model_dump(mode="json")}
+        atomic_files.write_json(folder / RECORD, data)
+
+
+# The folder
+
+
+def written(folder: Path) -> list[Path]:
+    """Return the snapshots in a folder, oldest first, including broken ones.
+
+    Raises:
+        FileFormatError: if the folder exists and cannot be read.
+    """
+    return [path for _, path in sorted(_numbered(folder)) if path.is_dir()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return all entries of a folder with the name of a snapshot, and their numbers."""
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FileFormatError(f"{folder} cannot be read: {error}") from error
+    named = ((NAME.fullmatch(path.name), path) for path in entries)
+    return [(int(match[1]), path) for match, path in named if match is not None]
+
+
+# One snapshot
+
+
+def read(path: Path) -> SnapshotRecord:
+    """Return the record of a snapshot after checking both of its files.
+
+    Raises:
+        FileFormatError: if a file is missing, truncated, changed, or of another format.
+    """
+    data = atomic_files.read_json(path / RECORD)
+    if data.pop("format", None) != FORMAT:
+        remedy = "Use the version that wrote it."
+        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), remedy))
+    try:
+        record = SnapshotRecord.model_validate_json(json.dumps(data))
+    except (ValidationError, ValueError) as error:
+        text = f"{path / RECORD} has a malformed field: {plain_text(error)}"
+        raise FileFormatError(text) from error
+    file = path / STATE
+    try:
+        if not file.is_file():
+            raise FileFormatError(f"{file} is missing")
+        found = atomic_files.fingerprint(file)
+    except OSError as error:
+        raise FileFormatError(f"{file} cannot be read: {error}") from error
+    if found != record.state:
+        raise FileFormatError(f"{file} was modified or damaged: its checksum does not match")
+    return record
+
+
+class SnapshotFile(Mapping[int, Array]):
+    """The files of a snapshot, with the values in `state.npz` by `id` of the variable. Each is read
+    when it is needed.
+
+    Args:
+        path: the folder of a snapshot that `read` has checked.
+        record: its record.
+        variables: all variables of the train state, in their order.
+
+    Raises:
+        FileFormatError: if the variables have other shapes or dtypes; also when a value is read
+            that is damaged.
+    """
+
+    def __init__(self, path: Path, record: SnapshotRecord, variables: Iterable[Any]):
+        variables = list(variables)
+        if record.signature != signature(variables):
+            what = "its variables have other shapes or dtypes"
+            raise FileFormatError(f"{path} belongs to another model: {what}")
+        self.path, self.record = path, record
+        self._file: Any = None
+        self._numbers = {id(variable): number for number, variable in enumerate(variables)}
+
+    def __getitem__(self, key: int) -> Array:
+        number = self._numbers[key]
+        return plain_arrays.typed(self._array(f"v{number}"), self.record.variables[number][1])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers  # that of `Mapping` reads the array
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def metrics(self) -> list[Array]:
+        """Return the values of the metrics."""
+        return [self._array(f"m{number}") for number in range(self.record.metrics)]
+
+    def generator(self) -> Array | None:
+        """Return the state of the generator that belongs to no variable, if there is one."""
+        return self._array(GENERATOR) if self.record.generator else None
+
+    def _array(self, name: str) -> Array:
+        try:
+            if self._file is None:
+                self._file = np.load(self.path / STATE, allow_pickle=False)
+            array: Array = self._file[name]
+            return array
+        except PARSE_ERRORS as error:
+            why = f"{self.path} does not fit this model: {plain_text(error)}"
+            raise FileFormatError(why) from error
+
+    @property
+    def whole(self) -> bool:
+        """Whether the files are as they were written. If not, warn."""
+        try:
+            return bool(read(self.path))
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=4)
+            return False
+
+    def mark_verified(self) -> None:
+        """Mark the snapshot as verified, unless its folder was removed."""
+        record = self.record.replaced(verified=True)
+        if self.path.exists():
+            record.write(self.path)
+        self.record = record
+
+    def close(self) -> None:
+        """Close the file until the next value is read."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
+    """Write a state into a new snapshot of a folder, and return its files.
+
+    Args:
+        folder: the folder of snapshots.
+        train_state: the train state.
+        **about: the fields of the record that do not follow from the state.
+    """
+    path = folder / f"snapshot-{max((n for n, _ in _numbered(folder)), default=0) + 1:08d}"
+    variables, drawn = train_state.everything, current.host().generator_state()
+    values = [keras_variables.view(variable) for variable in variables]
+    arrays = {f"v{number}": value for number, value in enumerate(values)}
+    arrays |= {f"m{n}": keras_variables.read(v) for n, v in enumerate(train_state.metrics)}
+    if drawn is not None:
+        arrays[GENERATOR] = drawn
+    paths = (str(variable.path) for variable in variables)
+    with atomic_files.beside(path, "snapshot") as unfinished:
+        unfinished.mkdir()
+        plain_arrays.save_arrays(unfinished / STATE, arrays)
+        record = SnapshotRecord(
+            state=atomic_files.fingerprint(unfinished / STATE),
+            signature=signature(variables),
+            variables=tuple(zip(paths, (value.dtype.name for value in values))),
+            metrics=len(train_state.metrics),
+            generator=drawn is not None,
+            optimizers=_trained_by_each(train_state),
+            versions=current.versions(),
+            **about,
+        )
+        record.write(unfinished)
+    return SnapshotFile(path, record, variables)
+
+
+def signature(variables: Iterable[Any]) -> str:
+    """Return a hash that is the same for two models if the state of one fits the other."""
+    text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | None]) -> None:
+    """Build the optimizers that were built when the snapshot was taken, for the same weights."""
+    weights = [*train_state.trainable, *train_state.other]
+    for optimizer, numbers in zip(train_state.optimizers, trained):
+        known = numbers is not None and max(numbers, default=0) < len(weights)
+        if numbers is not None and known and not optimizer.built:
+            optimizer.build([weights[number] for number in numbers])
+
+
+def _trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the numbers of the weights for which each optimizer is built."""
+    weights = (*train_state.trainable, *train_state.other)
+    numbers = {id(v): number for number, v in enumerate(weights)}
+    built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
+    return tuple(
+        None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
+    )

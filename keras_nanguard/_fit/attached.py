@@ -1,0 +1,231 @@
+"""What a guard does in a running `fit`, `evaluate` or `predict`, when Keras calls it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from keras_nanguard._backends.current import attachment
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.plain_json import plain
+from keras_nanguard._fit import results
+from keras_nanguard._fit.callbacks import (
+    OWN,
+    REFUSED,
+    Firewall,
+    hide_from_progress_bar,
+    numbers,
+    shielded,
+)
+from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.results import Lagging
+from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.trackers import Trackers
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras.running_fit import Fit, callbacks_deferred, surrounding
+
+
+class Attached:
+    """A guard that is attached to a model, from `set_model` until `close`.
+
+    Args:
+        session: the host side of the transaction.
+        reporter: prints lines.
+        logs: whether to add the guard's own numbers to the epoch logs.
+        cut_short: called when the call of Keras ends by an exception.
+
+    Attributes:
+        fit: the call of Keras.
+        training: whether it is a fit that has begun.
+        trackers: receive the incidents; `None` before the fit begins.
+    """
+
+    def __init__(
+        self, session: Session, reporter: Reporter, logs: bool, cut_short: Callable[[], None]
+    ):
+        self.session, self._reporter, self._logs = session, reporter, logs
+        around: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
+            "on_train_begin": self._around_train_begin,
+            "on_epoch_begin": self._around_epoch_begin,
+            "on_epoch_end": self._around_epoch_end,
+        }
+        self._attachment = attachment(session.run.model, session)
+        self._attachment.in_use = self._in_use
+        self._attachment.attach()
+        self.fit = Fit(surrounding(), cut_short, around)
+        self._firewall = Firewall(session, self.fit.callbacks)
+        self._plan: Mapping[str, Any] = {}
+        self._lagging, self._predicted = Lagging(), list[Finding]()
+        self.training = False
+        self.trackers: Trackers | None = None
+
+    def _in_use(self, strictly: bool = False) -> bool:
+        """Whether the call of Keras is still running.
+
+        A loop of the user's own counts as running unless `strictly`: it may have ended in an
+        exception.
+        """
+        return self.fit.runs or not self.fit.known or (self.fit.by_hand and not strictly)
+
+    def close(self) -> None:
+        """Restore the model's own methods."""
+        self._attachment.detach()
+        keras_fitting.begin_at(self.session.run.model, None)
+        self._firewall.close()
+        self.fit.close()
+
+    # A fit
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Begin a fit; `plan` has its numbers of `epochs` and of `steps` per epoch, if known."""
+        self.training, self._plan = True, plan
+        self.fit.begin()
+        callbacks = surrounding()
+        self.session.callbacks_deferred = callbacks_deferred(callbacks)
+        hide_from_progress_bar(callbacks)
+        self.trackers = Trackers(getattr(callbacks, "callbacks", ()), self._reporter.attempt)
+        self.session.run.recording.recorder.note(
+            **{name: None if plan.get(key) is None else int(plan[key]) for name, key in _PLAN}
+        )
+
+    def settle_start_if_nothing_is_left(self) -> None:
+        """Restore the state to resume from now if no step will run: other callbacks receive it."""
+        resuming = self.session.resuming
+        if resuming is not None and resuming.leaves_nothing_of(self._epochs):
+            self.settle_start()
+
+    @property
+    def _epochs(self) -> int | None:
+        """The number of epochs of the running fit, `None` if unknown."""
+        return self._plan.get("epochs")
+
+    def settle_start(self, epoch: int | None = None) -> None:
+        """Choose the state to resume from, after all callbacks have run `on_train_begin`.
+
+        `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
+        `on_train_begin` was missed.
+        """
+        session, model = self.session, self.session.run.model
+        if session.resuming is None or session.resuming.settled:
+            return
+        theirs = keras_fitting.restored_epoch(model) if epoch is None else epoch
+        session.resuming = resuming = session.resuming.after(theirs)
+        self._reporter.line(resuming.sentence(self._epochs))
+        if resuming.with_state:
+            keras_fitting.begin_at(model, resuming.epoch)
+            if resuming.leaves_nothing_of(self._epochs):
+                self.restore_at_once()
+
+    def restore_at_once(self) -> None:
+        """Restore the state to resume from, if no step follows."""
+        if self.session.resuming is not None:
+            self._attachment.prepare()
+            self.session.restore()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch before other callbacks do, and restore the state to resume from, if its
+        variables exist.
+
+        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
+        that of the next.
+        """
+        session = self.session
+        session.begin_epoch(epoch)
+        self.settle_start(epoch)
+        if session.resuming is not None:
+            session.run.counts.resume_epoch(session.resuming.batch)
+            keras_fitting.begin_at(session.run.model, None)
+            if session.resuming.with_state and self._attachment.prepare():
+                session.begin_early()
+
+    @contextlib.contextmanager
+    def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
+        yield
+        self.settle_start()
+
+    @contextlib.contextmanager
+    def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
+        self.begin_epoch(epoch)
+        yield
+
+    @contextlib.contextmanager
+    def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
+        """Replace the logs of an epoch without committed steps, before any callback receives them,
+        and hide values that are not finite from callbacks that compare.
+        """
+        session, run = self.session, self.session.run
+        run.access.resolve_pending()
+        session.tasks.read_rate()
+        if isinstance(logs, dict):
+            if run.counts.idle:
+                logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
+            if run.failed:
+                session.logs.fail(logs)
+            self._add_own(logs)
+        callbacks: Iterable[Any] = self.fit.callbacks if run.policy.refuse else ()
+        with shielded(callbacks, logs, session.logs.no_best):
+            yield
+
+    def end_epoch(self, epoch: int, logs: Any) -> None:
+        """Report the skipped steps of an epoch, and record it."""
+        session, counts = self.session, self.session.run.counts
+        if isinstance(logs, dict):
+            if REFUSED not in logs:
+                self._add_own(logs)
+            counted = (REFUSED, f"{OWN}refused", f"{OWN}rollbacks")  # Keras has made them floats
+            logs |= {key: int(logs[key]) for key in counted if key in logs}
+        seen = session.logs
+        self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
+        self._reporter.line(session.bad_rows.line())
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
+        recorder = session.run.recording.recorder
+        recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
+        session.say_problem()
+
+    def _add_own(self, logs: dict[str, Any]) -> None:
+        """Add the guard's own numbers to the logs of an epoch."""
+        if self._logs:
+            logs |= self.session.run.recording.of_epoch()
+        logs[REFUSED] = self.session.run.counts.epoch_refused
+
+    def warn_unless_begun(self) -> None:
+        """Warn if the steps of a loop of the user's own were not guarded."""
+        if self.fit.by_hand and not self.session.run.began:
+            self._reporter.once(
+                "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "
+                "Use guard.watch(model) and guard.step(train_step)."
+            )
+
+    # Results
+
+    def end_test(self, logs: Any, diagnose: bool) -> None:
+        """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
+        BatchNormalization statistics.
+        """
+        bad = results.bad_metrics(logs)
+        self._announce(bad, diagnose)
+        if self.training and not bad and diagnose:
+            found = self._lagging.look(self.session.run, logs, self._plan)
+            if found is not None:
+                self.session.seen_outside(*found)
+
+    def predicted(self, logs: Any) -> None:
+        """Find predictions that are not finite, of which the first ones are reported."""
+        self._predicted = self._predicted or results.bad_arrays(logs)
+
+    def end_predict(self, diagnose: bool) -> None:
+        """Report predictions that are not finite."""
+        found, self._predicted = self._predicted, []
+        self._announce(found, diagnose)
+
+    def _announce(self, findings: list[Finding], diagnose: bool) -> None:
+        """Report results that are not finite. Outside of training no action is taken."""
+        if findings:
+            model, says = self.session.run.model, bool(self._reporter.verbose)
+            diagnosis = results.diagnosed(model, says) if diagnose else None
+            self.session.seen_outside(findings, diagnosis, act=self.training)
+
+
+_PLAN = (("epochs", "epochs"), ("steps_per_epoch", "steps"))
+"""Names in the recording, and those that Keras uses, of the length of a fit."""

@@ -1,0 +1,168 @@
+"""The batches of the last steps, to run these steps again.
+
+They are references that are released as new ones arrive. Remembering a batch costs an append and a
+look at the shapes of its arrays, because batches may differ in size. All of them together never
+exceed a fixed number of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._fit.snapshots import Snapshot
+
+MAX_APPROACH = 256
+"""Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
+
+
+class Approach(NamedTuple):
+    """The steps before an incident.
+
+    Attributes:
+        snapshot: the state to run them from.
+        steps: their numbers.
+        batches: the arguments of each.
+        exact: whether they are all steps that were committed since the snapshot.
+    """
+
+    snapshot: Snapshot
+    steps: tuple[int, ...]
+    batches: tuple[Any, ...]
+    exact: bool
+
+
+class Rerun(NamedTuple):
+    """The steps that a rollback has undone, to be replayed from its snapshot.
+
+    Attributes:
+        snapshot: the snapshot.
+        batches: the arguments of each step since then, `None` for one that is skipped.
+        refused: the replayed steps that had been refused.
+    """
+
+    snapshot: Snapshot
+    batches: tuple[Any, ...]
+    refused: frozenset[int] = frozenset()
+
+
+class _Entry(NamedTuple):
+    """A step, and the bytes of its arguments: 0 if the next entry has the same ones."""
+
+    step: int
+    given: Any
+    size: int
+    refused: bool
+
+
+def _args(entry: _Entry, batch: Callable[[int, Any], Any]) -> Any:
+    return None if entry.given is None else batch(entry.step, entry.given)
+
+
+class RecentBatches:
+    """The arguments of the last committed steps, and of refused ones whose batch was good.
+
+    `batch` of the methods returns the arguments of a step, or `None` if they are gone.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[_Entry] = deque()
+        self._bytes = self._since = 0
+        self._cut = False
+        self._origin: Snapshot | None = None
+
+    def push(self, step: int, given: Any, refused: bool = False) -> None:
+        """Store the arguments of a step, in the form of its transaction. Runs in every step.
+
+        Those of a `refused` step may be replayed after a rollback.
+        """
+        if hasattr(given, "part"):
+            given = given.part(step)
+        entries = self._entries
+        last = entries[-1] if entries else None
+        if last is not None and last.given is given:
+            size, entries[-1] = last.size, last._replace(size=0)
+        else:
+            size = batch_memory.bytes_of(getattr(given, "tensors", given))
+            self._bytes += size
+        entries.append(_Entry(step, given, size, refused))
+        most = batch_memory.MAX_BATCHES
+        while entries and (self._bytes > batch_memory.MAX_BYTES or len(entries) > most):
+            self._bytes -= entries.popleft().size
+            self._cut = True
+
+    def blame(self, step: int) -> None:
+        """Remove the arguments of the last step, because it must not be replayed."""
+        if self._entries and self._entries[-1].step == step:
+            self._entries[-1] = self._entries[-1]._replace(given=None)
+
+    def restart(self, step: int, origin: Snapshot | None = None) -> None:
+        """Remove everything, because the steps from this one on start from another state."""
+        self._entries.clear()
+        self._bytes, self._cut = 0, False
+        self._origin, self._since = origin, step
+
+    def return_to(self, step: int) -> None:
+        """Remove the steps from this one on, which are to be replayed."""
+        while self._entries and self._entries[-1].step >= step:
+            self._bytes -= self._entries.pop().size
+
+    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
+        """Return the arguments of the last steps, at most this many, oldest first."""
+        entries = [e for e in self._entries if e.given is not None and not e.refused]
+        found = [batch(entry.step, entry.given) for entry in entries[-count:]]
+        return [args for args in found if args is not None]
+
+    def rerun(
+        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]
+    ) -> Rerun | None:
+        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
+        known.
+        """
+        known = {entry.step: entry for entry in self._entries}
+        nothing = _Entry(step, None, 0, False)
+        numbers = range(snapshot.step, step + 1)
+        if not all(number in known or number == step for number in numbers):
+            return None
+        entries = [known.get(number, nothing) for number in numbers]
+        batches = tuple(_args(entry, batch) for entry in entries)
+        pairs = list(zip(entries, batches))
+        if any(args is None and entry.given is not None for entry, args in pairs):
+            return None
+        refused = (entry.step for entry, args in pairs if entry.refused and args is not None)
+        return Rerun(snapshot, batches, frozenset(refused))
+
+    def approach(
+        self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
+    ) -> Approach | None:
+        """Return the steps before this moment, from the earliest snapshot since which all of them
+        are known.
+
+        If there is no such snapshot, return the known steps and the newest snapshot: the same data
+        from a good state.
+
+        Args:
+            snapshots: the available ones, oldest first.
+            batch: see `RecentBatches`.
+        """
+        entries = list(self._entries)[-MAX_APPROACH:]
+        found = [(e.step, _args(e, batch)) for e in entries if not e.refused]
+        gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
+        known = found[gone + 1 :]
+        if not known:
+            return None
+        cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
+        since = [s for s in snapshots if s.step >= (known[0][0] if cut else self._since)]
+        # The start is kept for other reasons, and is far from here.
+        origin = next((s for s in since if s.step), since[0] if since else None)
+        if origin is not None and known[-1][0] >= origin.step:
+            exact, known = True, [entry for entry in known if entry[0] >= origin.step]
+        else:
+            origin = self._origin or (snapshots[-1] if snapshots else None)
+            exact = origin is self._origin and not cut
+        if origin is None:
+            return None
+        steps, batches = zip(*known)
+        return Approach(origin, steps, batches, exact)
