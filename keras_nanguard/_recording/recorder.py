@@ -10,15 +10,14 @@ import copy
 import math
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._recording import database, recording
 from keras_nanguard._recording.database import (
     MAX_EVENT_TEXT,
@@ -30,7 +29,8 @@ from keras_nanguard._recording.database import (
 )
 from keras_nanguard._recording.recording import Recording, from_database
 from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample
-from keras_nanguard._recording.writer import INCIDENTS, Writer
+from keras_nanguard._recording.run_file import RunFile
+from keras_nanguard._recording.writer import Writer
 
 INTERVAL = 1.0
 """Seconds between two times at which new steps go into the database, and into the file."""
@@ -66,11 +66,9 @@ class Recorder:
         self._known: tuple[int, float] | None = None
         self._boundary: int | None = None
         self._due = self._flush_due = self._rate_due = 0.0
-        self._writer: Writer | None = None
-        self._owners: set[str] = set()
+        self._file = RunFile()
         self._lock = threading.RLock()
-        self._problem = self._reported = ""
-        self._loaded = self._running = False
+        self._running = False
         self.note(format=FORMAT, status="running")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +76,7 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = database.copied(self._memory.connection, MAX_EVENT_TEXT)
-            own = {"_writer": None, "_lock": None, "_now": None, "_memory": rows}
+            own = {"_lock": None, "_now": None, "_memory": rows}
             return {**vars(self), **own}
 
     def __copy__(self) -> Recorder:
@@ -184,7 +182,10 @@ class Recorder:
         """
         with self._lock:
             self._fold()
-            self._open(path)
+            if path is not None and self._file.open(
+                path, partial(self._load, path), self.end_with_process
+            ):
+                self._memory.set_written(False)
             last = self._memory.one("SELECT max(step) FROM steps")
             before, self.base, self._known = self.base, 0 if last is None else last + 1, None
             if resumed is not None and self._memory.end:
@@ -201,8 +202,8 @@ class Recorder:
             self.note(**facts)
             data = {"base": self.base, "epochs": meta.get("epochs")}
             self.event("begin" if resumed is None else "resume", 0, epoch, data=data)
-            if self._writer is not None:
-                self._hand_over(self._writer)
+            if self._file.writer is not None:
+                self._hand_over(self._file.writer)
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
@@ -250,14 +251,7 @@ class Recorder:
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._fold()
-            writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.ending = True
-            writer.wait()
-            if not writer.problem:
-                self._hand_over(writer)
-            writer.close()
-            self._problem = writer.problem
+        self._file.close(self._hand_over)
 
     def end_with_process(self) -> None:
         """End, at the exit of the process, a fit that an exception has ended between two steps."""
@@ -268,14 +262,7 @@ class Recorder:
 
     def problem(self) -> str:
         """Return which file is not written, and why, once; `""` while all are."""
-        writing = self._writer.problem if self._writer is not None else ""
-        found = self._problem or writing
-        if found and not found.startswith(INCIDENTS):
-            found = f"{database.NAME} is not written: {found}"
-        if found == self._reported:
-            return ""
-        self._reported = found or self._reported
-        return found
+        return self._file.problem()
 
     # Results
 
@@ -306,12 +293,13 @@ class Recorder:
 
     def flush(self) -> bool:
         """Write everything to the file, and return whether it is there. For tests."""
-        if self._writer is None or not self._writer.wait():
+        writer = self._file.writer
+        if writer is None or not writer.wait():
             return False
         with self._lock:
             self._fold()
-            self._hand_over(self._writer)
-        return self._writer.wait()
+            self._hand_over(writer)
+        return writer.wait()
 
     def _work(self, now: float) -> None:
         """Put new steps into the database, and everything new into the file."""
@@ -320,11 +308,12 @@ class Recorder:
             try:
                 self._fold()
             except Exception as error:  # noqa: BLE001  such as no memory: training continues
-                self._problem = f"{type(error).__name__}: {error}"
+                self._file.fail(error)
                 return
-            if self._writer is not None and now >= self._flush_due and self._writer.ready:
+            writer = self._file.writer
+            if writer is not None and now >= self._flush_due and writer.ready:
                 self._flush_due = now + INTERVAL
-                self._hand_over(self._writer)
+                self._hand_over(writer)
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
@@ -359,30 +348,8 @@ class Recorder:
         except Exception as error:  # noqa: BLE001
             writer.problem = writer.problem or f"{type(error).__name__}: {error}"
 
-    def _open(self, path: Path | None) -> None:
-        """Begin to write to a file; what an earlier process has recorded there is continued."""
-        if path is None:
-            return
-        loaded, self._loaded = self._loaded, True
-        before, self._problem = self._problem, ""
-        try:
-            there = path.exists() and path.stat().st_size > 0
-            if there and not loaded:
-                self._load(path)
-            elif there and recording.writer_of(path) not in self._owners:
-                raise GuardError(f"{path} is in use by another run; use one directory per run")
-            writer = uuid.uuid4().hex
-            self._writer = Writer(path, writer, self.end_with_process)
-        except Exception as error:  # noqa: BLE001  such as no thread: training continues
-            self._problem = str(error) or type(error).__name__
-            return
-        self._owners.add(writer)
-        if before or not there:
-            self._memory.set_written(False)
-
     def _load(self, path: Path) -> None:
         """Continue the recording in a file."""
-        self._owners.add(recording.writer_of(path))
         with recording.opened(path) as connection:
             found = from_database(connection, path)
             rows = database.copied(connection, MAX_EVENT_TEXT // 2)
