@@ -6,8 +6,6 @@ Names private to Keras that are used here, because there is no public way:
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
   callable; every step reads the rate through it. The public property returns the variable itself if
   the rate is a number.
-- ``Optimizer._learning_rate``: the rate that the user passed; the public property does not
-  distinguish a number, a schedule and a callable, and evaluates a schedule at the next iteration.
 - ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
@@ -33,6 +31,7 @@ import keras
 
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.structure import given_rate
 
 
 def inner(optimizer: Any) -> Any:
@@ -96,7 +95,7 @@ def rate_variable(optimizer: Any) -> Any:
     """Return the variable of a learning rate that is a number; `None` for a schedule or a
     callable.
     """
-    given = inner(optimizer)._learning_rate
+    given = given_rate(inner(optimizer))
     return given if hasattr(given, "assign") else None
 
 
@@ -109,7 +108,7 @@ def rate_is_pure(optimizer: Any) -> bool:
     """Whether reading the learning rate changes nothing. A function of the user's own may count its
     calls, or draw random numbers.
     """
-    given = inner(optimizer)._learning_rate
+    given = given_rate(inner(optimizer))
     schedule = keras.optimizers.schedules.LearningRateSchedule
     return isinstance(given, schedule) or rate_variable(optimizer) is not None
 
@@ -165,7 +164,7 @@ def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
     """Return the iteration of the next step, or of an earlier one; `None` if the learning rate is
     not a `LearningRateSchedule`.
     """
-    schedule = getattr(inner(optimizer), "_learning_rate", None)
+    schedule = given_rate(inner(optimizer))
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return None
     return max(int(keras_variables.read(iterations(optimizer))) - ago, 0)
@@ -174,7 +173,7 @@ def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
 def scheduled_rate(optimizer: Any, iteration: int) -> float:
     """Return the rate that the schedule of an optimizer gives at an iteration."""
     step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
-    return float(keras.ops.convert_to_numpy(inner(optimizer)._learning_rate(step)))
+    return float(keras.ops.convert_to_numpy(given_rate(inner(optimizer))(step)))
 
 
 def accumulation_steps(optimizer: Any) -> int:

@@ -1,8 +1,4 @@
-"""The whole train state of a model: its variables, by role.
-
-Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate that the
-user passed. `tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
-"""
+"""The whole train state of a model: its variables, by role."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.structure import given_rate
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are no state."""
@@ -70,26 +67,31 @@ class TrainState:
             keras_optimizers.find_optimizers(model) if optimizers is None else optimizers
         )
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-        trainable = keras_variables.unique([*model.trainable_variables, *updated])
+        trainable = _unique([*model.trainable_variables, *updated])
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
-        other = keras_variables.unique([*model.non_trainable_variables, *states])
-        metrics = keras_variables.unique(getattr(model, "metrics_variables", ()))
+        other = _unique([*model.non_trainable_variables, *states], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
-        inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
-        given = [getattr(o, "_learning_rate", None) for o in (*inner, *optimizers)]
-        rates = tuple(filter(keras_variables.is_variable, given[: len(inner)]))
-        apart = {id(v) for v in [*given, *itertools.chain(*scales), *trainable]}
-        slots = [v for o in optimizers for v in o.variables if id(v) not in apart]
+        inner = [given_rate(keras_optimizers.inner(optimizer)) for optimizer in optimizers]
+        rates = [*inner, *map(given_rate, optimizers)]
+        held = _held_by(layers)
+        buffers = list(model.buffers()) if hasattr(model, "buffers") else []
+        results = _results(held, buffers)
+        seeds = keras_variables.global_seed_variables()
         return cls(
-            tuple(trainable),
-            tuple(v for v in other if id(v) not in {id(t) for t in trainable}),
-            tuple(metrics),
-            tuple(keras_variables.unique(slots)),
-            scales,
-            rates,
-            optimizers,
-            *_unlisted(model, layers),
+            trainable=trainable,
+            other=other,
+            metrics=_unique(getattr(model, "metrics_variables", ())),
+            slots=_unique(
+                (v for o in optimizers for v in o.variables),
+                [*rates, *itertools.chain(*scales), *trainable],
+            ),
+            scales=scales,
+            rates=tuple(filter(keras_variables.is_variable, inner)),
+            optimizers=optimizers,
+            unlisted=_unique([*_native_variables(held), *results, *buffers, *seeds]),
+            layers=tuple(layers),
+            results=results,
         )
 
     @property
@@ -110,7 +112,7 @@ class TrainState:
     @property
     def restorable(self) -> tuple[Any, ...]:
         """The variables that a rollback restores: the train state without loss scale and rates."""
-        return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
+        return _unique([*self.trainable, *self.other, *self.slots])
 
     @property
     def kept(self) -> tuple[Any, ...]:
@@ -120,31 +122,45 @@ class TrainState:
     @property
     def everything(self) -> tuple[Any, ...]:
         """Every variable of the train state except the metrics."""
-        return tuple(keras_variables.unique([*self.kept, *self.rates]))
+        return _unique([*self.kept, *self.rates])
 
 
-def _unlisted(
-    model: Any, layers: list[Any]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Return the last three fields of a `TrainState`."""
+def _unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Return each variable once, in order, without some."""
+    left_out = set(map(id, besides))
+    return tuple(v for v in keras_variables.unique(variables) if id(v) not in left_out)
+
+
+def _held_by(layers: Iterable[Any]) -> list[Any]:
+    """Return the objects in attributes of layers, and in their lists, tuples and dicts."""
     attributes = [item for layer in layers for item in vars(layer).items()]
     values = [value for name, value in attributes if name != "_losses"]  # those of the last call
     every = (item for value in values for item in keras_variables.flat(value))
-    held = [item for item in every if type(item) not in _PLAIN]  # a vocabulary may be long
+    return [item for item in every if type(item) not in _PLAIN]  # a vocabulary may be long
 
-    def of_kind(name: str) -> list[Any]:
-        # The class is asked, because a property of an object of the user's may raise.
-        return [item for item in held if hasattr(type(item), name)]
 
-    held += [item.state for item in of_kind("from_key_counter")]  # a `tf.random.Generator`
-    held += [v for module in of_kind("with_name_scope") for v in module.variables]  # a `tf.Module`
-    assignable = [v for v in of_kind("assign") if not keras_variables.is_variable(v)]
-    native = filter(keras_variables.has_handle, assignable)
-    buffers = list(model.buffers()) if hasattr(model, "buffers") else []
-    listed = {id(buffer) for buffer in buffers}
-    tensors = [v for v in of_kind("untyped_storage") if id(v) not in listed]
-    # Without history, and not those of the symbolic build.
-    tensors = [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]
-    seeds = keras_variables.global_seed_variables()
-    unlisted = keras_variables.unique([*native, *tensors, *buffers, *seeds])
-    return tuple(unlisted), tuple(layers), tuple(tensors)
+def _of_kind(held: Iterable[Any], name: str) -> list[Any]:
+    """Return the objects whose class has this attribute.
+
+    The class is asked, because a property of an object of the user's may raise.
+    """
+    return [item for item in held if hasattr(type(item), name)]
+
+
+def _native_variables(held: list[Any]) -> list[Any]:
+    """Return the variables of the backend among these objects, and within them."""
+    generators = _of_kind(held, "from_key_counter")  # `tf.random.Generator`
+    modules = _of_kind(held, "with_name_scope")  # `tf.Module`
+    inner = [v for module in modules for v in module.variables]
+    found = _of_kind([*held, *(g.state for g in generators), *inner], "assign")
+    native = [v for v in found if not keras_variables.is_variable(v)]
+    return list(filter(keras_variables.has_handle, native))
+
+
+def _results(held: Iterable[Any], buffers: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the tensors of PyTorch that earlier calls have left, without buffers, tensors with a
+    history, and those of the symbolic build.
+    """
+    tensors = [v for v in _of_kind(held, "untyped_storage") if v.grad_fn is None]
+    listed = set(map(id, buffers))
+    return tuple(v for v in tensors if v.device.type != "meta" and id(v) not in listed)
