@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a guarded step.
+    """The result of a guarded step, and what later steps have to know of it.
 
     Attributes:
         outputs: what the body returned; `None` if it raised an exception about a bad number.
@@ -29,12 +29,22 @@ class StepResult:
         report: its report, `None` if it is healthy.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
+        slot_versions: `Parts.slot_versions` at its end.
+        untracked: tensors that the body has written in place outside of Keras.
+        constants: the `id` of tensors that are infinite on purpose.
+        adds_to_gradients: whether the body has added to the gradients that it found.
+        needed_undo: whether an update had to run before the verdict.
     """
 
     outputs: Any
     verdict: Verdict
     report: Report | None
     unread: Mapping[str, Sequence[Any]]
+    slot_versions: Mapping[int, Sequence[int]]
+    untracked: Sequence[Any]
+    constants: Set[int]
+    adds_to_gradients: bool
+    needed_undo: bool
 
 
 class StepRun:
@@ -75,11 +85,11 @@ class StepRun:
         """Run the step; commit or refuse it."""
         transaction, judgement = self.transaction, self.judgement
         outputs = self._run_body()
-        transaction.adds_to_gradients |= self.backup.gradients_were_added_to
+        adds_to_gradients = self.backup.gradients_were_added_to
         if judgement.decision is None:
             self._judge(outputs)
-        self._note_untracked()
-        transaction.keeps_undo |= self.updates.early and judgement.decision != CHECK
+        untracked = self._untracked()
+        needed_undo = self.updates.early and judgement.decision != CHECK
         if judgement.decision == CHECK and transaction.refuse:
             self.updates.flush(keep=True)
             judgement.judge_update()
@@ -90,8 +100,17 @@ class StepRun:
             self._refuse()
         else:
             unread = self._commit()
-        transaction.slot_versions = transaction.parts.slot_versions()
-        return StepResult(outputs, judgement.verdict, report, unread)
+        return StepResult(
+            outputs,
+            judgement.verdict,
+            report,
+            unread,
+            transaction.parts.slot_versions(),
+            untracked,
+            judgement.constants,
+            adds_to_gradients,
+            needed_undo,
+        )
 
     def close(self) -> None:
         """Release the gradients. A run and what records it refer to each other and would wait for
@@ -159,9 +178,9 @@ class StepRun:
         if self.judgement.is_shared:
             host.leave(error)
 
-    def _note_untracked(self) -> None:
-        """Store tensors that were written in place outside of Keras, which are kept before each
-        later step.
+    def _untracked(self) -> list[Any]:
+        """Return the tensors that were written in place outside of Keras, which are kept before
+        each later step.
         """
         transaction, log = self.transaction, self.backup.log
         changed = self.backup.unrecorded()
@@ -174,7 +193,7 @@ class StepRun:
             kept = transaction.parts.all if transaction.stock else transaction.parts.small_state
             keys = log.writers.keys() - {id(tensor) for tensor in kept}
             changed += [log.old[key].tensor for key in keys]
-        transaction.untracked.update({id(t): t for t in changed})
+        return changed
 
     # The end of the step
 

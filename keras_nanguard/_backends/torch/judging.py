@@ -37,8 +37,10 @@ class Judgement:
         verdict: the numbers so far; means over all processes, if there are several.
         own: the numbers of this process alone, at the time of the decision.
         statistics: what the step has written besides its updates, as far as it is judged.
+        constants: the `id` of tensors that are infinite on purpose.
         update_is_read: whether the verdict has the norms of the updated weights and slots.
         left_by_previous: whether the previous step has left bad numbers in the state.
+        is_shared: whether several processes decide together.
     """
 
     def __init__(self, transaction: Any, seen: Intercept, log: UndoLog):
@@ -46,7 +48,10 @@ class Judgement:
         self.decision: int | None = None
         self.verdict = self.own = NO_VERDICT
         self.statistics: list[Any] = []
+        self.constants: set[int] = set()
         self.update_is_read = self.left_by_previous = False
+        agreement = transaction.agreement
+        self.is_shared = agreement is not None and agreement.count > 1
         self._rewritten = transaction.parts.slots_written_since(transaction.slot_versions)
 
     @property
@@ -68,7 +73,7 @@ class Judgement:
         if raised and not seen.records:  # what was left before the first update
             gradients = [gradient for _, gradient in self.parts.gradients()]
         self.statistics = self._written_statistics()
-        state = self._updated(math.inf) if updated else {"weights": [], "slots": []}
+        state = self._updated(math.inf) if updated else {}
         scales = [scale.value for scale, _ in self.parts.train_state.scales]
         read = reductions.read(
             {
@@ -85,17 +90,19 @@ class Judgement:
             read |= reductions.read({"statistics": reductions.norms(self.statistics)})
         loss = reductions.sum_of(read["losses"], losses)
         squares = reductions.squares_of(read["gradients"], gradients)
+        norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
         self.verdict = Verdict(
             False,
             loss=math.nan if raised and math.isfinite(squares) else loss,
             gradients=squares,
             statistics=reductions.norm_of(read["statistics"], self.statistics),
-            weights=reductions.norm_of(read["weights"], state["weights"]),
-            slots=reductions.norm_of(read["slots"], state["slots"]),
+            weights=norms.get("weights", 0.0),
+            slots=norms.get("slots", 0.0),
             scale=min(read["scales"], default=1.0),
         )
         self.update_is_read = updated
-        self._judge_previous({site: read[f"previous {site}"] for site in transaction.unread})
+        if transaction.unread:
+            self._judge_previous({site: read[f"previous {site}"] for site in transaction.unread})
         self.own = self.verdict
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read["scales"])
         if raised or not (valid and self.verdict.finite):
@@ -142,12 +149,6 @@ class Judgement:
                 found += [(site, v.path, v.value) for v in bad]
         return found
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes decide together."""
-        agreement = self.transaction.agreement
-        return agreement is not None and bool(agreement.count > 1)
-
     def _decide(self, decision: int) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict
         become the means over all of them. One message.
@@ -182,13 +183,13 @@ class Judgement:
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
         this would hide the fault.
         """
-        log, tolerated = self.log, self.transaction.tolerated
+        log = self.log
         for tensor in self.statistics:
             if id(tensor) in log.uncounted and not torch.isfinite(tensor).all():
                 before, nan = log.before(tensor), id(tensor) in self.parts.results
                 if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
-                    tolerated.add(id(tensor))
-        self.statistics = [t for t in self.statistics if id(t) not in tolerated]
+                    self.constants.add(id(tensor))
+        self.statistics = [t for t in self.statistics if id(t) not in self.constants]
 
     def _read_update(self, state: Mapping[str, Sequence[Any]]) -> None:
         read = reductions.read({site: reductions.norms(t) for site, t in state.items()})

@@ -80,7 +80,7 @@ class Parts:
         waiting = {key: slots for key, (slots, wait) in self.slots.items() if wait}
         return {key: [t._version for t in slots] for key, slots in waiting.items()}
 
-    def slots_written_since(self, versions: Mapping[int, list[int]]) -> set[int]:
+    def slots_written_since(self, versions: Mapping[int, Sequence[int]]) -> set[int]:
         """Return the `id` of the optimizers whose slots do not have these versions any more."""
         now = self.slot_versions()
         return {key for key, counted in now.items() if versions.get(key) != counted}

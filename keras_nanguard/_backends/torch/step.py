@@ -96,7 +96,7 @@ class Transaction(interface.Transaction):
         self.steps = 0
         self.verdict = NO_VERDICT
         self.given: Any = None
-        self.slot_versions: Mapping[int, list[int]] = {}
+        self.slot_versions: Mapping[int, Sequence[int]] = {}
         self.unread: Mapping[str, Sequence[Any]] = {}
         self.stale = True
         self._intercept: Intercept | None = None
@@ -114,6 +114,11 @@ class Transaction(interface.Transaction):
             self.steps += 1
             run.close()
         self.verdict, self.unread = result.verdict, result.unread
+        self.slot_versions = result.slot_versions
+        self.untracked.update({id(tensor): tensor for tensor in result.untracked})
+        self.tolerated |= result.constants
+        self.adds_to_gradients |= result.adds_to_gradients
+        self.keeps_undo |= result.needed_undo
         if result.report is not None:
             self._reports.append(result.report)
         return result.outputs
