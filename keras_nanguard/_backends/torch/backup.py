@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.tensors import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import layers as keras_layers
 

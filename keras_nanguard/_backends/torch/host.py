@@ -8,7 +8,6 @@ group. After a timeout the store of the default group shows which process is mis
 from __future__ import annotations
 
 import contextlib
-import datetime
 import re
 import time
 import weakref
@@ -74,20 +73,15 @@ def leave(error: BaseException) -> None:
 
 def _group() -> Any:
     """Return the guard's own process group, which all processes create together at the first
-    exchange.
+    exchange. Its time limit is that of the default group, if known.
     """
     world = torch.distributed.group.WORLD
     if world not in _GROUPS:
-        _GROUPS[world] = torch.distributed.new_group(backend="gloo", timeout=_limit())
+        limit = None
+        with contextlib.suppress(Exception):  # a name private to torch
+            limit = torch.distributed.distributed_c10d._get_default_store().timeout
+        _GROUPS[world] = torch.distributed.new_group(backend="gloo", timeout=limit)
     return _GROUPS[world]
-
-
-def _limit() -> datetime.timedelta | None:
-    """Return the time limit of the default group, or `None` if unknown."""
-    try:
-        return torch.distributed.distributed_c10d._get_default_store().timeout  # type: ignore[no-any-return]
-    except Exception:  # noqa: BLE001  a name private to torch
-        return None
 
 
 def _store() -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.tensors import local
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from keras_nanguard._backends.torch.modules import kept_settings, storage
+from keras_nanguard._backends.torch.modules import kept_settings
+from keras_nanguard._backends.torch.tensors import storage
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local, storage, storages, written_by
+from keras_nanguard._backends.torch.tensors import local, storage, storages, written_by
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 

@@ -14,13 +14,8 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import (
-    TensorVariable,
-    first_value,
-    local,
-    local_parts,
-    settings_of,
-)
+from keras_nanguard._backends.torch.modules import TensorVariable, first_value, settings_of
+from keras_nanguard._backends.torch.tensors import local, local_parts
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 
