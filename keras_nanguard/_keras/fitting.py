@@ -35,7 +35,6 @@ from keras.src.utils import io_utils
 from keras_nanguard._core.display import is_terminal
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.structure import given_rate
 from keras_nanguard._keras.train_state import TrainState
 
 # What `compile` was given, and the train function
@@ -73,7 +72,7 @@ def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     called.
     """
     optimizers = train_state.optimizers
-    rates = [given_rate(keras_optimizers.inner(o)) for o in optimizers]
+    rates = [keras_optimizers.given_rate(keras_optimizers.inner(o)) for o in optimizers]
     variables = sorted(train_state.everything, key=id)
     return (compiled_as(model) or object(), *optimizers, *rates, *variables)
 

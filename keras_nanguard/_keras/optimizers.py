@@ -6,6 +6,8 @@ Names private to Keras that are used here, because there is no public way:
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
   callable; every step reads the rate through it. The public property returns the variable itself if
   the rate is a number.
+- ``Optimizer._learning_rate``: the rate that the user passed; the public property does not
+  distinguish a number, a schedule and a callable, and evaluates a schedule at the next iteration.
 - ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
@@ -31,7 +33,6 @@ import keras
 
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.structure import given_rate
 
 
 def inner(optimizer: Any) -> Any:
@@ -82,6 +83,11 @@ def find_optimizers(model: Any) -> list[Any]:
                 found[id(item)] = item
     wrapped = {id(inner(item)) for item in found.values() if inner(item) is not item}
     return [item for key, item in found.items() if key not in wrapped]
+
+
+def given_rate(optimizer: Any) -> Any:
+    """Return the learning rate that was passed: a variable, a schedule or a callable."""
+    return getattr(optimizer, "_learning_rate", None)
 
 
 def learning_rate(optimizer: Any) -> float:

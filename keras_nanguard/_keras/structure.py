@@ -8,8 +8,6 @@ Names private to Keras that are used here, because there is no public way:
 - ``Sequential._functional``: the graph of a `Sequential`.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
-- ``Optimizer._learning_rate``: the rate that the user passed; the public property does not
-  distinguish a number, a schedule and a callable, and evaluates a schedule at the next iteration.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -75,8 +73,3 @@ def loss_options(loss: Any) -> dict[str, Any]:
 def given_metrics(model: Any) -> Any:
     """Return the metrics that were passed to `compile`, or `None`."""
     return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
-
-
-def given_rate(optimizer: Any) -> Any:
-    """Return the learning rate that was passed: a variable, a schedule or a callable."""
-    return getattr(optimizer, "_learning_rate", None)

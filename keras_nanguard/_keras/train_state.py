@@ -13,7 +13,6 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.structure import given_rate
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are no state."""
@@ -72,8 +71,8 @@ class TrainState:
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         other = _unique([*model.non_trainable_variables, *states], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
-        inner = [given_rate(keras_optimizers.inner(optimizer)) for optimizer in optimizers]
-        rates = [*inner, *map(given_rate, optimizers)]
+        inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
+        rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
         held = _held_by(layers)
         buffers = list(model.buffers()) if hasattr(model, "buffers") else []
         results = _results(held, buffers)
@@ -87,7 +86,7 @@ class TrainState:
                 [*rates, *itertools.chain(*scales), *trainable],
             ),
             scales=scales,
-            rates=tuple(filter(keras_variables.is_variable, inner)),
+            rates=tuple(filter(keras_variables.is_variable, rates[: len(inner)])),
             optimizers=optimizers,
             unlisted=_unique([*_native_variables(held), *results, *buffers, *seeds]),
             layers=tuple(layers),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keras_nanguard._keras.structure import given_rate
+from keras_nanguard._keras.optimizers import given_rate
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import Subject
 

@@ -307,7 +307,7 @@ def test_compile_arguments():
     rate = keras.optimizers.schedules.CosineDecay(0.5, 10)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
-    assert structure.given_metrics(model) == ["mae"] and structure.given_rate(model.optimizer) is rate
+    assert structure.given_metrics(model) == ["mae"] and keras_optimizers.given_rate(model.optimizer) is rate
     assert structure.loss_options(keras.losses.BinaryCrossentropy(from_logits=True))["from_logits"] is True
 
 
