@@ -81,17 +81,10 @@ EXPLAINED: tuple[Explained, ...] = (
         ABSORBED_HERE,
     ),
     Explained(
-        "_diagnose/causes.py",
+        "_diagnose/operations.py",
         "kind",
-        "largest = max((o.max_abs for o in origin.operands), default=0.0)",
-        ("largest = max((o.max_abs for o in origin.operands), default=1.0)",),
-        "It is compared with 1,000 and more.",
-    ),
-    Explained(
-        "_diagnose/causes.py",
-        "_magnitude",
-        "return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)",
-        ("return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=1.0)",),
+        "large = max((o.max_abs for o in operands), default=0.0) >= _large(origin.dtype)",
+        ("large = max((o.max_abs for o in operands), default=1.0) >= _large(origin.dtype)",),
         "It is compared with 1,000 and more.",
     ),
     Explained(

@@ -83,6 +83,10 @@ class Origin:
     steep: str = ""
 
 
+NOWHERE = Origin(order=1 << 60, source="", op="", phase="")
+"""The origin if no operation and no value is known to be it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Magnitudes of one array of the batch, its finite entries only.
@@ -110,12 +114,22 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Rows of one array of the batch that hold NaN or Inf."""
+    """Rows of one array of the batch that hold NaN or Inf.
+
+    Attributes:
+        name: path within the batch.
+        rows: the rows, empty if they are unknown.
+        nan: number of NaN.
+        inf: number of Inf and -Inf.
+        column: the only column of a matrix in which several rows have them, `None` if there are
+            several.
+    """
 
     name: str
     rows: tuple[int, ...]
     nan: int
     inf: int
+    column: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +268,7 @@ class Evidence:
         first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
             `"slots"`.
         first_path: path of the variable there, if any.
-        origin: the operation that produced the first bad value.
+        origin: the operation that produced the first bad value, `NOWHERE` if unknown.
         loss_parts: name and value of each part of the loss.
         float32: result of a replay in float32: `"finite"`, `"bad"` or `""`.
         rescaled: result of a replay with inputs and targets scaled to unit magnitude.
@@ -273,7 +287,9 @@ class Evidence:
             loss.
         gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of
-            its numbers are moderate.
+            its numbers are moderate, or because they were finite after the step before.
+        constraint: class of the constraint of the bad weight, which an optimizer of Keras applies
+            after its update; `""` if it has none.
         loss_scale: the loss scale, `None` if there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
@@ -296,7 +312,7 @@ class Evidence:
     same_mode: str = ""
     first: str = ""
     first_path: str = ""
-    origin: Origin | None = None
+    origin: Origin = NOWHERE
     loss_parts: tuple[tuple[str, float], ...] = ()
     float32: str = ""
     rescaled: str = ""
@@ -314,6 +330,7 @@ class Evidence:
     exponents: tuple[tuple[str, str, float], ...] = ()
     gradient_norm: float = math.nan
     written: bool = False
+    constraint: str = ""
     loss_scale: float | None = None
     table: tuple[LayerRow, ...] = ()
     notes: tuple[str, ...] = ()

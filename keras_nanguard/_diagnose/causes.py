@@ -1,5 +1,7 @@
-"""From evidence to cause: a list of rules in causal order, of which the first that applies decides;
-else `unknown`.
+"""From evidence to cause: rules in causal order, of which the first that applies decides.
+
+A rule is a function with `concludes`, which names the causes that it can return; its docstring has
+the evidence that each of them needs. If no rule applies, the cause is `unknown`.
 """
 
 from __future__ import annotations
@@ -8,38 +10,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keras_nanguard._core.evidence import (
-    BACKWARD,
-    Constant,
-    Evidence,
-    OptimizerFacts,
-    Origin,
-    Spread,
-)
+from keras_nanguard._core.evidence import BACKWARD, Constant, Evidence, OptimizerFacts, Spread
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
-
-EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
-"""Operations that overflow for moderate operands."""
-
-POLES = frozenset(
-    (
-        *("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv"),
-        *("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"),
-        *("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta"),
-        *("Betainc", "Igamma", "Softmax", "LogSoftmax"),
-        *("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri"),
-        *("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"),
-        *("MatrixSolve", "Svd", "Qr"),
-    )
-)
-"""Operations with points at which their value is not finite."""
+from keras_nanguard._diagnose.operations import kind
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 
+GROWTH = 1e3
+"""Growth of loss or gradients since the start above which they contribute to the failure."""
+
 MIN_WEIGHT_GROWTH = 20.0
-"""Growth of the norm of all weights since the start above which it contributes to the failure."""
+"""The same for the norm of all weights."""
 
 HUGE_DATA = 1e4
 """Magnitude above which inputs or targets alone explain a divergence in the first steps."""
@@ -53,6 +36,9 @@ MAX_RATE = 1e3
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
 
+FEW = 0.25
+"""Share of the rows of a batch up to which they are few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
@@ -65,45 +51,32 @@ class Conclusion:
     because: str = ""
 
 
+Rule = Callable[[Evidence], "Conclusion | None"]
+
+RULES: list[tuple[tuple[Cause, ...], Rule]] = []
+"""The causes that a rule can return, and the rule, in causal order."""
+
+
+def concludes(*causes: Cause) -> Callable[[Rule], Rule]:
+    """Add a rule that can return these causes."""
+
+    def add(rule: Rule) -> Rule:
+        RULES.append((causes, rule))
+        return rule
+
+    return add
+
+
 def decide(evidence: Evidence) -> Conclusion:
     """Return the cause that the evidence supports."""
-    for rule in RULES:
+    for _, rule in RULES:
         found = rule(evidence)
         if found is not None:
             return found
     return Conclusion("unknown", _culprit(evidence), confidence=0.0)
 
 
-def kind(origin: Origin | None) -> str:
-    """Return how the value became non-finite: `"overflow"` of large numbers, `"exp"` of moderate
-    ones, `"pole"`, or `""`.
-    """
-    if origin is None or origin.source != "operation":
-        return ""
-    largest = max((o.max_abs for o in origin.operands), default=0.0)
-    if origin.op in ("RealDiv", "Div", "Xdivy") and len(origin.operands) > 1:
-        below = origin.operands[1]
-        return "pole" if below.zero or below.tiny or largest < _large(origin.dtype) else "overflow"
-    if origin.op == "Pow":
-        if largest >= _large(origin.dtype):  # a square, which PyTorch reports as Pow
-            return "overflow"
-        base = origin.operands[0] if origin.operands else None
-        return "exp" if base is not None and base.max_abs > 50.0 else "pole"
-    if origin.op in EXPONENTIALS:
-        return "exp"
-    if origin.op in POLES:
-        return "pole"
-    if any(o.infinite for o in origin.operands):
-        return "pole"
-    large = origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype)
-    return "overflow" if large else "pole"
-
-
-def _large(dtype: str) -> float:
-    return 1e3 if dtype == "float16" else 1e15
-
-
-def grown(e: Evidence, factor: float = 1e3) -> bool:
+def grown(e: Evidence, factor: float = GROWTH) -> bool:
     """Whether loss, gradients or weights have grown over the previous steps."""
     growth = e.growth
     return growth.steps >= 1 and (
@@ -111,50 +84,99 @@ def grown(e: Evidence, factor: float = 1e3) -> bool:
     )
 
 
+def few(rows: Sequence[int], count: int) -> bool:
+    """Whether these rows are few of all rows of the batch, but not none."""
+    return 0 < len(rows) <= max(1.0, FEW * count)
+
+
 def _culprit(e: Evidence) -> str:
-    if e.origin is not None and e.origin.source == "operation":
-        inside = "loss" if e.origin.phase in ("loss", "forward", "regularizer") else e.first_path
-        return e.origin.culprit or (e.origin.variables[0] if e.origin.variables else inside)
-    return e.first_path
-
-
-def _bad_state(e: Evidence) -> Conclusion | None:
-    if not e.state:
-        if e.origin is None or e.origin.source != "variable" or e.first != "loss":
-            return None
-        # A NaN marker was read as a number.
-        return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state")
-    if e.refused and (rate := _broken_rate(e)) is not None:  # in the step before
-        return rate
-    path, _ = e.state[0]
-    finite = "state:nonfinite" not in e.sites
-    if e.refused and finite and e.growth.jump[0] >= 1e3:  # in the steps before, not in this one
-        return Conclusion("divergence", path, confidence=0.85, because="growth")
-    only_statistics = all(r == "statistics" for _, r in e.state)
-    outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
-    if only_statistics and outside:
-        return Conclusion("batchnorm_statistics", path, because="state")
-    return Conclusion("state_nonfinite", path, confidence=0.95, because="state")
-
-
-def _modes(e: Evidence) -> Conclusion | None:
-    """Inference is not finite while training is: only inference reads the moving statistics."""
+    """Return the layer, loss or variable in which the operation of the origin ran."""
     origin = e.origin
-    if origin is None or e.inference != "bad" or e.training != "finite":
+    if origin.source != "operation":
+        return e.first_path
+    inside = "loss" if origin.phase in ("loss", "forward", "regularizer") else e.first_path
+    return origin.culprit or (origin.variables[0] if origin.variables else inside)
+
+
+def _floats(e: Evidence) -> list[Spread]:
+    return [spread for spread in (*e.inputs, *e.targets) if not spread.integer]
+
+
+def _largest(e: Evidence) -> Spread:
+    """Return the array of the batch with the largest float."""
+    return max(_floats(e), key=lambda s: s.max_abs, default=Spread("", 0.0, 0.0, 0.0))
+
+
+def _outliers(e: Evidence) -> tuple[int, ...]:
+    rows = tuple(dict.fromkeys(row for part in _floats(e) for row in part.outliers))
+    return rows if few(rows, e.count) else ()
+
+
+# State
+
+
+@concludes("state_nonfinite")
+def _marker(e: Evidence) -> Conclusion | None:
+    """The state before the step is finite as a whole, but the loss reads NaN from a variable: a NaN
+    marker was read as a number.
+    """
+    if e.state or e.origin.source != "variable" or e.first != "loss":
+        return None
+    return Conclusion("state_nonfinite", e.origin.op, because="state")
+
+
+@concludes("state_nonfinite", "batchnorm_statistics", "divergence", "optimizer_domain")
+def _bad_state(e: Evidence) -> Conclusion | None:
+    """Variables are bad before the step: `state_nonfinite`. Exceptions:
+
+    - the step before had a learning rate without bounds: `optimizer_domain`,
+    - they are finite, and the loss has jumped: `divergence`,
+    - only moving statistics are bad, and only validation or prediction reads them:
+      `batchnorm_statistics`.
+    """
+    if not e.state:
+        return None
+    path, _ = e.state[0]
+    if e.refused:
+        if (rate := _unbounded_rate(e)) is not None:
+            return rate
+        if "state:nonfinite" not in e.sites and e.growth.jump[0] >= GROWTH:
+            return Conclusion("divergence", path, confidence=0.85, because="growth")
+    outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
+    if outside and all(role == "statistics" for _, role in e.state):
+        return Conclusion("batchnorm_statistics", path, because="state")
+    because = "written" if e.written else "state"
+    return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
+
+
+@concludes("batchnorm_statistics")
+def _modes(e: Evidence) -> Conclusion | None:
+    """Inference is bad while training is finite, and the bad value is from BatchNormalization: only
+    inference reads the moving statistics.
+    """
+    origin = e.origin
+    if e.inference != "bad" or e.training != "finite":
         return None
     if origin.layer_class != "BatchNormalization" and "moving_" not in origin.op:
         return None
-    return Conclusion("batchnorm_statistics", origin.culprit, confidence=0.9, because="modes")
+    return Conclusion("batchnorm_statistics", origin.culprit, because="modes")
 
 
-def _monitors(e: Evidence) -> Conclusion | None:
-    """Findings in committed steps, whose kind alone decides the cause."""
+# Checks between steps
+
+
+@concludes(
+    *("divergence", "training_flag", "batchnorm_statistics", "loss_scale_collapsed"),
+    *("float16_underflow", "target_out_of_range", "spike", "unknown"),
+)
+def _committed(e: Evidence) -> Conclusion | None:
+    """Findings in committed steps, which no replay has confirmed: their kind decides."""
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
     path, statistics = e.first_path, kinds.get("statistics")
     if "divergence" in kinds.values():
-        return Conclusion("divergence", path, confidence=0.9, because="divergence")
+        return Conclusion("divergence", path, because="divergence")
     if statistics == "stuck":
         return Conclusion("training_flag", path, because="stuck")
     if statistics == "out_of_range" and grown(e):
@@ -186,48 +208,40 @@ def _dead(e: Evidence) -> Conclusion:
     return Conclusion(cause, path, confidence=0.6, because="dead")
 
 
-def _outliers(e: Evidence) -> tuple[int, ...]:
-    """Return the outliers among the rows of the batch, if they are few."""
-    rows = tuple(dict.fromkeys(row for part in _floats(e) for row in part.outliers))
-    return rows if len(rows) <= e.count / 4 else ()
+# Refused steps
 
 
+@concludes("loss_scale_collapsed")
 def _invalid_scale(e: Evidence) -> Conclusion | None:
-    """A loss scale that can scale nothing; a replay is finite, as the refusal has put another in
-    its place.
+    """The loss scale is 0, negative or not finite. A replay is finite, as the refusal has put
+    another in its place.
     """
-    if e.loss_scale is None or 0.0 < e.loss_scale < float("inf"):
+    if e.loss_scale is None or 0.0 < e.loss_scale < math.inf:
         return None
     return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
 
 
-def _scale(e: Evidence) -> Conclusion | None:
-    """A loss scale at which nothing can be learned."""
-    scale = e.loss_scale
-    if scale is None:
-        return None
-    of_gradients = e.first in ("gradients", "")
-    finite_at_1 = e.unscaled == "finite"
-    if (
-        scale > SCALE_TOO_HIGH
-        and finite_at_1
-        and (of_gradients or e.first in ("loss", "statistics"))
-    ):
-        return Conclusion("loss_scale_collapsed", confidence=0.9, because="scale_high")
-    if scale < 1.0 and of_gradients and not e.inputs_bad and e.unscaled != "bad":
-        return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
+@concludes("transient")
+def _transient(e: Evidence) -> Conclusion | None:
+    """The step is finite in an eager replay and in its own mode, and its batch is finite."""
+    if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
+        return Conclusion("transient", confidence=0.7, because="replay")
     return None
 
 
+@concludes("input_nonfinite", "target_nonfinite", "gradient_domain")
 def _batch(e: Evidence) -> Conclusion | None:
-    """NaN or Inf in the batch, if the bad value comes from there."""
-    origin, inputs, targets = e.origin, e.inputs_bad, e.targets_bad
-    if origin is not None and origin.source == "batch":
-        return _from_batch(e, origin)
+    """NaN or Inf is in the batch, and the bad value comes from there: `input_nonfinite` or
+    `target_nonfinite`. If bad targets spoil the gradient of a finite loss, a `where` has masked
+    them: `gradient_domain`.
+    """
+    inputs, targets = e.inputs_bad, e.targets_bad
+    if e.origin.source == "batch":
+        return _from_batch(e)
     named = {row for part in inputs for row in part.rows}
     if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
         return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), 0.9, "batch")
-    if origin is None and e.first != "weights":
+    if not e.origin.source and e.first != "weights":
         if inputs:
             return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, 0.8, "batch")
         if targets and e.first in ("", "loss"):
@@ -235,55 +249,110 @@ def _batch(e: Evidence) -> Conclusion | None:
     return None
 
 
-def _from_batch(e: Evidence, origin: Origin) -> Conclusion:
-    rows = _rows_of(e, e.inputs_bad)
-    if origin.op.startswith("inputs"):
-        return Conclusion("input_nonfinite", origin.op, rows, 0.95, "batch")
-    in_layer = any(not row.finite for row in e.table)  # later operations may have dropped it
-    if e.inputs_bad and in_layer:
+def _from_batch(e: Evidence) -> Conclusion:
+    name = e.origin.op
+    if name.startswith("inputs"):
+        return Conclusion("input_nonfinite", name, _rows_of(e, e.inputs_bad), 0.95, "batch")
+    if e.inputs_bad and not all(row.finite for row in e.table):
+        # Later operations may have dropped the bad inputs.
         rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
         return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
     rows = _rows_of(e, e.targets_bad)
     if e.first in ("loss", "statistics", ""):
-        return Conclusion("target_nonfinite", origin.op, rows, 0.95, "batch")
-    return Conclusion("gradient_domain", _last_loss(e), rows, 0.8, "where")
+        return Conclusion("target_nonfinite", name, rows, 0.95, "batch")
+    last = e.loss_parts[-1][0] if e.loss_parts else "loss"
+    return Conclusion("gradient_domain", last, rows, 0.8, "where")
 
 
 def _rows_of(e: Evidence, found: Sequence[Constant]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(row for part in found for row in part.rows)) or e.rows
 
 
-def _last_loss(e: Evidence) -> str:
-    return e.loss_parts[-1][0] if e.loss_parts else "loss"
-
-
+@concludes("target_out_of_range")
 def _targets(e: Evidence) -> Conclusion | None:
-    fault = e.target_fault
-    if fault is None or (e.origin is not None and e.origin.phase == "forward" and not grown(e)):
+    """The loss does not accept the targets, and either this alone makes it bad or training has
+    diverged by it. It is not the cause of a bad value in the forward pass.
+    """
+    fault, forward = e.target_fault, e.origin.phase == "forward"
+    if fault is None or not (grown(e) or (fault.fatal and not forward)):
         return None
-    if fault.fatal or grown(e):
-        return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
+    return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
+
+
+@concludes("loss_scale_collapsed")
+def _scale(e: Evidence) -> Conclusion | None:
+    """The loss scale is above `SCALE_TOO_HIGH`, and the step is finite with a scale of 1; or it is
+    below 1, the gradients are bad, and they are not known to be bad with a scale of 1.
+    """
+    scale, of_gradients = e.loss_scale, e.first in ("gradients", "")
+    if scale is None:
+        return None
+    scaled = of_gradients or e.first in ("loss", "statistics")
+    if scale > SCALE_TOO_HIGH and scaled and e.unscaled == "finite":
+        return Conclusion("loss_scale_collapsed", because="scale_high")
+    if scale < 1.0 and of_gradients and not e.inputs_bad and e.unscaled != "bad":
+        return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
     return None
 
 
-def _transient(e: Evidence) -> Conclusion | None:
-    if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
-        return Conclusion("transient", confidence=0.7, because="replay")
-    return None
-
-
+@concludes("float16_overflow", "float16_underflow")
 def _low_precision(e: Evidence) -> Conclusion | None:
+    """The same step is finite in float32, and it is not the optimizer or a divergence that fails in
+    the low precision. A pole is an underflow, except one that only the gradient has and that no
+    zero explains. bfloat16 has the range of float32: it can only underflow.
+    """
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
     how = kind(e.origin)
     if how in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
         return None
-    by_zero = e.origin is not None and any(o.zero for o in e.origin.operands)
-    underflow = how == "pole" and (e.first != "gradients" or by_zero)
-    if e.low_precision == "bfloat16" and not underflow:  # its range is that of float32
+    by_zero = any(o.zero for o in e.origin.operands)
+    if how == "pole" and (e.first != "gradients" or by_zero):
+        return Conclusion("float16_underflow", _culprit(e), e.rows, 0.9, "float32")
+    if e.low_precision == "bfloat16":
         return None
-    cause: Cause = "float16_underflow" if underflow else "float16_overflow"
-    return Conclusion(cause, _culprit(e), e.rows, 0.9, "float32")
+    return Conclusion("float16_overflow", _culprit(e), e.rows, 0.9, "float32")
+
+
+@concludes("input_scale")
+def _outlier_row(e: Evidence) -> Conclusion | None:
+    """A few rows are far larger than all others, and without them the step is finite."""
+    if not few(e.rows, e.count) or e.without_rows != "finite":
+        return None
+    if kind(e.origin) not in ("", "overflow"):
+        return None
+    named = (part for part in _floats(e) if set(e.rows) <= set(part.outliers))
+    part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
+    return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
+
+
+@concludes("optimizer_domain", "divergence", "state_nonfinite")
+def _update(e: Evidence) -> Conclusion | None:
+    """Gradients are finite, weights or slots after the update are not: `optimizer_domain`.
+    Exceptions: after growth, unless the optimizer divides by zero, `divergence`; if neither update
+    nor constraint can have produced the value, `state_nonfinite`.
+    """
+    if e.first not in ("weights", "slots"):
+        return None
+    if (rate := _unbounded_rate(e)) is not None:
+        return rate
+    if grown(e, 10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
+        return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
+    if e.constraint and (e.written or e.origin.line):  # the constraint is the user's code here
+        return Conclusion("optimizer_domain", e.first_path, because="constraint")
+    if e.written:
+        return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")
+    return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
+
+
+def _unbounded_rate(e: Evidence) -> Conclusion | None:
+    """A learning rate is not finite or, from a schedule, far too high."""
+    for o in e.optimizers:
+        checked = o.scheduled or not math.isfinite(o.learning_rate)
+        if checked and not abs(o.learning_rate) <= MAX_RATE:
+            place = f"{o.name}/learning_rate"
+            return Conclusion("optimizer_domain", place, confidence=0.95, because="rate")
+    return None
 
 
 def _divides_by_zero(facts: OptimizerFacts) -> bool:
@@ -294,61 +363,37 @@ def _divides_by_zero(facts: OptimizerFacts) -> bool:
     return bool(rounds_to_0 or dict(facts.settings).get("centered"))
 
 
-def _broken_rate(e: Evidence) -> Conclusion | None:
-    """Return that a learning rate is to blame if it is not finite or, from a schedule, far too
-    high.
-    """
-    for o in e.optimizers:
-        broken = o.scheduled or not math.isfinite(o.learning_rate)
-        if broken and not abs(o.learning_rate) <= MAX_RATE:
-            place = f"{o.name}/learning_rate"
-            return Conclusion("optimizer_domain", place, confidence=0.95, because="rate")
-    return None
-
-
-def _update(e: Evidence) -> Conclusion | None:
-    if e.first not in ("weights", "slots"):
-        return None
-    if (rate := _broken_rate(e)) is not None:
-        return rate
-    if grown(e, 1e4) and not any(map(_divides_by_zero, e.optimizers)):
-        return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
-    if e.written:
-        return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")
-    return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
-
-
-def _outlier_row(e: Evidence) -> Conclusion | None:
-    """A few rows are far larger than all others, and without them the step is finite."""
-    few = 0 < len(e.rows) <= max(1.0, e.count / 4)
-    if not few or e.without_rows != "finite" or kind(e.origin) not in ("", "overflow"):
-        return None
-    named = (part for part in _floats(e) if set(e.rows) <= set(part.outliers))
-    part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
-    return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
-
-
+@concludes("divergence", "input_scale")
 def _divergence(e: Evidence) -> Conclusion | None:
-    how, growth = kind(e.origin), e.growth
-    if how == "pole":
-        far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3
-        blown = far or growth.weights >= 1e3
-    elif how == "exp":
-        blown = growth.weights >= 2.0 and grown(e)
-    else:
-        blown = _overflows(e) and grown(e)
-    if not blown and not _moved_too_far(e):
+    """Training has diverged: numbers have grown over the steps before until they failed, or the
+    first steps moved the weights too far. It is `input_scale` if a Normalization layer has divided
+    by a constant feature, or if the same steps with scaled data are healthy.
+    """
+    if not _blown(e) and not _moved_too_far(e):
         return None
     if _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
-    if e.rescaled == "finite" and _magnitude(e) >= LARGE_DATA:
-        return Conclusion("input_scale", _largest(e), (), 0.75, "rescaled")
+    if e.rescaled == "finite" and _largest(e).max_abs >= LARGE_DATA:
+        return Conclusion("input_scale", _largest(e).name, (), 0.75, "rescaled")
     return Conclusion("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+
+
+def _blown(e: Evidence) -> bool:
+    """Whether the growth is enough for how the value became bad: a pole or an exponential has to be
+    reached by weights that have grown.
+    """
+    how, growth = kind(e.origin), e.growth
+    if how == "pole":
+        far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
+        return far or growth.weights >= 1e3
+    if how == "exp":
+        return growth.weights >= 2.0 and grown(e)
+    return _overflows(e) and grown(e)
 
 
 def _overflows(e: Evidence) -> bool:
     """Whether large numbers have overflowed, in an operation or in the sum over the gradients."""
-    exploded = e.origin is None and "gradients:explosion" in e.sites
+    exploded = not e.origin.source and "gradients:explosion" in e.sites
     return exploded or kind(e.origin) == "overflow"
 
 
@@ -356,12 +401,12 @@ def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights so far that the whole batch overflows, which it did
     not initially.
     """
-    few = e.without_rows == "finite" and len(e.rows) <= e.count / 4
+    of_rows = e.without_rows == "finite" and few(e.rows, e.count)
     return (
         e.at_start == "finite"
         and e.growth.weights >= 1.5
         and kind(e.origin) in ("exp", "overflow")
-        and not few
+        and not of_rows
     )
 
 
@@ -371,54 +416,54 @@ def _normalized(e: Evidence) -> str:
     return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE_DATA), "")
 
 
-def _floats(e: Evidence) -> list[Spread]:
-    return [spread for spread in (*e.inputs, *e.targets) if not spread.integer]
-
-
-def _magnitude(e: Evidence) -> float:
-    return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
-
-
-def _largest(e: Evidence) -> str:
-    return max(_floats(e), key=lambda s: s.max_abs).name
-
-
+@concludes("input_scale")
 def _input_scale(e: Evidence) -> Conclusion | None:
-    """Nothing has grown yet, and the data alone is large or constant."""
-    if _overflows(e) and not grown(e) and _magnitude(e) >= HUGE_DATA:
+    """Nothing has grown yet, and numbers overflow that are huge in the data, or become so in a
+    Normalization layer; or this layer divides by zero.
+    """
+    origin, largest = e.origin, _largest(e)
+    if _overflows(e) and not grown(e) and largest.max_abs >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
-        return Conclusion("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
+        return Conclusion("input_scale", largest.name, e.rows or outliers, 0.85, "huge")
     if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
-    origin = e.origin
-    if origin is None or kind(origin) != "pole" or origin.phase != "forward":
-        return None
-    if origin.layer_class != "Normalization":
-        return None
-    return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
+    divides = kind(origin) == "pole" and origin.phase == "forward"
+    if divides and origin.layer_class == "Normalization":
+        return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
+    return None
 
 
+@concludes("divergence")
 def _recurrence(e: Evidence) -> Conclusion | None:
+    """Numbers overflow in a recurrent layer or in the backward pass, without earlier growth: they
+    grow within the step.
+    """
     origin = e.origin
-    if kind(origin) != "overflow" or origin is None:
+    if kind(origin) != "overflow":
         return None
     if origin.phase in BACKWARD or origin.layer_class in RECURRENT:
         return Conclusion("divergence", _culprit(e), confidence=0.75, because="recurrence")
     return None
 
 
+@concludes("divergence")
 def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, but the sum of their squares overflows."""
-    if e.first != "gradients" or e.origin is not None or e.replay != "bad":
+    if e.first != "gradients" or e.origin.source or e.replay != "bad":
         return None
     return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
 
 
+@concludes("forward_domain", "loss_domain", "gradient_domain")
 def _domain(e: Evidence) -> Conclusion | None:
+    """An operation has finite operands and a bad result: `gradient_domain` in the backward pass, or
+    if the forward pass masks the result; else `loss_domain` in a loss or regularizer, and
+    `forward_domain` in a layer.
+    """
     origin = e.origin
-    if origin is None or origin.source != "operation":
+    if origin.source != "operation":
         return None
-    if origin.phase == "backward" or _masked(e, origin):
+    if origin.phase == "backward" or _masked(e):
         return Conclusion("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
     in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
@@ -428,37 +473,17 @@ def _domain(e: Evidence) -> Conclusion | None:
     return None
 
 
-def _masked(e: Evidence, origin: Origin) -> bool:
+def _masked(e: Evidence) -> bool:
     """Whether the bad value is masked in the loss (the unused branch of a `where`), but not in the
     gradient.
     """
     phases = ("forward", "loss", "regularizer", "slope")
-    return e.first == "gradients" and origin.phase in phases and all(row.finite for row in e.table)
+    return e.first == "gradients" and e.origin.phase in phases and all(r.finite for r in e.table)
 
 
+@concludes("divergence")
 def _committed_growth(e: Evidence) -> Conclusion | None:
+    """NaN or Inf in a committed step that was not replayed, after growth."""
     if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
         return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
-
-
-RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
-    _bad_state,
-    _modes,
-    _monitors,
-    _invalid_scale,
-    _transient,
-    _batch,
-    _targets,
-    _scale,
-    _low_precision,
-    _outlier_row,
-    _update,
-    _divergence,
-    _input_scale,
-    _recurrence,
-    _exploded,
-    _domain,
-    _committed_growth,
-)
-"""The rules in causal order."""

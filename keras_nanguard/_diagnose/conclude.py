@@ -13,11 +13,15 @@ from keras_nanguard._core.cause_words import CAUSE_WORDS, DERIVATIVE_HINTS, HINT
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import BACKWARD, Evidence, OptimizerFacts
 from keras_nanguard._core.incident import Diagnosis
-from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, decide, kind
+from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, decide
+from keras_nanguard._diagnose.operations import LOW, kind
 from keras_nanguard._diagnose.words import at_rows, sentences
 
 RAW = 100.0
 """Magnitude above which an input counts as not scaled."""
+
+LARGE_WEIGHT = 10.0
+"""Magnitude of a weight that no usual initializer gives."""
 
 MAX_NORM = 1e15
 """Gradient norm above which the squares in an optimizer may overflow, in float32."""
@@ -64,7 +68,6 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
     The rule that decided (`Conclusion.because`) is a condition, too.
     """
     origin, optimizers = e.origin, [_about(o) for o in e.optimizers]
-    dtype = origin.dtype if origin is not None else ""
     half = any(o.dtype == "float16" for o in e.optimizers)
     hint = _hint(e)
     names = [repr(argument_path(part.name)) for part in (*e.inputs_bad, *e.targets_bad)]
@@ -72,7 +75,7 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
     one = len(v.samples) == 1
     facts = {
         "culprit": culprit,
-        "layer_class": origin.layer_class if origin is not None else "",
+        "layer_class": origin.layer_class,
         "data": " and ".join(dict.fromkeys(names)) if len(set(names)) > 1 else culprit,
         "rows": at_rows(v.samples),
         "in_batch": f"{at_rows(v.samples)} of the batch" if v.samples else "the batch",
@@ -84,23 +87,23 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         # Each of them is one of a list.
         "optimizers": optimizers,
         "raw_inputs": _raw_inputs(e),
+        "columns": _whole_columns(e),
         "objective": [{"words": words} for words, _ in e.objective],
         "exponents": _exponents(e, v),
         # Conditions.
         "hinted": bool(hint),
+        "constraint": e.constraint if v.because == "constraint" else "",
+        "initial": _large_initial_weight(e),
         "large": kind(origin) in ("exp", "overflow"),
         "cured": bool(v.samples) and e.without_rows == "finite",
-        "regularizer": origin is not None and origin.phase == "regularizer",
+        "regularizer": origin.phase == "regularizer",
         "constants": any(part.constant for part in e.inputs),
-        "bfloat16": (dtype if dtype in ("float16", "bfloat16") else e.low_precision) == "bfloat16",
+        "bfloat16": (origin.dtype if origin.dtype in LOW else e.low_precision) == "bfloat16",
         "scaled": any(o.scaled for o in e.optimizers),
         "clips": any(o.clips for o in e.optimizers),
         "steep": not e.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers),
-        "untrained": v.because == "recurrence"
-        and not e.growth.steps
-        and origin is not None
-        and origin.phase == "forward",
+        "untrained": v.because == "recurrence" and not e.growth.steps and origin.phase == "forward",
     }
     rules = dict.fromkeys(("outlier", "constant", "dead", "scale_high", "rate", "written"), False)
     return {**rules, v.because: True, **facts}
@@ -108,9 +111,9 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
 
 def _culprit(e: Evidence, v: Conclusion) -> str:
     """Return the culprit as the advice names it."""
-    layer_class = e.origin.layer_class if e.origin is not None else ""
+    layer_class = e.origin.layer_class
     nobody = CAUSE_WORDS[v.cause].get("thing", "")
-    if v.cause == "loss_domain" and e.origin is not None and e.origin.phase == "regularizer":
+    if v.cause == "loss_domain" and e.origin.phase == "regularizer":
         nobody = "the layer"
     of_data = v.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
     name = repr(argument_path(v.culprit) if of_data else v.culprit) if v.culprit else nobody
@@ -133,6 +136,19 @@ def _about(o: OptimizerFacts) -> dict[str, Any]:
     }
 
 
+def _whole_columns(e: Evidence) -> list[dict[str, Any]]:
+    """Return the columns of the inputs that are bad in every row."""
+    parts = (p for p in e.inputs_bad if p.column is not None and len(p.rows) == e.count)
+    return [{"name": repr(argument_path(part.name)), "column": part.column} for part in parts]
+
+
+def _large_initial_weight(e: Evidence) -> float:
+    """Return the largest weight if numbers overflow, and weights were large initially; else 0."""
+    growth = e.growth
+    untrained = kind(e.origin) in ("exp", "overflow") and growth.weights < 2.0
+    return growth.largest_weight if untrained and growth.largest_weight >= LARGE_WEIGHT else 0.0
+
+
 def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
     """Return the inputs that have to be scaled for any network."""
     raw = [part for part in e.inputs if not part.integer and part.max_abs >= RAW]
@@ -141,7 +157,7 @@ def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
 
 def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
     """Return the exponents below 1 of the loss to blame, if the bad value comes from a power."""
-    if e.origin is None or "Pow" not in (e.origin.op, e.origin.steep):
+    if "Pow" not in (e.origin.op, e.origin.steep):
         return []
     found = [(key, value) for name, key, value in e.exponents if name == v.culprit]
     return [{"key": key, "value": value} for key, value in found if value < 1.0]
@@ -150,7 +166,8 @@ def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
 def _hint(e: Evidence) -> str:
     """Return the advice for the operation that produced the bad value, or for its layer."""
     origin = e.origin
-    if origin is None:
-        return ""
     steep = DERIVATIVE_HINTS.get(origin.steep, "") if origin.phase in BACKWARD else ""
-    return steep or HINTS.get(origin.op) or HINTS.get(origin.layer_class, "")
+    own = HINTS.get(origin.op, "")
+    if origin.op == "Mul" and kind(origin) == "overflow":  # not 0 times Inf
+        own = ""
+    return steep or own or HINTS.get(origin.layer_class, "")

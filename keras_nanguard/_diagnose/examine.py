@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,10 +16,16 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._diagnose.case import (
+    NOT_RUN,
+    Case,
+    batch_facts,
+    rejected_targets,
+    with_names,
+)
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import optimizer_facts, roles
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import Trials, with_names
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (
@@ -134,130 +140,132 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
         keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight)
     )
     args = tuple(part for part in (x, y, sample_weight) if part is not None)
-    return _Examiner(model, (args,), trains=y is not None).examined()
+    return _examined(model, (args,), trains=y is not None)
 
 
 def _tensor(value: Any) -> Any:
     return None if value is None else keras.ops.convert_to_tensor(value)
 
 
-class _Examiner:
-    """One examination of one model on one batch."""
+class _Forward(NamedTuple):
+    """One forward pass.
 
-    def __init__(self, model: Any, batch: Any, trains: bool):
-        self.model, self.batch = model, batch
-        self.train_state = TrainState.of(model)
-        self.optimizers = list(self.train_state.optimizers)
-        self.trains = trains and bool(getattr(model, "compiled", False)) and bool(self.optimizers)
-        self.step = ReplayableStep.of(model, self.optimizers)
-        self.outputs: Any = None
-        self.far: list[str] = []
+    Attributes:
+        run: its result; the site `"outputs"` is bad if an output is.
+        outputs: the outputs, `None` if it raised.
+        far: sentences about wrong moving statistics, of a pass in training mode.
+    """
 
-    def examined(self) -> Examination:
-        inference, training = self._forward(False), self._forward(True)
-        step = self._train_step() if self.trains else ReplayResult()
-        runs = {
-            "the forward pass in inference mode": inference,
-            "the forward pass in training mode": training,
-            "a train step": step,
-        }
-        failed = (f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run.error)
-        error = next(failed, "")
-        evidence = self._evidence(inference, training, step)
-        found = conclude(evidence)
-        if found.cause == "unknown" and evidence.replay_error:
-            found = replace(found, advice=(self._what_it_takes(),))
-        elif not (evidence.first or evidence.state or self.far or error):
-            found = replace(found, advice=())
-        result = step.word if self.trains else ""
-        return Examination(found, inference.rows, training.rows, result, error)
+    run: ReplayResult
+    outputs: Any
+    far: tuple[str, ...]
 
-    def _what_it_takes(self) -> str:
-        taken = [tuple(tensor.shape) for tensor in getattr(self.model, "inputs", None) or ()]
-        shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
-        return f"Pass one batch, x and y as for fit{shapes}."
 
-    def _evidence(
-        self, inference: ReplayResult, training: ReplayResult, step: ReplayResult
-    ) -> Evidence:
-        """Return the evidence of the first run that is not finite, and of the model's state."""
-        bad = (run for run in (inference, training, step) if not run.finite)
-        shown = next(bad, step if self.trains else inference)
-        state = tuple(self._bad_state())
-        sites = ["predictions:nonfinite"] if not inference.finite or state else []
-        sites += ["statistics:out_of_range"] if self.far else []
-        path = self.far[0].split()[0] if self.far else ""
-        if not inference.finite and training.finite and not state:
-            path = inference.first_path
-        trials = Trials(
-            self.step,
-            self.batch,
-            Evidence(
-                refused=False,
-                sites=tuple(sites),
-                state=state,
-                first_path=path,
-                low_precision=lowest(self.model),
-                inference="" if inference.error else inference.word,
-                training="" if training.error else training.word,
-                rows=shown.origin.rows if shown.origin is not None else (),
-                optimizers=optimizer_facts([o for o in self.optimizers if o.built]),
-                notes=tuple(self.far),
-            ),
-        )
-        trials.look_at_batch()
-        trials.look_at_targets()
-        trials.note(shown, "" if shown.finite else "replay")
-        found = trials.evidence
-        if found.inputs_bad and 0 < len(found.rows) < found.count:
-            rest = self._forward(False, batches.without(self.batch, found.rows))
-            trials.add(without_rows="finite" if rest.finite else "bad")
-        if found.low_precision and shown.first:
-            trials.add(float32=self._in_float32(shown is step))
-        return with_names(trials.evidence, self.model)
+def _examined(model: Any, batch: Any, trains: bool) -> Examination:
+    """Run both modes and, if `trains` and if the model is compiled, a train step."""
+    step = ReplayableStep.of(model, list(TrainState.of(model).optimizers))
+    trains = trains and bool(getattr(model, "compiled", False)) and bool(step.optimizers)
+    inference, training = (_forward(step, batch, mode) for mode in (False, True))
+    if trains and training.outputs is not None:
+        keras_losses.build_losses(model, batch[0][1], training.outputs)
+    trained = step.run(batch, observe=True, update=True) if trains else NOT_RUN
+    runs = {
+        "the forward pass in inference mode": inference.run,
+        "the forward pass in training mode": training.run,
+        "a train step": trained,
+    }
+    failed = (f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run.error)
+    error = next(failed, "")
+    bad = next((run for run in runs.values() if not run.finite), None)
+    shown = bad or (trained if trains else inference.run)
+    evidence = _evidence(step, batch, inference.run, training, shown)
+    if evidence.low_precision and shown.first:
+        evidence = replace(evidence, float32=_in_float32(step, batch, shown is trained))
+    found = conclude(with_names(evidence, model))
+    if found.cause == "unknown" and evidence.replay_error:
+        found = replace(found, advice=(_what_it_takes(model),))
+    elif not (evidence.first or evidence.state or evidence.notes or error):
+        found = replace(found, advice=())
+    result = trained.word if trains else ""
+    return Examination(found, inference.run.rows, training.run.rows, result, error)
 
-    def _bad_state(self) -> Iterator[tuple[str, str]]:
-        """Yield path and role of each variable that is not finite."""
-        state, role_of = self.train_state, roles(self.train_state)
-        for v in (*state.trainable, *state.statistics, *state.slots):
-            if not finiteness.is_finite(keras_variables.view(v)):
-                yield v.path, role_of.get(v.path, "weights")
 
-    def _train_step(self) -> ReplayResult:
-        if self.outputs is not None:
-            keras_losses.build_losses(self.model, self.batch[0][1], self.outputs)
-        return self.step.run(self.batch, observe=True, update=True)
+def _what_it_takes(model: Any) -> str:
+    taken = [tuple(tensor.shape) for tensor in getattr(model, "inputs", None) or ()]
+    shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
+    return f"Pass one batch, x and y as for fit{shapes}."
 
-    def _in_float32(self, step: bool) -> str:
-        with in_float32(self.model, self.step.variables(), self.optimizers):
-            if step:
-                return self.step.run(self.batch, update=True).word
-            finite = all(self._forward(mode).finite for mode in (False, True))
-            return "finite" if finite else "bad"
 
-    def _forward(self, training: bool, batch: Any = None) -> ReplayResult:
-        """Run the forward pass once in one mode.
+def _evidence(
+    step: ReplayableStep, batch: Any, inference: ReplayResult, training: _Forward, run: ReplayResult
+) -> Evidence:
+    """Return the evidence of one of the runs, of both modes and of the model's state."""
+    far, state = training.far, tuple(_bad_state(TrainState.of(step.model)))
+    sites = ["predictions:nonfinite"] if not inference.finite or state else []
+    sites += ["statistics:out_of_range"] if far else []
+    path = far[0].split()[0] if far else ""
+    if not inference.finite and training.run.finite and not state:
+        path = inference.first_path
+    evidence = Evidence(
+        refused=False,
+        sites=tuple(sites),
+        state=state,
+        first_path=path,
+        low_precision=lowest(step.model),
+        inference="" if inference.error else inference.word,
+        training="" if training.run.error else training.run.word,
+        rows=run.origin.rows if run.origin is not None else (),
+        optimizers=optimizer_facts([o for o in step.optimizers if o.built]),
+        target_fault=rejected_targets(step.model, batch, NOT_RUN),
+        notes=far,
+        **batch_facts(batch),
+    )
+    found = Case(step, batch, evidence).with_run(run)
+    if not run.finite:
+        found = found.with_(replay=run.word)
+    if evidence.inputs_bad and 0 < len(evidence.rows) < evidence.count:
+        rest = _forward(step, batches.without(batch, evidence.rows), False).run
+        found = found.with_(without_rows="finite" if rest.finite else "bad")
+    return found.evidence
 
-        A pass in training mode also leaves sentences about wrong moving statistics in `far`.
-        """
-        norms = keras_layers.batchnorms(self.model) if training else []
-        before = [_moments(layer) for layer in norms]
 
-        def body(data: Any) -> Any:
-            for layer in norms:  # training mode does not read their statistics, and adds to them
-                keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
-                keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
-            outputs = self.model(data[0], **keras_layers.mode(self.model, training))
-            if training:
-                self.far = [text for layer, old in zip(norms, before) for text in _far(layer, old)]
-            self.outputs = outputs
-            return outputs
+def _bad_state(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yield path and role of each variable that is not finite."""
+    role_of = roles(state)
+    for v in (*state.trainable, *state.statistics, *state.slots):
+        if not finiteness.is_finite(keras_variables.view(v)):
+            yield v.path, role_of.get(v.path, "weights")
 
-        step = ReplayableStep(body, self.model, self.optimizers, losses=_float_arrays)
-        run = step.run(self.batch if batch is None else batch, observe=True)
-        bad = run.first == "loss"  # the outputs, in place of losses
-        place = run.origin.culprit if bad and run.origin is not None else ""
-        return replace(run, first="outputs" if bad else "", first_path=place)
+
+def _in_float32(step: ReplayableStep, batch: Any, trains: bool) -> str:
+    with in_float32(step.model, step.variables(), step.optimizers):
+        if trains:
+            return step.run(batch, update=True).word
+        finite = all(_forward(step, batch, mode).run.finite for mode in (False, True))
+        return "finite" if finite else "bad"
+
+
+def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
+    """Run the forward pass of a step's model once in one mode."""
+    model, seen = step.model, {}
+    norms = keras_layers.batchnorms(model) if training else []
+    before = [_moments(layer) for layer in norms]
+
+    def body(data: Any) -> Any:
+        for layer in norms:  # training mode does not read their statistics, and adds to them
+            keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
+            keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
+        seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
+        seen["far"] = [text for layer, old in zip(norms, before) for text in _far(layer, old)]
+        return seen["outputs"]
+
+    run = ReplayableStep(body, model, step.optimizers, losses=_float_arrays).run(
+        batch, observe=True
+    )
+    bad = run.first == "loss"  # the outputs, in place of losses
+    place = run.origin.culprit if bad and run.origin is not None else ""
+    run = replace(run, first="outputs" if bad else "", first_path=place)
+    return _Forward(run, seen.get("outputs"), tuple(seen.get("far", ())))
 
 
 def _float_arrays(outputs: Any) -> list[Any]:

@@ -24,12 +24,12 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.data_names import ARGUMENTS
-from keras_nanguard._core.evidence import Evidence, OptimizerFacts
+from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.references import reads_iterator
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._diagnose import raised
-from keras_nanguard._diagnose.arithmetic import must_stay_finite
+from keras_nanguard._diagnose import raised, writers
+from keras_nanguard._diagnose.case import Case
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import (
     growth,
@@ -38,8 +38,7 @@ from keras_nanguard._diagnose.facts import (
     optimizer_facts,
     roles,
 )
-from keras_nanguard._diagnose.trials import Trials
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._diagnose.trials import investigated
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; those that follow with the same findings take
@@ -99,7 +98,10 @@ class Explainer:
                 if earlier is not None:
                     return Explanation(self._taken_over(earlier, report), None)
                 evidence = gather(run, incident, report)
-                found = raised.by_replay(run.model, evidence, report) or conclude(evidence)
+                found = None
+                if evidence.replay == "failed":
+                    found = raised.by_replay(run.model, evidence, report)
+                found = found or conclude(evidence)
                 self._known[self._signature] = found
                 return Explanation(found, evidence)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
@@ -170,23 +172,25 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     train_state, findings, values = run.train_state(), incident.findings, incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
     own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
-    state = _bad_before(incident)
-    role_of = roles(train_state)
-    committed = "" if incident.refused else _committed(incident)
+    state, refused = _bad_before(incident), incident.refused
+    committed = "" if refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
-    before = bool(state) and incident.refused  # it was the step before that left it
-    facts = optimizer_facts(train_state.optimizers, committed=bool(committed) or before)
-    norms = [norm for _, _, norm in run.history.since(incident.step)]
-    norm = norms[-1] if norms and not values else own[1]  # one between two steps has no norm
+    # A state that is bad before a refused step may be due to the rate of the step before.
+    counted = bool(committed) or bool(state and refused)
+    facts = optimizer_facts(train_state.optimizers, committed=counted)
+    written = bool(state) and refused and writers.was_finite(run, incident.step)
+    if first:
+        written = writers.wrote_otherwise(run, incident, train_state, facts)
+    role_of = roles(train_state)
     evidence = dataclasses.replace(
         known(run.model, incident),
         value=next((f.value for f in findings if f.value is not None), None),
         state=tuple((f.path, role_of.get(f.path, "weights")) for f in state),
-        state_fresh=run.step == 0 and not incident.refused,
+        state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
         growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
-        written=bool(first) and _written(run, incident.committed, train_state, facts, norm),
+        written=written,
         first_path=next((f.path for f in findings if f.path), ""),
         first=first,
     )
@@ -197,7 +201,7 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
         return evidence
     start = next((s.value for s in run.ring.snapshots if s.step == 0), None)
     obstacle = ITERATOR if _reads_iterator(run) else ""
-    return Trials(step_of(run), report.batch, evidence, start, obstacle).carried_out()
+    return investigated(Case(step_of(run), report.batch, evidence, start), obstacle).evidence
 
 
 def _bad_before(incident: Incident) -> list[Finding]:
@@ -234,28 +238,6 @@ def _committed(incident: Incident) -> str:
         f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")
     ]
     return next((site for site in ("weights", "slots") if site in sites), "")
-
-
-def _written(
-    run: Any,
-    committed: int | None,
-    train_state: TrainState,
-    facts: tuple[OptimizerFacts, ...],
-    norm: float,
-) -> bool:
-    """Whether no update can have produced the bad values, neither from the present values nor from
-    a snapshot and the gradients since.
-    """
-    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
-    if must_stay_finite(optimizers, facts, variables, norm):
-        return True
-    snapshot = run.ring.newest()
-    if snapshot is None or committed is None or not run.ring.at_hand(snapshot):
-        return False
-    norms = [one for _, _, one in run.history.since(snapshot.step)]
-    values = [value for v in variables if (value := snapshot.value(v)) is not None]
-    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
-    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
 
 
 def _bad_before_update(incident: Incident) -> bool:

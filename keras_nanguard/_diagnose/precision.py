@@ -15,13 +15,12 @@ from typing import Any
 import keras
 
 from keras_nanguard._backends import current
+from keras_nanguard._diagnose.operations import LOW
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
     optimizers as keras_optimizers,
 )
-
-LOW = ("float16", "bfloat16")
 
 
 def lowest(model: Any) -> str:
@@ -54,12 +53,9 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
             if str(getattr(loss, "dtype", "")) in LOW:
                 keras_layers.exchange(loss, "_dtype", "float32", undo)
         for variable in variables:
-            native = getattr(variable, "value", None)
-            twin = (
-                current.replay().twin(variable)
-                if str(getattr(variable, "dtype", "")) in LOW
-                else None
-            )
+            if str(getattr(variable, "dtype", "")) not in LOW:
+                continue
+            native, twin = getattr(variable, "value", None), current.replay().twin(variable)
             if twin is not None:
                 keras_layers.exchange(variable, "_value", twin, undo)
                 keras_layers.exchange(variable, "_dtype", "float32", undo)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,24 +15,23 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_json import plain
 from keras_nanguard._diagnose import raised
+from keras_nanguard._diagnose.case import Case, Start, compiled
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import known, optimizer_facts
-from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import Start, Trials, standardized, train_from
-from keras_nanguard._diagnose.words import at_rows, table
+from keras_nanguard._diagnose.precision import in_float32
+from keras_nanguard._diagnose.reruns import reruns_with_changes
+from keras_nanguard._diagnose.trials import investigated
+from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.loaded import refuse_code_in_hdf5
 from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
@@ -45,9 +43,6 @@ ANOTHER = "Pass the model that was trained."
 
 STEPS_ALONE = 10
 """Number of steps on the bad batch alone, if no earlier batches are known."""
-
-MIN_GROWTH = 10.0
-"""Factor of the last loss over the first above which it is reported as growing."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def replay(
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
-        cures = tuple(_counterfactuals(found, step, batch)) if counterfactuals else ()
+        cures = tuple(_reruns(found, step, batch)) if counterfactuals else ()
     diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
@@ -171,76 +166,20 @@ def _tensors(batch: Any) -> Any:
     )
 
 
-def _counterfactuals(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
-    """Yield `(change, result)` of each rerun of the steps up to the bad one, and at the end which
-    changes cure the failure.
-
-    The change that cures a failure identifies its cause: a divergence that a tenth of the learning
-    rate cures is due to the rate, one that only float32 cures to the dtype, one that disappears
-    without three rows to these rows.
-    """
+def _reruns(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yield `(change, result)` of each rerun of the steps up to the bad one."""
     before = found.about.get("before") or {}
     sequence = [*map(_tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
-    since = int(before.get("snapshot", 0))
-    start = f"before step {since + 1}" if since else "before the first step"
-    missing = "" if before.get("exact") else ", without steps that are no longer known"
     steps = f"{STEPS_ALONE} steps on the batch"
     if found.before:
+        since = int(before.get("snapshot", 0))
+        start = f"before step {since + 1}" if since else "before the first step"
+        missing = "" if before.get("exact") else ", without steps that are no longer known"
         steps = f"the {len(sequence)} steps from the state {start}{missing}"
     rows = found.incident.diagnosis.samples if found.incident.diagnosis else ()
     state = _state_of(found.start or found.state, step)
-    _, result = _outcome(step, state, sequence)
-    yield "unchanged", f"{steps}: {result}"
-    cures: list[str] = []
-    for change, changed in _changes(step, sequence, rows):
-        healthy, result = _outcome(step, state, changed)
-        cures += [change] * healthy
-        yield change, result
-    yield "cured by", "; ".join(cures) or "none of these changes"
-
-
-def _changes(
-    step: ReplayableStep, sequence: Sequence[Any], rows: Sequence[int]
-) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Make one change at a time; yield it in words while it lasts, and the arguments of each step.
-
-    Args:
-        step: the step.
-        sequence: the arguments of each step, the bad one last.
-        rows: rows of its batch that are to blame.
-    """
-    optimizers = [keras_optimizers.inner(optimizer) for optimizer in step.optimizers]
-    with Overrides() as overrides:
-        for optimizer in optimizers:
-            keras_optimizers.set_rate(optimizer, lambda rate: rate() * 0.1, overrides)
-        yield "with a tenth of the learning rate", sequence
-    with Overrides() as overrides:
-        for optimizer in optimizers:
-            for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
-                overrides.set(optimizer, name, value)
-        yield "with gradients clipped to a global norm of 1", sequence
-    if lowest(step.model):
-        with in_float32(step.model, step.variables(), step.optimizers):
-            yield "in float32", sequence
-    bad = sequence[-1]
-    if rows and len(rows) < batches.row_count(bad):
-        rest = batches.without(bad, rows)
-        cleaned = [rest if one is bad else one for one in sequence]
-        yield f"without {at_rows(rows)}", cleaned
-    scaled = [batches.mapped(one, standardized) for one in sequence]
-    yield "with inputs and targets scaled to unit standard deviation", scaled
-
-
-def _outcome(step: ReplayableStep, start: Start, sequence: Sequence[Any]) -> tuple[bool, str]:
-    """Return whether a rerun is healthy, and its result in words."""
-    losses, bad_weight = train_from(step, start, sequence)
-    if not math.isfinite(losses[-1]):
-        return False, f"the loss is not finite at step {len(losses)} of {len(sequence)}"
-    if bad_weight:
-        return False, f"the loss stays finite, but {bad_weight} does not"
-    grown = abs(losses[-1]) > MIN_GROWTH * abs(losses[0]) + 1e-12
-    course = "grows" if grown else "stays finite,"
-    return not grown, f"the loss {course} from {losses[0]:.3g} to {losses[-1]:.3g}"
+    for change, result in reruns_with_changes(step, state, sequence, rows):
+        yield change, f"{steps}: {result}" if change == "unchanged" else result
 
 
 def _state_of(arrays: Sequence[tuple[str, np.ndarray[Any, Any]]], step: ReplayableStep) -> Start:
@@ -340,8 +279,7 @@ def _run(
         optimizers=optimizer_facts(step.optimizers),
     )
     first = found.start and not (found.about.get("before") or {}).get("snapshot")
-    trials = Trials(step, batch, evidence, _state_of(found.start, step) if first else None)
-    evidence = trials.carried_out()
-    if mode == "eager":
-        return trials.run, evidence
-    return run_compiled(step, batch, jit=mode == "xla"), evidence
+    start = _state_of(found.start, step) if first else None
+    case = investigated(Case(step, batch, evidence, start))
+    run = case.run if mode == "eager" else compiled(step, batch, mode)
+    return run, case.evidence

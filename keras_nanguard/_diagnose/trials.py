@@ -1,33 +1,30 @@
-"""The trials on one refused step: each answers one question, and runs only if its answer can decide
-the cause.
+"""The trials on a refused step: each replays it with one change, and answers one question. A trial
+runs only if its answer can decide the cause.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
-from keras_nanguard._core.data_names import input_names, named
-from keras_nanguard._core.evidence import Evidence, Origin, Spread
-from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, grown, kind
-from keras_nanguard._diagnose.facts import target_fault
+from keras_nanguard._core.evidence import NOWHERE, Evidence
+from keras_nanguard._diagnose.case import Case, batch_facts, compiled, rejected_targets, with_names
+from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, few, grown
+from keras_nanguard._diagnose.operations import kind
 from keras_nanguard._diagnose.precision import in_float32
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._diagnose.reruns import restore, standardized, train_from
+from keras_nanguard._diagnose.writers import constraint_of
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-
-Start = Callable[[Any], Any]
-"""Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 TRIAL_STEPS = 6
 """Number of steps of the trial that restarts with scaled data."""
@@ -35,308 +32,183 @@ TRIAL_STEPS = 6
 EARLY = 50
 """Step up to which a failure counts as one of the first steps."""
 
+MAX_HALVINGS = 8
+"""Maximum number of times that a batch is halved in the search for a row."""
 
-class Trials:
-    """The replays of one refused step.
+
+def investigated(case: Case, obstacle: str = "") -> Case:
+    """Return a case with the results of a replay and of all trials.
 
     Args:
-        step: the step, on the state before it.
-        batch: its arguments.
-        evidence: the evidence that needs no replay.
-        start: the state before the first step, `None` if it is not known.
+        case: the case, with the evidence that needs no replay.
         obstacle: why the step cannot be replayed, as a sentence; `""` if it can.
     """
+    step = case.step
+    case = _run_trials(case.with_(**batch_facts(case.batch)), obstacle)
+    if case.evidence.first == "weights":
+        state = TrainState.of(step.model, step.optimizers)
+        case = case.with_(constraint=constraint_of(state, case.evidence.first_path))
+    return dataclasses.replace(case, evidence=with_names(case.evidence, step.model))
 
-    def __init__(
-        self,
-        step: ReplayableStep,
-        batch: Any,
-        evidence: Evidence,
-        start: Start | None = None,
-        obstacle: str = "",
-    ):
-        self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
-        self.obstacle = obstacle
-        self.train_state = TrainState.of(step.model, step.optimizers)
-        self.run = ReplayResult()
 
-    def carried_out(self) -> Evidence:
-        """Run the trials and return the evidence with their results."""
-        return with_names(self._run_trials(), self.step.model)
+def _run_trials(case: Case, obstacle: str) -> Case:
+    if case.evidence.state or not case.evidence.refused:
+        return case
+    if obstacle := obstacle or _obstacle(case.step):
+        return case.with_(notes=(obstacle,))
+    case = _replayed(case)
+    case = case.with_(target_fault=rejected_targets(case.step.model, case.batch, case.run))
+    if not case.run.error and not case.run.finite:
+        for trial in TRIALS:
+            case = case.with_(**trial(case))
+    return case
 
-    def _run_trials(self) -> Evidence:
-        self.look_at_batch()
-        if self.evidence.state or not self.evidence.refused:
-            return self.evidence
-        if obstacle := self.obstacle or self._obstacle():
-            self.add(notes=(obstacle,))
-            return self.evidence
-        self._replay()
-        self.look_at_targets()
-        if not self.run.error and not self.run.finite:
-            self._rerun_in_float32()
-            self._rerun_unscaled()
-            self._find_rows()
-            self._rerun_at_start()
-            self._rerun_in_inference()
-            self._restart_with_scaled_data()
-        return self.evidence
 
-    def _obstacle(self) -> str:
-        """Return why this process cannot replay the step, as a sentence; `""` if it can."""
-        host = current.host()
-        if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
-            several = f"The step runs in {processes.count()} processes"
-            return f"{several}, so it cannot be replayed in one of them."
-        copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
-        size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
-        if memory.room_for(size):
-            return ""
-        return f"The step was not replayed: this needs {memory.readable(size)} of free memory."
+def _obstacle(step: ReplayableStep) -> str:
+    """Return why this process cannot replay the step, as a sentence; `""` if it can."""
+    host = current.host()
+    if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(step.model)):
+        several = f"The step runs in {processes.count()} processes"
+        return f"{several}, so it cannot be replayed in one of them."
+    gradients = TrainState.of(step.model, step.optimizers).trainable
+    copied = (*step.variables(), *gradients)
+    size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
+    if memory.room_for(size):
+        return ""
+    return f"The step was not replayed: this needs {memory.readable(size)} of free memory."
 
-    def add(self, **found: Any) -> None:
-        """Add results to the evidence."""
-        self.evidence = dataclasses.replace(self.evidence, **found)
 
-    def look_at_batch(self) -> None:
-        """Add the facts about the batch to the evidence."""
-        self.add(
-            count=batches.row_count(self.batch),
-            inputs_bad=batches.bad(self.batch, ("inputs",)),
-            targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
-            inputs=batches.spreads(self.batch, "inputs"),
-            targets=batches.spreads(self.batch, "targets"),
-        )
+def _replayed(case: Case) -> Case:
+    """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
+    run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
+    case = case.with_run(run, replay=run.word)
+    if not run.finite:
+        return case
+    if mode == "eager":
+        return case.with_(same_mode="finite")
+    again = compiled(case.step, case.batch, mode)
+    case = case.with_(same_mode=again.word)
+    return case.with_run(again) if again.first else case
 
-    def _replay(self) -> None:
-        """Replay the step eagerly; if that is finite, replay it in the mode in which it was
-        compiled.
-        """
-        run = self.step.run(self.batch, observe=True, update=True)
-        self.note(run, "replay")
-        if run.finite and self.evidence.mode == "eager":
-            self.add(same_mode="finite")
-        elif run.finite:
-            again = run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
-            self.add(same_mode=again.word)
-            if again.first:
-                self.note(again, "")
 
-    def note(self, run: ReplayResult, replay: str) -> None:
-        """Add the result of a replay to the evidence, under the name `replay` if it is the
-        first.
-        """
-        self.run = run
-        self.add(
-            **({replay: run.word} if replay else {}),
-            replay_error=run.error,
-            first=run.first,
-            first_path=run.first_path if run.first else self.evidence.first_path,
-            origin=run.origin,
-            loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
-            table=run.rows,
-        )
+def _in_float32(case: Case) -> dict[str, Any]:
+    """Is the step finite in float32?"""
+    step = case.step
+    if not case.evidence.low_precision:
+        return {}
+    with in_float32(step.model, step.variables(), step.optimizers):
+        return {"float32": step.run(case.batch, update=True).word}
 
-    def look_at_targets(self) -> None:
-        """Add what the losses do not accept to the evidence."""
-        arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
-        shapes = [array.shape for _, array in self.run.outputs] or keras_layers.output_shapes(
-            self.step.model
-        )
-        widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
-        self.add(target_fault=target_fault(self.step.model, arrays, widths))
 
-    def _rerun_in_float32(self) -> None:
-        if self.evidence.low_precision:
-            with in_float32(self.step.model, self.step.variables(), self.step.optimizers):
-                self.add(float32=self.step.run(self.batch, update=True).word)
+def _unscaled(case: Case) -> dict[str, Any]:
+    """Is the step finite with a loss scale of 1?"""
+    state = TrainState.of(case.step.model, case.step.optimizers)
+    scales = [scale for scale, _ in state.scales]
+    if not scales or case.evidence.first != "gradients":
+        return {}
+    with preserved(scales):
+        for scale in scales:
+            keras_variables.write(scale, np.ones((), "float32"))
+        return {"unscaled": case.step.run(case.batch).word}
 
-    def _rerun_unscaled(self) -> None:
-        scales = [scale for scale, _ in self.train_state.scales]
-        if scales and self.evidence.first == "gradients":
-            with preserved(scales):
-                for scale in scales:
-                    keras_variables.write(scale, np.ones((), "float32"))
-                self.add(unscaled=self.step.run(self.batch).word)
 
-    def _find_rows(self) -> None:
-        """Find the rows without which the step is finite; rows that do not pass this test are not
-        named.
-        """
-        e = self.evidence
-        if e.first in ("slots", "weights"):
-            self._accept(self._outliers())
-            return
-        suspects = blamed_rows(self.run, e.count)
-        if self._accept(suspects) or self._accept(self._further(suspects)):
-            return
-        bad_data = (*e.inputs_bad, *e.targets_bad)
-        if self._accept(tuple(dict.fromkeys(row for part in bad_data for row in part.rows))):
-            return
-        if self._accept(self._outliers()) or suspects or grown(e):
-            return
-        mixed = e.first in ("loss", "statistics", "gradients")
-        if e.replay == "bad" and e.count > 1 and mixed:
-            self._accept(bisected(e.count, self._is_bad_on))
+def _without_rows(case: Case) -> dict[str, Any]:
+    """Is the step finite without some rows?"""
+    rows = rows_to_blame(case)
+    return {"rows": rows, "without_rows": "finite"} if rows else {}
 
-    def _accept(self, suspects: Sequence[int]) -> bool:
-        """Blame these rows, if the step without them is finite."""
-        some = 0 < len(suspects) < self.evidence.count
-        if not some or not self._without(suspects).finite:
-            return False
-        self.add(rows=tuple(suspects), without_rows="finite")
-        return True
 
-    def _without(self, suspects: Sequence[int]) -> ReplayResult:
-        """Run the step without some rows, in the mode in which it is bad."""
-        rest = batches.without(self.batch, suspects)
-        if self.evidence.first in ("slots", "weights"):
-            return self.step.run(rest, update=True)
-        if self.evidence.replay == "finite" and self.step.judged is None:
-            return run_compiled(self.step, rest, jit=self.evidence.mode == "xla")
-        return self.step.rerun(rest)
+def _at_start(case: Case) -> dict[str, Any]:
+    """Does the batch overflow on the initial state, too, or only after the first steps?"""
+    e, step = case.evidence, case.step
+    if case.start is None or e.inputs_bad or e.targets_bad or grown(e):
+        return {}
+    if not 0 < e.step <= EARLY or kind(e.origin) not in ("exp", "overflow"):
+        return {}
+    with step.preserved():
+        restore(TrainState.of(step.model, step.optimizers).restorable, case.start)
+        return {"at_start": case.again(case.batch).word}
 
-    def _further(self, suspects: tuple[int, ...]) -> tuple[int, ...]:
-        """Add the rows that are bad once the first suspects are gone, for another reason."""
-        if not suspects or self.evidence.replay != "bad":
-            return ()
-        kept = [row for row in range(self.evidence.count) if row not in suspects]
-        rest = batches.without(self.batch, suspects)
-        found = blamed_rows(self.step.run(rest, observe=True), batches.row_count(rest))
-        more = {kept[row % len(kept)] for row in found}
-        return (*suspects, *sorted(more)) if more else ()
 
-    def _outliers(self) -> tuple[int, ...]:
-        """Return the outliers of the batch, if they are few."""
-        spreads: tuple[Spread, ...] = (*self.evidence.inputs, *self.evidence.targets)
-        found = tuple(dict.fromkeys(row for spread in spreads for row in spread.outliers))
-        return found if len(found) <= max(1, self.evidence.count // 4) else ()
+def _in_inference(case: Case) -> dict[str, Any]:
+    """Is the forward pass finite in inference mode?"""
+    origin, data = case.evidence.origin, case.batch[0] if len(case.batch) == 1 else None
+    if origin.phase != "forward" or origin.source != "operation" or not isinstance(data, tuple):
+        return {}
+    with case.step.preserved():
+        try:
+            outputs = case.step.model(data[0], training=False)
+        except Exception:  # noqa: BLE001  a custom model need not accept this call
+            return {}
+    arrays = (array for _, array in keras_variables.named_arrays(outputs))
+    return {"inference": "finite" if all(map(finiteness.is_finite, arrays)) else "bad"}
 
-    def _is_bad_on(self, chosen: Sequence[int]) -> bool:
-        """Run the step on these rows only."""
-        others = sorted({*range(self.evidence.count)} - {*chosen})
-        return not self.step.rerun(batches.without(self.batch, others)).finite
 
-    def _rerun_in_inference(self) -> None:
-        origin, data = self.run.origin, self.batch[0] if len(self.batch) == 1 else None
-        if origin is None or origin.phase != "forward" or origin.source != "operation":
-            return
-        if not isinstance(data, tuple):
-            return
-        with self.step.preserved():
-            try:
-                outputs = self.step.model(data[0], training=False)
-            except Exception:  # noqa: BLE001  a custom model need not accept this call
-                return
-        arrays = (array for _, array in keras_variables.named_arrays(outputs))
-        self.add(inference="finite" if all(map(finiteness.is_finite, arrays)) else "bad")
+def _with_scaled_data(case: Case) -> dict[str, Any]:
+    """Does training on this batch, from the initial state, diverge only if the data is unscaled?"""
+    e, start = case.evidence, case.start
+    largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
+    if start is None or e.step > EARLY or largest < LARGE_DATA:
+        return {}
+    if kind(e.origin) == "pole" or not grown(e):
+        return {}
 
-    def _rerun_at_start(self) -> None:
-        """Run the batch on the initial state: does it overflow there, too, or only after the first
-        steps?
-        """
-        e = self.evidence
-        if e.inputs_bad or e.targets_bad or self.start is None:
-            return
-        if not 0 < e.step <= EARLY or kind(e.origin) not in ("exp", "overflow") or grown(e):
-            return
-        with self.step.preserved():
-            _restore(self.train_state.restorable, self.start)
-            self.add(at_start=self.step.rerun(self.batch).word)
-
-    def _restart_with_scaled_data(self) -> None:
-        """Train a few steps from the initial state on this batch, unchanged and scaled: does the
-        scale cause the divergence?
-        """
-        e, first = self.evidence, self.start
-        largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
-        if first is None or e.step > EARLY or largest < LARGE_DATA:
-            return
-        if kind(e.origin) == "pole" or not grown(e):
-            return
-        plain = self._growth_from(first, self.batch)
-        scaled = self._growth_from(first, batches.mapped(self.batch, standardized))
-        cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
-        self.add(rescaled="finite" if cured else "bad")
-
-    def _growth_from(self, start: Start, batch: Any) -> float:
+    def growth(batch: Any) -> float:
         """Return the factor by which the loss grows over a few steps, infinite if it overflows."""
-        losses, _ = train_from(self.step, start, [batch] * TRIAL_STEPS)
+        losses, _ = train_from(case.step, start, [batch] * TRIAL_STEPS)
         finite = math.isfinite(losses[-1]) and losses[0]
         return abs(losses[-1]) / abs(losses[0]) if finite else math.inf
 
-
-def train_from(
-    step: ReplayableStep, start: Start, sequence: Iterable[Any]
-) -> tuple[list[float], str]:
-    """Train from an earlier state and restore the present one.
-
-    Args:
-        step: the step.
-        start: the earlier state.
-        sequence: the arguments of each step.
-
-    Returns:
-        The losses up to the first that is not finite, and the path of the first weight that is not
-        finite after the last step, `""` if there is none.
-    """
-    train_state = TrainState.of(step.model, step.optimizers)
-    losses: list[float] = []
-    with step.preserved():
-        _restore(train_state.everything, start)
-        for batch in sequence:
-            losses.append(step.train(batch))
-            if not math.isfinite(losses[-1]):
-                return losses, ""
-        bad = (
-            v for v in train_state.trainable if not finiteness.is_finite(keras_variables.view(v))
-        )
-        return losses, str(next((v.path for v in bad), ""))
+    plain, scaled = growth(case.batch), growth(batches.mapped(case.batch, standardized))
+    cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
+    return {"rescaled": "finite" if cured else "bad"}
 
 
-def _restore(variables: Sequence[Any], start: Start) -> None:
-    for variable in variables:
-        value = start(variable)
-        if value is not None:
-            keras_variables.write(variable, value)
+TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
+    _in_float32,
+    _unscaled,
+    _without_rows,
+    _at_start,
+    _in_inference,
+    _with_scaled_data,
+)
+"""The trials in order: each returns fields of the evidence, none if it need not run."""
 
 
-def with_names(evidence: Evidence, model: Any) -> Evidence:
-    """Return the evidence with the names of the model's inputs in place of their indices, if the
-    user named them.
-    """
-    names = input_names(model)
-    if not any(names):
-        return evidence
-    origin = evidence.origin
-    if origin is not None and origin.source == "batch":
-        origin = dataclasses.replace(origin, op=named(origin.op, names))
-    parts: dict[str, Any] = {
-        field: tuple(dataclasses.replace(part, name=named(part.name, names)) for part in found)
-        for field, found in (("inputs", evidence.inputs), ("inputs_bad", evidence.inputs_bad))
-    }
-    return dataclasses.replace(evidence, origin=origin, **parts)
+# Rows
 
 
-def standardized(role: str, value: Any) -> Any:
-    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are
-    large, no sparse or ragged ones.
-    """
-    if keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits"):
-        return value
-    array = finiteness.widen(keras_variables.dense(value))
-    if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
-        return value
-    array = array.astype(np.float64)
-    if role == "targets" and np.abs(array).max() <= 10.0:
-        return value
-    deviation = array.std(axis=0)
-    scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
+def rows_to_blame(case: Case) -> tuple[int, ...]:
+    """Return the rows without which the step is finite, none if there are none."""
+    count = case.evidence.count
+    for rows in _suspects(case):
+        some = 0 < len(rows) < count
+        if some and case.again(batches.without(case.batch, rows)).finite:
+            return rows
+    return ()
 
 
-MAX_TRIALS = 16
-"""Maximum number of replays in the search for a row."""
+def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
+    """Yield rows that may be to blame, the best supported first."""
+    e = case.evidence
+    if e.first in ("slots", "weights"):
+        yield _outliers(e)
+        return
+    blamed = blamed_rows(case.run, e.count)
+    yield blamed
+    if 0 < len(blamed) < e.count and e.replay == "bad":
+        yield _with_others(case, blamed)
+    yield tuple(dict.fromkeys(row for p in (*e.inputs_bad, *e.targets_bad) for row in p.rows))
+    yield _outliers(e)
+    mixed = e.first in ("loss", "statistics", "gradients")
+    if mixed and e.replay == "bad" and e.count > 1 and not (blamed or grown(e)):
+        everything = {*range(e.count)}
+
+        def is_bad_on(rows: Sequence[int]) -> bool:
+            others = sorted(everything - {*rows})
+            return not case.again(batches.without(case.batch, others)).finite
+
+        yield bisected(e.count, is_bad_on)
 
 
 def blamed_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
@@ -345,15 +217,29 @@ def blamed_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
     The origin of the bad value is the most precise; then the loss values per sample; then the
     outputs of the model.
     """
-    origin: Origin | None = run.origin
-    if origin is not None and origin.rows:
+    origin = run.origin or NOWHERE
+    if origin.rows or (origin.all_rows and origin.source == "operation"):
         return origin.rows
-    if origin is not None and origin.all_rows and origin.source == "operation":
-        return ()
     for _, values in (*run.sample_losses, *run.outputs):
         if found := bad_rows(np.asarray(values), count)[0]:
             return found
     return ()
+
+
+def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
+    """Return these rows, and those that are bad for another reason once they are gone."""
+    kept = [row for row in range(case.evidence.count) if row not in blamed]
+    rest = batches.without(case.batch, blamed)
+    found = blamed_rows(case.step.run(rest, observe=True), batches.row_count(rest))
+    more = {kept[row % len(kept)] for row in found}
+    return (*blamed, *sorted(more)) if more else ()
+
+
+def _outliers(e: Evidence) -> tuple[int, ...]:
+    """Return the outliers of the batch, if they are few."""
+    found = (row for spread in (*e.inputs, *e.targets) for row in spread.outliers)
+    rows = tuple(dict.fromkeys(found))
+    return rows if few(rows, e.count) else ()
 
 
 def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
@@ -363,11 +249,12 @@ def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, 
         count: number of rows.
         is_bad: runs the step on these rows only and returns whether it is bad.
     """
-    trials, found = 0, list(range(count))
-    while len(found) > 1 and trials < MAX_TRIALS:
+    found = list(range(count))
+    for _ in range(MAX_HALVINGS):
+        if len(found) < 2:
+            break
         left, right = found[: len(found) // 2], found[len(found) // 2 :]
         bad_left, bad_right = is_bad(left), is_bad(right)
-        trials += 2
         if bad_left == bad_right:
             return ()
         found = left if bad_left else right

@@ -72,7 +72,7 @@ def _state(e: Evidence) -> Iterator[str]:
 
 def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     origin = e.origin
-    if origin is not None:
+    if origin.source:
         yield _origin_sentence(origin)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
@@ -80,21 +80,23 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         if e.replay and e.refused:
             reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
-    if origin is not None and origin.phase in BACKWARD and origin.steep:
+    if origin.phase in BACKWARD and origin.steep:
         yield f"{origin.steep} in the forward pass has no finite derivative at one of its values."
-    if verdict.because == "written":
+    if verdict.because == "written" and e.state:
+        yield "It was finite after the step before, so other code has written it since."
+    elif verdict.because in ("written", "constraint") and e.written:
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
+        writer = "other code" if verdict.because == "written" else f"the constraint {e.constraint}"
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
-            " other code has written it."
+            f" {writer} has written it."
         )
-    masked = origin is not None and origin.phase in ("forward", "loss")
-    if verdict.cause == "gradient_domain" and masked:
+    if verdict.cause == "gradient_domain" and origin.phase in ("forward", "loss"):
         yield (
             "The value is masked before the loss, as in the unused branch of a `where`; its"
             " gradient is not masked."
         )
-    if e.first == "gradients" and origin is None and e.replay == "bad":
+    if e.first == "gradients" and not origin.source and e.replay == "bad":
         yield (
             "Every gradient is finite, and so large that the sum of their squares overflows"
             " float32."
@@ -152,8 +154,10 @@ def _operand(operand: Operand) -> str:
 
 def _data(e: Evidence) -> Iterator[str]:
     for part in (*e.inputs_bad, *e.targets_bad):
+        column = "" if part.column is None else f" in column {part.column}"
         rows = f", in {at_rows(part.rows)}" if part.rows else ""
-        yield f"{argument_path(part.name)!r} contains {_counts(part.nan, part.inf)}{rows}."
+        rows = ", in every row" if len(part.rows) == e.count else rows
+        yield f"{argument_path(part.name)!r} contains {_counts(part.nan, part.inf)}{column}{rows}."
     if (fault := e.target_fault) is not None:
         output = f" of output {fault.output!r}" if fault.output else ""
         rows = f" in {at_rows(fault.rows)}" if fault.rows else ""
@@ -185,7 +189,8 @@ def _history(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         last = f"the last {len(g.losses)} of " if len(g.losses) < g.steps else ""
         steps = f"{g.steps} steps" if g.steps > 1 else "step"
         yield f"In {last}the {steps} before, the loss was {losses}."
-    factors = {"the loss": g.loss, "the gradient norm": g.norm}
+    loss = "the magnitude of the loss" if any(value < 0.0 for value in g.losses) else "the loss"
+    factors = {loss: g.loss, "the gradient norm": g.norm}
     grown = " and ".join(
         f"{what} has grown by a factor of {n:.3g}" for what, n in factors.items() if n > 1.5
     )
@@ -259,7 +264,7 @@ def _settings(facts: OptimizerFacts) -> str:
 
 def _layers(e: Evidence) -> Iterator[str]:
     first = next((row for row in e.table if not row.finite), None)
-    if first is not None and not (e.origin is not None and e.origin.culprit == first.path):
+    if first is not None and e.origin.culprit != first.path:
         yield f"The first layer whose output is not finite is {first.path!r}."
     for name, value in e.loss_parts if len(e.loss_parts) > 1 else ():
         if not math.isfinite(value):

@@ -8,13 +8,14 @@ from keras_nanguard._core.cause_words import DERIVATIVE_HINTS
 from keras_nanguard._core.evidence import (
     Constant,
     Evidence,
+    Growth,
     Operand,
     OptimizerFacts,
     Origin,
     Spread,
 )
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.conclude import advice
+from keras_nanguard._diagnose.conclude import advice, conclude
 
 LARGE = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
 
@@ -27,7 +28,7 @@ def advised(**evidence):
 
 def origin(op, phase="forward", **more):
     known = {"source": "operation", "frames": ("mean",), "culprit": "mean", "layer_class": "Dense", "dtype": "float32"}
-    return Origin(5, op=op, phase=phase, operands=LARGE, **{**known, **more})
+    return Origin(5, op=op, phase=phase, **{"operands": LARGE, **known, **more})
 
 
 @pytest.mark.parametrize("steep", DERIVATIVE_HINTS)
@@ -46,6 +47,21 @@ def test_an_exponential_of_counts():
     for words, spread in cases.items():
         said = advised(first="loss", origin=origin("Exp"), inputs=(spread,))
         assert "softplus" in said and (words in said if words else "'x'" not in said)
+
+
+def test_large_initial_weights_are_named():
+    """An overflow by weights that were large from the start is a matter of their initializer."""
+    large = Growth(largest_weight=4e3, largest_weight_before=4e3)
+    overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False, "float32"),))}
+    assert "up to 4e+03: use smaller initial weights" in advised(**overflow, growth=large)
+    assert "initial weights" not in advised(**overflow, growth=Growth(largest_weight=2.0))
+    assert "initial weights" not in advised(first="loss", origin=origin("Log"), growth=large)
+
+
+def test_a_negative_loss_grows_in_magnitude():
+    falls = Growth(steps=9, loss=20.0, losses=(-1.0, -20.0))
+    said = " ".join(conclude(Evidence(replay="bad", first="loss", origin=origin("Log"), growth=falls)).evidence)
+    assert "The magnitude of the loss has grown by a factor of 20" in said
 
 
 def test_inputs_and_targets_are_both_named():
@@ -81,5 +97,5 @@ def test_a_spike_is_no_divergence():
 
 def test_an_outlier_is_a_matter_of_its_row():
     far = Spread("inputs", 1e20, 0.0, 1e19, outliers=(3,))
-    said = advised(first="loss", origin=None, rows=(3,), without_rows="finite", inputs=(far,))
+    said = advised(first="loss", rows=(3,), without_rows="finite", inputs=(far,))
     assert "row at index 3" in said and "Scale" not in said

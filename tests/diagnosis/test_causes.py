@@ -8,6 +8,7 @@ import pytest
 
 from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.evidence import (
+    NOWHERE,
     Constant,
     Evidence,
     Growth,
@@ -45,15 +46,15 @@ TABLE = {
     "float16_overflow": replace(HALF, origin=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
     "float16_underflow": replace(HALF, origin=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
     "loss_scale_collapsed": replace(BAD, first="gradients", loss_scale=0.0),
-    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", origin=None, optimizers=(ADAM,)),
+    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", origin=NOWHERE, optimizers=(ADAM,)),
     "state_nonfinite": replace(BAD, state=(("dense/kernel", "weights"),)),
     "batchnorm_statistics": Evidence(
         refused=False, sites=("validation:nonfinite",), state=(("bn/moving_variance", "statistics"),)
     ),
     "training_flag": Evidence(refused=False, sites=("statistics:stuck",), first_path="bn/moving_mean"),
     "spike": Evidence(refused=False, sites=("loss:spike",), value=1e6),
-    "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=None),
-    "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=None),
+    "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=NOWHERE),
+    "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=NOWHERE),
 }  # fmt: skip
 
 

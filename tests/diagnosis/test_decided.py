@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from keras_nanguard._core.evidence import (
+    NOWHERE,
     Constant,
     Evidence,
     Growth,
@@ -19,15 +20,8 @@ from keras_nanguard._core.evidence import (
     TargetFault,
 )
 from keras_nanguard._core.history import JUMP, RISE
-from keras_nanguard._diagnose.causes import (
-    EXPONENTIALS,
-    POLES,
-    RECURRENT,
-    Conclusion,
-    decide,
-    grown,
-    kind,
-)
+from keras_nanguard._diagnose.causes import RECURRENT, RULES, Conclusion, decide, grown
+from keras_nanguard._diagnose.operations import EXPONENTIALS, POLES, kind
 
 NAN, INF = math.nan, math.inf
 
@@ -97,6 +91,18 @@ STATE = {
     "nothing": (bad(), UNKNOWN),
     "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95, "state")),
     "statistics": (bad(state=(("m", "statistics"),), sites=("loss:nonfinite",)), decided("state_nonfinite", "m", (), 0.95, "state")),
+    "a weight that was finite after the step before": (
+        bad(state=(("k", "weights"),), written=True),
+        decided("state_nonfinite", "k", (), 0.95, "written"),
+    ),
+    "a weight, after a rate without bounds": (
+        bad(state=(("k", "weights"),), optimizers=(OptimizerFacts("Adam", INF),)),
+        decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
+    ),
+    "a finite weight, after a jump": (
+        bad(state=(("k", "weights"),), sites=("state:out_of_range",), growth=Growth(jump=(1e3, 2))),
+        decided("divergence", "k", confidence=0.85, because="growth"),
+    ),
     "statistics, in a validation": (
         seen("validation:nonfinite", state=(("m", "statistics"), ("v", "statistics"))),
         decided("batchnorm_statistics", "m", because="state"),
@@ -359,6 +365,15 @@ UPDATE = {
     "after growth, with an epsilon of 0": (bad(first="weights", optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
     "after growth, without epsilon": (bad(first="weights", optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
     "written by something else": (bad(first="weights", written=True), decided("state_nonfinite", confidence=0.85, because="written")),
+    "written by a constraint": (
+        bad(first="weights", written=True, constraint="UnitNorm"),
+        decided("optimizer_domain", because="constraint"),
+    ),
+    "an operation of a constraint": (
+        bad(first="weights", constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
+        decided("optimizer_domain", because="constraint"),
+    ),
+    "a constraint that nothing shows to be to blame": (bad(first="weights", constraint="UnitNorm"), BLAMED),
     "written, the loss is bad": (bad(written=True, origin=origin()), DOMAIN),
 }
 """Finite gradients, and bad weights or slots."""
@@ -394,7 +409,7 @@ DIVERGENCE = {
     "moved less": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=below(1.5))), FORWARD),
     "as bad at the start": (bad(origin=OVERFLOW, at_start="bad", growth=grows(weights=1.5)), FORWARD),
     "few rows overflow": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **FEW), replace(FORWARD, samples=(1,))),
-    "many rows overflow": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "count": 3}), GREW),
+    "many rows overflow": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "rows": (1, 2)}), GREW),
     "few rows overflow, and others": (
         bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "without_rows": "bad"}),
         GREW,
@@ -536,8 +551,14 @@ def test_the_evidence_decides_all_of_the_conclusion(name):
     assert decide(evidence) == expected
 
 
+def test_a_rule_returns_only_the_causes_that_it_names():
+    for causes, rule in RULES:
+        found = [rule(evidence) for evidence, _ in CASES.values()]
+        assert {conclusion.cause for conclusion in found if conclusion} == set(causes), rule.__name__
+
+
 KINDS = [
-    (None, ""),
+    (NOWHERE, ""),
     (origin(source="variable"), ""),
     (origin("RealDiv", operands=(LARGE, ZERO)), "pole"),
     (origin("RealDiv", operands=(LARGE, operand(1e-40, tiny=True))), "pole"),

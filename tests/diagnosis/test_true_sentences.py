@@ -223,6 +223,8 @@ def test_weights_that_are_nan_have_not_grown():
     built.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, zoo.After(lambda _: built.layers[0].kernel.assign(nan), 4)])
     reported = guard.incidents[0]
     assert (reported.step, reported.diagnosis.cause) == (5, "state_nonfinite") and "have grown" not in text(reported)
+    assert "finite after the step before, so other code has written it" in text(reported)
+    assert reported.diagnosis.advice[0].startswith("Find the code that writes to")
 
 
 def test_no_step_is_said_to_be_run_again_outside_of_training():
@@ -232,6 +234,37 @@ def test_no_step_is_said_to_be_run_again_outside_of_training():
     built.predict(X, verbose=0, callbacks=[guard])
     (reported,) = guard.incidents
     assert "replay" not in text(reported) and "The bad value reaches an output" in text(reported) and "step" not in str(reported).partition("Cause")[0]
+
+
+def test_a_constraint_is_to_blame_for_what_it_writes():
+    """A constraint that divides by the norm of a column of zeros: neither the optimizer nor a callback has written the NaN."""
+    kernel = np.eye(4, dtype="float32")
+    kernel[:, 3] = 0.0
+
+    class UnitNorm(keras.constraints.Constraint):
+        def __call__(self, w):
+            return w / ops.sqrt(ops.sum(ops.square(w), axis=0))
+
+    initial = {"kernel_initializer": lambda shape, dtype=None: ops.convert_to_tensor(kernel)}
+    built = model(lambda: layers.Dense(4, activation="relu", kernel_constraint=UnitNorm(), name="unit", **initial))
+    reported = first(built).diagnosis
+    assert (reported.cause, reported.culprit.endswith("unit/kernel")) == ("optimizer_domain", True), reported
+    assert "other code" not in text(first(built)) and "the constraint UnitNorm of" in reported.advice[0]
+
+
+def test_a_mask_that_is_multiplied_by_infinity_is_said_to_be_so():
+    reported = first(model(calling(lambda x: x + (1.0 - ops.ones_like(x)) * -np.inf))).diagnosis
+    assert (reported.cause, reported.culprit.endswith("odd")) == ("forward_domain", True), reported
+    assert "-Inf" in reported.evidence[0] and "0 times Inf is NaN" in reported.advice[0]
+
+
+def test_a_column_that_is_bad_in_every_row_is_named():
+    """One Inf in the data, and standardization has made its whole column NaN."""
+    x = X.copy()
+    x[:, 2] = np.nan
+    reported = first(model(), x).diagnosis
+    assert "'x' contains 8 NaN in column 2, in every row." in reported.evidence
+    assert any("Column 2 of 'x' is bad in every row" in line for line in reported.advice)
 
 
 def test_a_softmax_of_nothing_has_its_advice():

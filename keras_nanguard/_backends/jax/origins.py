@@ -49,6 +49,7 @@ NAMES = {
     "lgamma": "Lgamma",
     "log": "Log",
     "log1p": "Log1p",
+    "mul": "Mul",
     "pow": "Pow",
     "qr": "Qr",
     "rem": "FloorMod",
@@ -60,8 +61,6 @@ NAMES = {
 }
 """JAX's names of operations that `causes` knows by TensorFlow's names. All others keep JAX's name.
 """
-
-_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 FILLING = ("broadcast_in_dim", "full", "copy")
 
@@ -133,7 +132,7 @@ class Origins(OriginTracker):
         """Record one primitive."""
         self.count += 1
         name = NAMES.get(primitive, primitive)
-        if name in _MAY_BE_STEEP:
+        if name in STEEP:
             self._note_steep(name, inputs)
         bad = [t for t in outputs if not _is_finite(t)]
         if bad:

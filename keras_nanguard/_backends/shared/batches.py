@@ -84,7 +84,9 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
         array = finiteness.widen(part.array)
         nan, inf, _ = finiteness.counts(array)
         if nan or inf:
-            found.append(Constant(part.path, _bad_rows(part, array, row_count(args)), nan, inf))
+            rows = _bad_rows(part, array, row_count(args))
+            column = _bad_column(part, array) if len(rows) > 1 else None
+            found.append(Constant(part.path, rows, nan, inf, column))
     return tuple(found)
 
 
@@ -104,6 +106,14 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
     for split in reversed(splits):
         wrong = np.searchsorted(spread_arrays.as_array(split), wrong, "right") - 1
     return tuple(int(i) for i in np.unique(wrong))
+
+
+def _bad_column(part: Part, array: np.ndarray[Any, Any]) -> int | None:
+    """Return the only column of a dense matrix, widened, that holds NaN or Inf."""
+    if array.ndim != 2 or array.shape != tuple(part.value.shape) or array.shape[1] < 2:
+        return None
+    columns = np.flatnonzero(~np.isfinite(array).all(axis=0))
+    return int(columns[0]) if len(columns) == 1 else None
 
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:

@@ -26,18 +26,21 @@ MAX_ORIGINS = 20000
 """Maximum number of origins in one run. A masked overflow inside a long loop can produce very many.
 """
 
-STEEP: dict[str, Callable[[np.ndarray[Any, Any]], Any] | None] = {
+STEEP: dict[str, Callable[..., Any] | None] = {
     "Acos": lambda x: np.abs(x) >= 1.0,
     "Acosh": lambda x: x <= 1.0,
     "Asin": lambda x: np.abs(x) >= 1.0,
+    "Atan2": lambda y, x: (y == 0.0) & (x == 0.0),
     "Atanh": lambda x: np.abs(x) >= 1.0,
     "Cholesky": None,
+    "Log": lambda x: x == 0.0,
+    "Pow": lambda x, exponent: (x == 0.0) & (exponent < 1.0),
     "Qr": None,
     "SelfAdjointEig": None,
     "Sqrt": lambda x: x == 0.0,
     "Svd": None,
 }
-"""Points at which the derivative of an operation is infinite; `None` if that depends on the whole
+"""Points at which the derivative of an operation is not finite; `None` if that depends on the whole
 matrix.
 """
 
@@ -152,7 +155,7 @@ class OriginTracker:
         return replace(found, frames=path, culprit=path[-1])
 
     def _note_steep(self, op: str, values: Sequence[Any]) -> None:
-        """Record an operation of the forward pass if its derivative is infinite at one of its
+        """Record an operation of the forward pass if its derivative is not finite at one of its
         values.
         """
         if self.phase not in ("backward", "update") and _is_steep(op, values):
@@ -223,15 +226,13 @@ class OriginTracker:
 
 
 def _is_steep(op: str, values: Sequence[Any]) -> bool:
-    if op not in STEEP and op != "Pow":
+    if op not in STEEP:
         return False
     arrays = [finiteness.widen(np.asarray(value)) for value in values]
     if not arrays or arrays[0].dtype.kind not in "fiu":
         return False
-    if op == "Pow":
-        return len(arrays) > 1 and bool(((arrays[0] == 0.0) & (arrays[1] < 1.0)).any())
-    test = STEEP[op]
-    return test is None or bool(np.any(test(arrays[0])))
+    test, count = STEEP[op], 2 if op in ("Atan2", "Pow") else 1
+    return test is None or (len(arrays) >= count and bool(np.any(test(*arrays[:count]))))
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:

@@ -32,8 +32,6 @@ except ImportError:
 
 Frames = list[tuple[str, str]]
 
-_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
-
 
 class Origins(OriginTracker):
     """Context that records every eager operation of this thread. Variables are known by the id of
@@ -92,7 +90,7 @@ class Origins(OriginTracker):
         bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
         frames = self._note_frames(inputs, outputs)
         name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
-        if name.removesuffix("V2") in _MAY_BE_STEEP:
+        if name.removesuffix("V2") in STEEP:
             self._note_steep(name.removesuffix("V2"), [_array(t) for t in inputs])
         if name == "ReadVariableOp" and inputs[0]._id in self._variables:
             self._reads[outputs[0]._id] = self._variables[inputs[0]._id]

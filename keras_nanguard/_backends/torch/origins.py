@@ -25,7 +25,7 @@ from keras_nanguard._keras import variables as keras_variables
 
 _CAPITALIZED = (
     *("acos", "acosh", "asin", "atan2", "atanh", "cosh", "tan", "sinh", "cholesky", "digamma"),
-    *("erfinv", "exp", "expm1", "lgamma", "log", "log1p", "pow", "reciprocal", "rsqrt"),
+    *("erfinv", "exp", "expm1", "lgamma", "log", "log1p", "mul", "pow", "reciprocal", "rsqrt"),
     *("softplus", "sqrt", "xlogy"),
 )
 
@@ -50,8 +50,6 @@ NAMES = {
 """Torch's names of operations that `causes` knows by TensorFlow's names. All others keep torch's
 name.
 """
-
-_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is uninitialized memory."""
@@ -100,7 +98,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         written = list(_tensors(written_by(func, args, kwargs)))
         before = [self._looked_at(inputs) for _, inputs in _groups((), *given) if written]
         known = NAMES.get(name, name)
-        if known in _MAY_BE_STEEP:
+        if known in STEEP:
             operands = [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]]
             self._note_steep(known, operands)
         result = func(*args, **kwargs)
@@ -151,6 +149,8 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         known = self._known(parents, constant)
         if known is not None:
             return known
+        numbers = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
+        operands = (*operands, *(operand(np.asarray(a), _dtype(bad)) for a in numbers))
         variables = [self._variables[n] for n in map(storage, inputs) if n in self._variables]
         return self._add(NAMES.get(name, name), _numbers(bad), _dtype(bad), operands, variables)
 

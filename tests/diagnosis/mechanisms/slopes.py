@@ -72,6 +72,20 @@ def the_slope_of_an_angle(bad: bool) -> Case:
     return Case(model, x, y, ("gradient_domain",), "angle", (2,), 3)
 
 
+@not_on("torch", "its arctan2 has the derivative 0 there")
+def the_slope_of_a_direction(bad: bool) -> Case:
+    """A vector of zeros has no direction."""
+    x, y = data()
+    if bad:
+        x[26] = 0.0
+    inputs = keras.Input((4,))
+    vector = layers.Dense(2, use_bias=False, name="vector")(inputs)
+    angle = layers.Lambda(lambda v: ops.arctan2(v[:, :1], v[:, 1:]), name="angle")(vector)
+    model = keras.Model(inputs, angle)
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    return Case(model, x, y, ("gradient_domain",), "angle", (2,), 3)
+
+
 @not_on("torch", "its power with the exponent 0 has the derivative 0")
 def the_slope_of_a_power_in_a_loss_of_keras(bad: bool) -> Case:
     """A focal loss with gamma=0 raises 0 to the power of 0."""

@@ -1,9 +1,8 @@
-"""Whether the update of an optimizer can have produced a non-finite number, or other code wrote
-it.
-"""
+"""Who wrote a bad number into the state: an optimizer, a constraint, or other code."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,9 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import OptimizerFacts
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
 """Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and
@@ -29,6 +30,45 @@ TERM = 1e30
 """Magnitude that no term of these updates reaches then."""
 
 MAX_RATE, MIN_EPSILON = 1e3, 1e-12
+
+
+def was_finite(run: Any, step: int) -> bool:
+    """Whether the whole state was finite after the step before this one."""
+    return [good for good, _ in run.history.last(1)] == [step - 1]
+
+
+def constraint_of(train_state: TrainState, path: str) -> str:
+    """Return the class of the constraint of a weight, `""` if it has none or if an optimizer of the
+    user's own may be to blame.
+    """
+    inner = map(keras_optimizers.inner, train_state.optimizers)
+    if not all(type(optimizer).__module__.startswith("keras.") for optimizer in inner):
+        return ""
+    weight = next((v for v in train_state.trainable if v.path == path), None)
+    constraint = getattr(weight, "constraint", None)
+    return "" if constraint is None else type(constraint).__name__
+
+
+def wrote_otherwise(
+    run: Any, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
+) -> bool:
+    """Whether no update can have produced the bad values of a committed step, neither from the
+    present values nor from a snapshot and the gradients since.
+    """
+    norms = [norm for _, _, norm in run.history.since(incident.step)]
+    norm = incident.values.get("gradient_norm", math.nan)
+    if norms and not incident.values:  # an incident between two steps has no norm
+        norm = norms[-1]
+    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
+    if must_stay_finite(optimizers, facts, variables, norm):
+        return True
+    snapshot, committed = run.ring.newest(), incident.committed
+    if snapshot is None or committed is None or not run.ring.at_hand(snapshot):
+        return False
+    norms = [one for _, _, one in run.history.since(snapshot.step)]
+    values = [value for v in variables if (value := snapshot.value(v)) is not None]
+    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
+    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
 
 
 def must_stay_finite(

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_nanguard._diagnose.arithmetic import KNOWN, MODERATE, must_stay_finite
 from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.writers import KNOWN, MODERATE, must_stay_finite
 
 
 def parts(optimizer, weight, slot=None):
