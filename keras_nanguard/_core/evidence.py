@@ -221,6 +221,7 @@ class OptimizerFacts:
         scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
         iteration: the iteration at which the schedule gives this learning rate, `None` without one.
+        own: whether its class is of no library that is known, so the user can change it.
     """
 
     name: str
@@ -233,6 +234,7 @@ class OptimizerFacts:
     scheduled: bool = False
     settings: tuple[tuple[str, float], ...] = ()
     iteration: int | None = None
+    own: bool = False
 
     @property
     def shrinks(self) -> float:
@@ -288,8 +290,8 @@ class Evidence:
         gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of
             its numbers are moderate, or because they were finite after the step before.
-        constraint: class of the constraint of the bad weight, which an optimizer of Keras applies
-            after its update; `""` if it has none.
+        constraint: class of the constraint of the bad weight, which is applied after its update;
+            `""` if it has none.
         loss_scale: the loss scale, `None` if there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.

@@ -338,7 +338,8 @@ def _update(e: Evidence) -> Conclusion | None:
         return rate
     if grown(e, 10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
-    if e.constraint and (e.written or e.origin.line):  # the constraint is the user's code here
+    own_code = e.origin.line and not any(o.own for o in e.optimizers)  # not that of an optimizer
+    if e.constraint and (e.written or own_code):
         return Conclusion("optimizer_domain", e.first_path, because="constraint")
     if e.written:
         return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")

@@ -102,6 +102,7 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         "scaled": any(o.scaled for o in e.optimizers),
         "clips": any(o.clips for o in e.optimizers),
         "steep": not e.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
+        "own": any(o.own for o in e.optimizers),
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers),
         "untrained": v.because == "recurrence" and not e.growth.steps and origin.phase == "forward",
     }

@@ -42,6 +42,10 @@ EXPONENTS = ("gamma", "exponent", "power")
 """Names of parameters of a loss that are exponents."""
 
 
+LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
+"""Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
+
+
 def known(model: Any, incident: Incident) -> Evidence:
     """Return the evidence that an incident and the configuration of its model already have."""
     return Evidence(
@@ -140,6 +144,7 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
         scheduled=keras_optimizers.has_schedule(optimizer),
         settings=tuple(known.items()),
         iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
+        own=not type(optimizer).__module__.startswith(LIBRARIES),
     )
 
 

@@ -38,12 +38,7 @@ def was_finite(run: Any, step: int) -> bool:
 
 
 def constraint_of(train_state: TrainState, path: str) -> str:
-    """Return the class of the constraint of a weight, `""` if it has none or if an optimizer of the
-    user's own may be to blame.
-    """
-    inner = map(keras_optimizers.inner, train_state.optimizers)
-    if not all(type(optimizer).__module__.startswith("keras.") for optimizer in inner):
-        return ""
+    """Return the class of the constraint of a weight, `""` if it has none."""
     weight = next((v for v in train_state.trainable if v.path == path), None)
     constraint = getattr(weight, "constraint", None)
     return "" if constraint is None else type(constraint).__name__

@@ -88,6 +88,12 @@ def test_a_centered_optimizer_is_told_apart():
     assert "centered=False" in advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
 
 
+def test_an_optimizer_of_ones_own_is_made_finite():
+    facts = OptimizerFacts("Normalized", 1e-3, own=True)
+    said = advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
+    assert "the update of Normalized finite for every gradient" in said and "hyperparameters" not in said
+
+
 def test_a_spike_is_no_divergence():
     """One bad batch is no reason to train more slowly."""
     e = Evidence(refused=False, sites=("loss:spike",), count=16)

@@ -373,6 +373,15 @@ UPDATE = {
         bad(first="weights", constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
         decided("optimizer_domain", because="constraint"),
     ),
+    "an operation of one's own optimizer": (
+        bad(
+            first="weights",
+            constraint="UnitNorm",
+            origin=origin(phase="update", line="a.py:1 in f"),
+            optimizers=(replace(ADAM, own=True),),
+        ),
+        BLAMED,
+    ),
     "a constraint that nothing shows to be to blame": (bad(first="weights", constraint="UnitNorm"), BLAMED),
     "written, the loss is bad": (bad(written=True, origin=origin()), DOMAIN),
 }
