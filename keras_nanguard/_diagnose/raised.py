@@ -11,6 +11,7 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core.literals import Cause
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 LABEL = re.compile(
@@ -169,11 +170,14 @@ def _broken(model: Any, message: str, words: str) -> Explained:
     known = next((name for name in candidates if name in by_name), None)
     layer = by_name[known] if known else _called(model, message)
     culprit = keras_layers.path_of(layer, None, model) if layer is not None else ""
-    operation = f" The operation was {node[2]}." if node is not None else ""
+    backward = "gradient_tape" in names
+    phase = " in the backward pass" if backward else ""
+    operation = f" The operation was {node[2]}{phase}." if node is not None else ""
     seen = f"The backend raised: {words}.{operation}"
     advice = "Add a small multiple of the identity to a matrix before decomposing or inverting it."
-    finding = Finding("outputs", "nonfinite", culprit)
-    return finding, Diagnosis("forward_domain", culprit, (), (seen,), (advice,), 0.95)
+    finding = Finding("gradients" if backward else "outputs", "nonfinite", culprit)
+    cause: Cause = "gradient_domain" if backward else "forward_domain"
+    return finding, Diagnosis(cause, culprit, (), (seen,), (advice,), 0.95)
 
 
 def _called(model: Any, message: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 
 from keras_nanguard._core.cause_words import DERIVATIVE_HINTS
@@ -16,6 +17,7 @@ from keras_nanguard._core.evidence import (
 )
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import advice, conclude
+from keras_nanguard._diagnose.raised import explained
 
 LARGE = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
 
@@ -92,6 +94,14 @@ def test_an_optimizer_of_ones_own_is_made_finite():
     facts = OptimizerFacts("Normalized", 1e-3, own=True)
     said = advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
     assert "the update of Normalized finite for every gradient" in said and "hyperparameters" not in said
+
+
+@pytest.mark.parametrize(("node", "cause"), [("net/whiten", "forward_domain"), ("gradient_tape", "gradient_domain")])
+def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
+    message = f"Detected at node {node}/MatrixInverse defined at (most recent call last): ... Input is not invertible."
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    _, found = explained(model, RuntimeError(message))
+    assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
 
 
 def test_a_spike_is_no_divergence():
