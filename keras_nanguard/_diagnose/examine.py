@@ -24,8 +24,8 @@ from keras_nanguard._diagnose.case import (
     with_names,
 )
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.facts import optimizer_facts, roles
-from keras_nanguard._diagnose.precision import in_float32, lowest
+from keras_nanguard._diagnose.facts import lowest, optimizer_facts, roles
+from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (

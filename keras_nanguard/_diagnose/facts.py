@@ -15,7 +15,7 @@ import numpy as np
 from keras_nanguard._core.evidence import Evidence, Growth, OptimizerFacts, TargetFault
 from keras_nanguard._core.history import History, magnitudes, sizes
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._diagnose.precision import lowest
+from keras_nanguard._diagnose.operations import LOW
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -58,6 +58,16 @@ def known(model: Any, incident: Incident) -> Evidence:
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(model),
     )
+
+
+def lowest(model: Any) -> str:
+    """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32
+    or higher.
+    """
+    layers = keras_layers.layers_of(model)
+    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers}
+    found |= {str(v.dtype) for v in model.variables}
+    return next((name for name in LOW if name in found), "")
 
 
 def growth(history: History, step: int, own: tuple[float, float], weights: Sequence[Any]) -> Growth:

@@ -23,16 +23,6 @@ from keras_nanguard._keras import (
 )
 
 
-def lowest(model: Any) -> str:
-    """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32
-    or higher.
-    """
-    layers = keras_layers.layers_of(model)
-    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers}
-    found |= {str(v.dtype) for v in model.variables}
-    return next((name for name in LOW if name in found), "")
-
-
 @contextlib.contextmanager
 def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Iterator[None]:
     """Make the model compute in float32, with float32 copies of its variables.

@@ -18,7 +18,8 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.case import Start
-from keras_nanguard._diagnose.precision import in_float32, lowest
+from keras_nanguard._diagnose.facts import lowest
+from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.words import at_rows
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
