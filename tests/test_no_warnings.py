@@ -77,6 +77,17 @@ def test_a_fit_with_incidents(name, tmp_path):
     assert guard.incidents and not any("itself failed" in line for line in lines(guard))
 
 
+def test_a_refusal_where_every_warning_is_an_error():
+    """Handling a bad step raises no warning of any category, deprecations included."""
+    built, x, y = PROGRAMS["NaN in x"]()
+    guard = NanGuard(verbose=0)
+    built.fit(X, Y, batch_size=8, verbose=0)  # Keras itself warns while it traces
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=[guard])
+    assert len(guard.incidents) == 2
+
+
 @pytest.mark.daily("overflow-weights", "overflow-slots")
 @pytest.mark.parametrize("site", ["gradients", "weights", "statistics", "slots"])
 @pytest.mark.parametrize("kind", [pytest.param("nan", marks=pytest.mark.slow), "overflow"])

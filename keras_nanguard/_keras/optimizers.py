@@ -94,7 +94,8 @@ def learning_rate(optimizer: Any) -> float:
     """Return the rate that the optimizer's next step uses, whether it is a number, a schedule or a
     callable.
     """
-    return float(keras.ops.convert_to_numpy(inner(optimizer)._get_current_learning_rate()))
+    rate = inner(optimizer)._get_current_learning_rate()
+    return float(keras_variables.read_tensor(keras_variables.native(rate)))
 
 
 def rate_variable(optimizer: Any) -> Any:
@@ -179,7 +180,7 @@ def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
 def scheduled_rate(optimizer: Any, iteration: int) -> float:
     """Return the rate that the schedule of an optimizer gives at an iteration."""
     step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
-    return float(keras.ops.convert_to_numpy(given_rate(inner(optimizer))(step)))
+    return float(keras_variables.read_tensor(given_rate(inner(optimizer))(step)))
 
 
 def accumulation_steps(optimizer: Any) -> int:

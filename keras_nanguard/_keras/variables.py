@@ -192,7 +192,7 @@ def on_host(variable: Any) -> bool:
 
 def read(variable: Any) -> np.ndarray[Any, Any]:
     """Return the variable's value as a NumPy array that shares no memory with it."""
-    return np.array(keras.ops.convert_to_numpy(spread_arrays.whole(variable.value)))
+    return np.array(view(variable))
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
@@ -208,7 +208,7 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor's value as a new NumPy array."""
-    return np.array(keras.ops.convert_to_numpy(tensor))
+    return np.array(spread_arrays.as_array(tensor))
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
