@@ -16,10 +16,12 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.callbacks import Logs
+from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._fit.tasks import Tasks
 from keras_nanguard._recording.records import REFUSED
 
@@ -60,6 +62,16 @@ class Session:
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
         self._generators: Any = None
+
+    @property
+    def counts(self) -> Counts:
+        """The counters of the run."""
+        return self.run.counts
+
+    @property
+    def ring(self) -> Ring:
+        """The snapshots of the run."""
+        return self.run.ring
 
     # Before a step
 
