@@ -255,8 +255,8 @@ def report(given: argparse.Namespace) -> int:
         return _compared(given)
     path = given.paths[0]
     incidents, recording = files.read(path), files.recorded(path)
-    refused = sum(i.refused for i in incidents)
-    head = console.summary(incidents, len(recording) or None, refused, 0)
+    skipped = console.skipped(recording, incidents)
+    head = console.summary(incidents, len(recording) or None, *skipped)
     if given.output:
         directory = path if os.path.isdir(path) else None
         print(f"Written to {files.write(incidents, head, given.output, recording, directory)}.")

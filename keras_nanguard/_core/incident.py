@@ -247,8 +247,9 @@ class Incident:
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
         values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`,
-            if they exist. Also `onset`, the step at which a divergence began, and `pole`, the
-            iteration at which a schedule gave NaN, Inf or a rate that overflows the weights.
+            if they exist. Also `onset`, the step at which a divergence began, `rate_factor`, the
+            factor of the learning rate that trials found for it, and `pole`, the iteration at
+            which a schedule gave NaN, Inf or a rate that overflows the weights.
         diagnosis: the diagnosis, or `None` if none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.

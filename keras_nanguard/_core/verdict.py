@@ -50,8 +50,8 @@ class Verdict(NamedTuple):
         loss: its loss.
         gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if
             any.
-        statistics: the sum over the statistics that the forward pass wrote.
-        weights, slots: the sums over weights and slots after the update, 0 if they were not read.
+        statistics: the sum over the statistics that the forward pass wrote; on PyTorch their norm.
+        weights, slots: the same of weights and slots after the update, 0 if they were not read.
         scale: the loss scale, 1 if there is none.
         step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs
             several steps.

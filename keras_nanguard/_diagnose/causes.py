@@ -76,6 +76,12 @@ def decide(evidence: Evidence) -> Conclusion:
     return Conclusion("unknown", _culprit(evidence), confidence=0.0)
 
 
+def first_kinds(e: Evidence) -> dict[str, str]:
+    """Return the kind of the first finding at each site: its path and value are in the evidence."""
+    parts = [site.partition(":") for site in reversed(e.sites)]
+    return {site: found for site, _, found in parts}
+
+
 def grown(e: Evidence, factor: float = GROWTH) -> bool:
     """Whether loss, gradients or weights have grown over the previous steps."""
     growth = e.growth
@@ -173,7 +179,7 @@ def _committed(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, which no replay has confirmed: their kind decides."""
     if e.replay or e.refused:
         return None
-    kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
+    kinds = first_kinds(e)
     path, statistics = e.first_path, kinds.get("statistics")
     if "divergence" in kinds.values():
         return Conclusion("divergence", path, because="divergence")

@@ -17,7 +17,7 @@ from keras_nanguard._core.evidence import (
 )
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion
+from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, first_kinds
 
 PHASES = {
     "forward": "in the forward pass",
@@ -105,7 +105,7 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
 
 def _findings(e: Evidence) -> Iterator[str]:
     """Findings that are not NaN or Inf."""
-    path, kinds = e.first_path, dict(site.partition(":")[::2] for site in e.sites)
+    path, kinds = e.first_path, first_kinds(e)
     if kinds.get("gradients") == "stuck" and path:
         yield (f"{path} and most other kernels no longer change at all, although the loss does.")
     elif kinds.get("gradients") == "stuck":

@@ -14,8 +14,6 @@ Names private to Keras that are used here, because there is no public way:
   that an optimizer was built for, and their moving averages.
 - ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its
   slots of a variable; `apply` rejects any other variable.
-- ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what
-  it clips at is a Python number there, which a compiled step cannot read again.
 - ``Optimizer._distribution_strategy``: the strategy in which an optimizer was created.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are
   public but undocumented.

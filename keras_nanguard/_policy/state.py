@@ -71,7 +71,8 @@ class PolicyState(Record):
             escalation.
         total: bad steps in total.
         refused: the refused ones of the last `SHARE_WINDOW` steps.
-        action_steps: the steps of the last `BUDGET_WINDOW` at which each action was decided.
+        action_steps: the steps of the last `BUDGET_WINDOW` at which each action was decided, and at
+            which each kind of incident was reported, as `report KIND`.
         without_effect: the actions that have changed nothing since the last good step.
         rules: the counts of each rule, by its name.
     """

@@ -17,7 +17,8 @@ from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
 from keras_nanguard._core.plain_text import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import OVERFLOW, REFUSED, BadSample
 
 WIDTH = 120
 """Maximum number of characters of a line."""
@@ -246,6 +247,19 @@ def closing_line(steps: int, refused: int, run_again: int, incidents: int, detai
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
     found = f"{counted}{_replayed(run_again)}, {times(incidents, 'incident')}"
     return f"NanGuard: {found}. Details: {details}"
+
+
+def skipped(recording: Recording, known: Sequence[Incident]) -> tuple[int, int]:
+    """Return the number of skipped steps, and how many of them were ordinary float16 overflows.
+
+    Without a recording the incidents are counted.
+    """
+    if not len(recording):
+        return sum(incident.refused for incident in known), 0
+    steps, bins = recording.steps, recording.bins
+    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
+    overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
+    return refused + overflows, overflows
 
 
 def summary(

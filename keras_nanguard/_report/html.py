@@ -26,6 +26,7 @@ from keras_nanguard._recording.recording import (
 )
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._report.cards import cards
+from keras_nanguard._report.console import skipped
 
 POINTS = 2000
 """Points of each curve."""
@@ -201,22 +202,18 @@ def _marks(
         "incidents": [[step + 1 for step in at], [*numbers], [int(i.refused) for i in incidents]],
         "refused": refused,
         "overflows": overflows.tolist(),
-        "overflow_count": _overflows(recording),
+        "overflow_count": skipped(recording, ())[1],
         "rollbacks": _rollbacks(recording),
         "rates": [[event.step + 1, event.text] for event in rates],
     }
 
 
 def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
-    meta, steps, bins = recording.meta, recording.steps, recording.bins
-    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
-    if not len(recording):
-        refused = sum(incident.refused for incident in incidents)
-    overflows = _overflows(recording)
+    meta, (refused, overflows) = recording.meta, skipped(recording, incidents)
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{len(recording):,}" if len(recording) else ""),
-        ("skipped steps", f"{refused:,}"),
+        ("skipped steps", f"{refused - overflows:,}"),
         ("incidents", f"{len(incidents):,}"),
         ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
         ("bad rows", str(len(recording.samples))),
@@ -229,14 +226,10 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
 
 def _healthy(recording: Recording) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
-    if _overflows(recording):
+    if skipped(recording, ())[1]:
         overflows = "ordinary float16 overflows, which loss scaling handles"
         return f"No incidents. All skipped steps are {overflows}."
     return "No incidents: every step was finite and committed." if len(recording) else ""
-
-
-def _overflows(recording: Recording) -> int:
-    return int((recording.steps["status"] == OVERFLOW).sum() + recording.bins["overflows"].sum())
 
 
 def _times(meta: Mapping[str, Any]) -> list[tuple[str, str]]:

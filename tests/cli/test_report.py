@@ -54,6 +54,17 @@ def test_command(tmp_path, capsys):
         assert "dense/kernel" in (tmp_path / f"out.{ending}").read_text()
 
 
+def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
+    """Also those without an incident: the overflows that loss scaling handles, and repeated bad steps."""
+    recording = synthetic(steps=300, incidents=3)
+    written(tmp_path, recording)
+    main(["report", str(tmp_path)])
+    skipped, overflows = sum(recording.steps["status"] > 0), sum(recording.steps["status"] == 2)
+    assert skipped > overflows > 0
+    printed = capsys.readouterr().out
+    assert f"300 steps, {skipped} skipped" in printed and f"{overflows} of those were ordinary" in printed
+
+
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     """An error names the requested file, and not the temporary one."""
     path = tmp_path / "missing" / "run.md"

@@ -145,6 +145,7 @@ MONITORS = {
     "divergence, refused": (seen("loss:divergence", refused=True), UNKNOWN),
     "divergence, replayed": (seen("loss:divergence", replay="bad"), UNKNOWN),
     "statistics that never move": (seen("statistics:stuck"), decided("training_flag", because="stuck")),
+    "one that never moves before one that leaps": (seen("statistics:stuck", "statistics:spike"), decided("training_flag", because="stuck")),
     **{
         f"statistics: {how}": (seen(f"statistics:{how}"), decided("batchnorm_statistics", because="statistics"))
         for how in ("spike", "out_of_range", "explosion")

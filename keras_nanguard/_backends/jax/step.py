@@ -48,7 +48,7 @@ class StepResult:
     Attributes:
         state: the state to continue with.
         outputs: the other outputs of the body.
-        vector: the numbers of the verdict, in the order of `core.verdict.FIELDS`.
+        vector: the numbers of the verdict, in the order of `_core.verdict.FIELDS`.
         halt: whether the next step has to be refused because of this one, on the device.
         counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
             the `execution.Facts` of the program, which belong to the structure of its result.
