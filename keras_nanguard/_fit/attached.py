@@ -173,7 +173,7 @@ class Attached:
         if isinstance(logs, dict):
             if REFUSED not in logs:
                 self._add_own(logs)
-            counted = (REFUSED, f"{OWN}refused", f"{OWN}rollbacks")  # Keras has made them floats
+            counted = (REFUSED, f"{OWN}rollbacks")  # Keras has made them floats
             logs |= {key: int(logs[key]) for key in counted if key in logs}
         seen = session.logs
         self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
