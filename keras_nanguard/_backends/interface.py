@@ -117,10 +117,10 @@ class StateAccess:
     """
 
     def sync_variables(self) -> None:
-        """Write the present state into the variables."""
+        """Write the current state into the variables."""
 
     def variables_readable(self) -> AbstractContextManager[None]:
-        """Return a context in which the variables read as the present state."""
+        """Return a context in which the variables read as the current state."""
         return nullcontext()
 
     def resolve_pending(self) -> None:
@@ -133,7 +133,7 @@ class StateAccess:
     """Whether `run_again` can be called."""
 
     def held(self) -> Callable[[], None]:
-        """Return a function that restores the present state outside of the variables."""
+        """Return a function that restores the current state outside of the variables."""
         return lambda: None
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
@@ -311,10 +311,10 @@ class Run(Protocol):
         """Store the guarded step, and the access to the state that it trains."""
 
     def train_state(self) -> TrainState:
-        """Return the train state of the last trace, with the present values."""
+        """Return the train state of the last trace, with the current values."""
 
     def read_train_state(self) -> TrainState:
-        """Return the present train state, for a trace."""
+        """Return the current train state, for a trace."""
 
     def note_created(self, native: Any, value: Any) -> None:
         """Note a variable that the trace of a step has created, and its first value."""

@@ -212,7 +212,7 @@ class OptimizerFacts:
 
     Attributes:
         name: name of its class.
-        learning_rate: its present learning rate.
+        learning_rate: its current learning rate.
         epsilon: as configured, `None` if it has none.
         epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.

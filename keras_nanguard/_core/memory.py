@@ -44,7 +44,7 @@ def room_for(size: float) -> bool:
 def room(root: Path = Path("/")) -> float:
     """Return the number of bytes that can be allocated permanently; infinity if unknown.
 
-    This is the free memory, minus the difference between the peak and the present use of the
+    This is the free memory, minus the difference between the peak and the current use of the
     process, because the next step needs that memory again.
 
     Args:

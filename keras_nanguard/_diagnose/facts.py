@@ -77,7 +77,7 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
         history: the measurements of the last steps.
         step: the step.
         own: loss and gradient norm of the step itself, as far as they are finite.
-        weights: the trainable weights, with their present values.
+        weights: the trainable weights, with their current values.
     """
     entries, first = history.before(step), history.first(step)
     losses = [e.loss for e in entries if math.isfinite(e.loss)]

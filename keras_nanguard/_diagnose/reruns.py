@@ -89,7 +89,7 @@ def _outcome(step: ReplayableStep, start: Start, sequence: Sequence[Any]) -> tup
 def train_from(
     step: ReplayableStep, start: Start, sequence: Iterable[Any]
 ) -> tuple[list[float], str]:
-    """Train from an earlier state and restore the present one.
+    """Train from an earlier state and restore the current one.
 
     Args:
         step: the step.

@@ -48,7 +48,7 @@ def wrote_otherwise(
     run: Any, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
     """Whether no update can have produced the bad values of a committed step, neither from the
-    present values nor from a snapshot and the gradients since.
+    current values nor from a snapshot and the gradients since.
     """
     norms = [norm for _, _, norm in run.history.since(incident.step)]
     norm = incident.values.get("gradient_norm", math.nan)

@@ -96,8 +96,8 @@ def _write(lines: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def _limit_memory(path: str) -> None:
-    """Limit the memory of this process to its present use plus the limit for a file. Only Linux
-    reports the present use."""
+    """Limit the memory of this process to its current use plus the limit for a file. Only Linux
+    reports the current use."""
     try:
         import resource
 

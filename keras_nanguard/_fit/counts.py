@@ -38,7 +38,7 @@ class Counts:
         last_refused: whether the last step was refused.
         rollbacks: number of rollbacks.
         restored: the step of the last restored snapshot, `None` before the first rollback.
-        epoch, epoch_start: the present epoch, and its first step.
+        epoch, epoch_start: the current epoch, and its first step.
         epoch_refused, epoch_passed: refused steps of this epoch, and its batches without a step.
         epoch_rollbacks: number of rollbacks before this epoch.
         skip_batches: number of batches still to skip.

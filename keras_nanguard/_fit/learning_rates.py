@@ -29,7 +29,7 @@ class RateChange(Record):
     """The changes of the learning rate of one optimizer.
 
     Attributes:
-        factor: the present factor of the guard.
+        factor: the current factor of the guard.
         lowest: the smallest factor since the rate was last unchanged.
         rate: a plain rate as the guard has left it; `None` for a schedule or a callable.
         absolute: whether another callback computes a plain rate itself, and does not scale it.
@@ -45,7 +45,7 @@ class Rate:
     """The learning rate of one optimizer.
 
     Attributes:
-        factor: the present factor of the guard.
+        factor: the current factor of the guard.
         lowest: the smallest factor since the rate was last unchanged.
         given: replaces the factor of a schedule while a pure step function is traced.
     """
@@ -134,7 +134,7 @@ class Rate:
     def hold(self) -> None:
         """Keep a plain rate lowered if another callback has set it since.
 
-        A callback that scales the present rate (ReduceLROnPlateau) continues from the lowered one
+        A callback that scales the current rate (ReduceLROnPlateau) continues from the lowered one
         and needs no correction. One that computes the rate (LearningRateScheduler) always restores
         the old level. The first change distinguishes them: the geometric mean of the lowered and
         the old level is between the two.

@@ -284,7 +284,7 @@ def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
 
 def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     """Return the initial value of each slot, by `id`. Averages of the weights start with the
-    present weights.
+    current weights.
     """
     first: dict[int, np.ndarray[Any, Any]] = {}
     for optimizer in run.train_state().optimizers:

@@ -67,7 +67,7 @@ class Recalibration:
         self._good = good if self._good is None else self._good
 
     def restart(self) -> None:
-        """Restart from the present statistics, after other code has written them."""
+        """Restart from the current statistics, after other code has written them."""
         self.left += self.seen
         self.seen, self._good = 0, None
         self._before = self._read()

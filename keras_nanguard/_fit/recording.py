@@ -30,7 +30,7 @@ class FitRecording:
         counts: the counters of the fit.
         recovery: the changes of the policy in it.
         policy: the policy.
-        optimizers: returns the optimizers, whose variables have or read as the present values.
+        optimizers: returns the optimizers, whose variables have or read as the current values.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FitRecording:
         self._factor = self._recovery.rate_factor
 
     def of_epoch(self) -> dict[str, float]:
-        """Return the guard's own numbers of the present epoch, by their names in the logs."""
+        """Return the guard's own numbers of the current epoch, by their names in the logs."""
         counts = self._counts
         norm, scale = self.recorder.epoch_means(counts.epoch)
         self._norm = norm if math.isfinite(norm) else self._norm
@@ -84,12 +84,12 @@ class FitRecording:
         }
 
     def event(self, kind: str, text: str = "", data: Any = None, step: int | None = None) -> None:
-        """Record an event at the present step, or at another one."""
+        """Record an event at the current step, or at another one."""
         at = self._counts.step if step is None else step
         self.recorder.event(kind, at, self._counts.epoch, text, data)
 
     def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
-        """Record the present step, with its verdict."""
+        """Record the current step, with its verdict."""
         measured = (verdict.loss, verdict.gradients, verdict.scale)
         self.recorder.push(self._counts.step, *measured, status)
 
@@ -128,7 +128,7 @@ class FitRecording:
             self.rate(ahead=True)
 
     def _record_factor(self, text: str = "") -> None:
-        """Record the present factor of the guard on learning rates."""
+        """Record the current factor of the guard on learning rates."""
         before, after = self._factor, self._recovery.rate_factor
         self._factor = after
         text = text or f"The learning rate is {after:.3g} times the configured rate."

@@ -185,7 +185,7 @@ class Recovery:
         return self.lowering.at[1] if self.lowering.at is not None else 0
 
     def tried(self, committed: int) -> bool:
-        """Whether a step has committed at the present rate."""
+        """Whether a step has committed at the current rate."""
         return committed > max(self._lowered_at, 0)
 
     def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
@@ -206,7 +206,7 @@ class Recovery:
 
         Args:
             committed: number of committed steps.
-            train_state: returns the train state, whose variables have the present values.
+            train_state: returns the train state, whose variables have the current values.
         """
         if self.lowering.returns is not None:
             after, ramp = self.lowering.returns
@@ -257,7 +257,7 @@ class GuardState(Record):
     Attributes:
         policy_state: the state of the policy.
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
-        settings: the changed settings of each optimizer by name, with their present values.
+        settings: the changed settings of each optimizer by name, with their current values.
         rollbacks: number of rollbacks.
         recovery: `(after, ramp)` if a lowered rate is to return.
         lowered: steps and committed steps since the rate was last lowered.

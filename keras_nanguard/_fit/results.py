@@ -6,7 +6,7 @@ cannot be read twice.
 
 A train step never reads the moving statistics of BatchNorm, so no step shows that they lag behind
 those of the batches. The check runs if a validation loss is far above the training loss. It runs
-one validation batch with the present moving statistics, with statistics estimated from the last
+one validation batch with the current moving statistics, with statistics estimated from the last
 train batches, and with the statistics that the moving ones will have at the end of this fit. It
 reports the layer if the estimated ones remove the difference and the rest of the fit would not.
 Nothing is changed.
@@ -126,7 +126,7 @@ def _finite(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Losses of one batch with the present, the estimated, and the final statistics."""
+    """Losses of one batch with the current, the estimated, and the final statistics."""
 
     now: float
     anew: float

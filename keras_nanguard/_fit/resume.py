@@ -56,7 +56,7 @@ class Resumed:
 
         The metrics of an unfinished epoch continue; those of a new epoch are reset. If the process
         ended before its second snapshot, and the first was taken before the model had its
-        variables, training begins with the present ones.
+        variables, training begins with the current ones.
 
         Raises:
             GuardError: if the model differs, or is not built.

@@ -174,14 +174,14 @@ class Run:
     # The train state
 
     def train_state(self) -> TrainState:
-        """Return the train state of the last trace. Its variables have or read as the present
+        """Return the train state of the last trace. Its variables have or read as the current
         values.
         """
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
     def read_train_state(self) -> TrainState:
-        """Return the present train state of the model."""
+        """Return the current train state of the model."""
         train_state = TrainState.of(self.model, self.optimizers)
         self._traced = train_state if self._created is None else None
         return train_state
@@ -246,7 +246,7 @@ class Run:
     # The changes of the policy, for the next fit and for another process
 
     def changes(self) -> GuardState:
-        """Return the present changes of the policy."""
+        """Return the current changes of the policy."""
         return self.recovery.saved(self.train_state().optimizers, self.counts)
 
     def adopt(self, changes: GuardState, write: bool) -> None:

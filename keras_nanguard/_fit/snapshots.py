@@ -193,7 +193,7 @@ class Ring:
     # Which ones there are
 
     def promote(self, good: int) -> float:
-        """Mark snapshots as verified, given the present number of good steps; return how many more
+        """Mark snapshots as verified, given the current number of good steps; return how many more
         verify the next one, infinity if none is pending.
         """
         for snapshot in self.snapshots:

@@ -147,7 +147,7 @@ class DiskRing(Ring):
         return pending
 
     def save_changes(self, changes: Callable[[], GuardState]) -> None:
-        """Save the present changes of the policy."""
+        """Save the current changes of the policy."""
 
         def write() -> None:
             self._take_lock()

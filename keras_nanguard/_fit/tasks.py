@@ -51,7 +51,7 @@ class Tasks:
                 run.due.plan(name, task(self))
 
     def read_rate(self) -> float:
-        """Record the present learning rate."""
+        """Record the current learning rate."""
         run = self._run
         if run.began and not run.stopped:
             with run.access.variables_readable():
@@ -96,7 +96,7 @@ class Tasks:
         return step + run.policy.snapshot.every
 
     def take_snapshot(self, without: str, site: str) -> bool:
-        """Copy the present state; return whether there is a copy. Raise an incident if the state is
+        """Copy the current state; return whether there is a copy. Raise an incident if the state is
         not finite.
 
         Args:

@@ -1,7 +1,7 @@
 """The environment of the steps of a fit: `compile`, the train function, the data that `fit`
 iterates over, printing.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.

@@ -1,7 +1,7 @@
 """The train state while Keras trains on JAX: in arrays that are passed from step to step, or in the
 variables.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``Model._jax_state``, ``Model._jax_state_synced``: the state that ``jax_state_sync`` writes to the
   variables, and whether it has done so; a state that is restored or changed between two steps has
@@ -65,7 +65,7 @@ class TrainerState:
         return gathered
 
     def hold(self, state: Any) -> None:
-        """Store the present state, also in the attribute that Keras reads when `fit` ends early."""
+        """Store the current state, also in the attribute that Keras reads when `fit` ends early."""
         self.state, self.synced = state, False
         self._publish()
 
@@ -76,7 +76,7 @@ class TrainerState:
         set_instance(self.model, "_jax_state", dict(zip(_PARTS, self.state)))
 
     def sync_variables(self) -> None:
-        """Write the present state to the variables."""
+        """Write the current state to the variables."""
         if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
             return
         self.synced = True
@@ -86,7 +86,7 @@ class TrainerState:
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Let the variables read as the present state inside the context, without writing to
+        """Let the variables read as the current state inside the context, without writing to
         them.
         """
         if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
@@ -103,7 +103,7 @@ class TrainerState:
             self.reading = False
 
     def take(self) -> Any:
-        """Return the present state in the form that the next step takes."""
+        """Return the current state in the form that the next step takes."""
         if self.synced:
             self.state = self.model._get_jax_state(
                 **dict.fromkeys(_PARTS, True), purge_model_variables=True
@@ -155,7 +155,7 @@ def variables(model: Any) -> list[Any]:
 
 
 def stored(model: Any) -> tuple[list[Any], ...]:
-    """Return the state of `fit` with the present values of the variables."""
+    """Return the state of `fit` with the current values of the variables."""
     return tuple([v.value for v in part] for part in by_part(model))
 
 

@@ -1,6 +1,6 @@
 """The layers of a model: all of them at any depth, their names, dtype policies and states.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``Layer._flatten_layers``: the layers at any depth; ``Model.layers`` lists only the first level.
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
@@ -38,7 +38,7 @@ def layers_of(model: Any) -> list[Any]:
 
 def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
     """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and
-    the present value.
+    the current value.
     """
     return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
 

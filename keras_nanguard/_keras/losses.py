@@ -1,7 +1,7 @@
 """The losses of a compiled model, by output, with their weights, and the targets that they accept.
 
-Names private to Keras that are used here, because there is no public way from a compiled model to
-its loss objects:
+Private Keras names used here, because there is no public API from a compiled model to its loss
+objects:
 
 - ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
   ``flat_loss_weights``, ``inferred_output_names`` and ``output_names``.

@@ -1,7 +1,7 @@
 """Optimizers: those of a model, the variables and averages of each, its learning rate and its loss
 scale.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
   callable; every step reads the rate through it. The public property returns the variable itself if
@@ -154,7 +154,7 @@ def register_twins(
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:
     """Return the rate of the last step, or of an earlier one. If it is not a schedule, return the
-    present rate.
+    current rate.
     """
     iteration = scheduled_iteration(optimizer, ago)
     return learning_rate(optimizer) if iteration is None else scheduled_rate(optimizer, iteration)

@@ -8,7 +8,7 @@ Most optimizers add the gradient, or its square, to an array::
 so its norm, after clipping and without the loss scale, can be computed between two steps on every
 backend without further measurements.
 
-Names private to Keras that are used here, because there is no public way: the lists of slots of
+Private Keras names used here, because there is no public API: the lists of slots of
 each optimizer (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``,
 ``_u``), one for each variable that it trains. ``tests/keras_internals/test_internals.py`` fails
 when a release of Keras removes one of them.

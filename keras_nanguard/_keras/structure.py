@@ -1,6 +1,6 @@
 """The structure of Keras objects, read from the objects alone: this module does not import Keras.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``Layer._flatten_layers()``: the layers directly within a layer; only models have ``layers``.
 - ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic

@@ -1,6 +1,6 @@
 """The values of variables and tensors as NumPy arrays: copied, viewed, written.
 
-Names private to Keras that are used here, because there is no public way:
+Private Keras names used here, because there is no public API:
 
 - ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is
   another class, which no layer uses.
@@ -266,7 +266,7 @@ def write(variable: Any, array: Any) -> None:
 
 
 def restorer(variable: Any) -> Callable[[], Any]:
-    """Return a function that restores the present value of a variable of Keras or the backend."""
+    """Return a function that restores the current value of a variable of Keras or the backend."""
     if hasattr(variable, "held"):  # the rates of an optimizer of torch
         restore: Callable[[], Any] = variable.held()
         return restore

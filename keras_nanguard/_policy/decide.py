@@ -162,7 +162,7 @@ def _is_bad_state(incident: Incident) -> bool:
 
 
 def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
-    """Return the present stage of the escalation."""
+    """Return the current stage of the escalation."""
     place = min(state.climb, len(policy.escalation)) - 1
     rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
     nothing_committed = incident.committed == 0

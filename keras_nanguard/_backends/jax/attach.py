@@ -50,7 +50,7 @@ class ModelAttachment(attach.Attachment):
         self.trainer_state.sync_variables()
 
     def variables_readable(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the variables read as the present state."""
+        """Return a context in which the variables read as the current state."""
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
@@ -262,18 +262,18 @@ class LoopStep(attach.LoopStep):
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Write the present state into the variables."""
+        """Write the current state into the variables."""
         self.sync_variables()
         yield
 
     def _taken(self) -> Any:
-        """Return the present state."""
+        """Return the current state."""
         if self.synced:
             self.state, self.synced = self._stored(), False
         return self.state
 
     def _stored(self) -> Any:
-        """Return the present state with the values of the variables."""
+        """Return the current state with the values of the variables."""
         leaves, tree = jax.tree_util.tree_flatten(self.state)
         pairs = zip(self.variables or (), leaves)
         return tree.unflatten([a if v is None else v.value for v, a in pairs])

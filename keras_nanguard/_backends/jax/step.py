@@ -73,7 +73,7 @@ class Transaction(interface.Transaction):
         train_state: callable that returns the `TrainState` at the time of tracing.
         variables: callable that returns the Keras variable of each array of the flattened state (or
             `None`).
-        stored: callable that returns the state with the present values of the variables.
+        stored: callable that returns the state with the current values of the variables.
         model: the model whose `compute_loss` returns the loss, or `None`.
         of_trainer: whether a Keras trainer runs the step. Then its outputs are logs, and no other
             code uses the state, so that it may be overwritten.

@@ -229,7 +229,7 @@ class Attachment(StateAccess):
         raise NotImplementedError
 
     def _made_by_keras(self, jit_compile: bool) -> Any:
-        """Return the train function that Keras creates from the present train step."""
+        """Return the train function that Keras creates from the current train step."""
         model = self.model
         compile_with, model.jit_compile = model.jit_compile, jit_compile
         try:

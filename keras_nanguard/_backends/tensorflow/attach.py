@@ -49,7 +49,7 @@ class _Modes(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, keras_own: bool) -> _Modes:
-        """Return the present modes.
+        """Return the current modes.
 
         Args:
             model: the model.
@@ -72,7 +72,7 @@ class ModelAttachment(attach.Attachment):
     LOGS_RESTORED = True
 
     modes: _Modes | None = None
-    """Those of the present step, once it is built."""
+    """Those of the current step, once it is built."""
 
     def _build(self) -> None:
         make = getattr(self._make, "__func__", None)

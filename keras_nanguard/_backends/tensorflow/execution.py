@@ -158,7 +158,7 @@ class StepTrace:
         self.scales.append((*values, scale, counter))
 
     def hold(self, variables: Sequence[Any]) -> None:
-        """Keep the present values of variables (of Keras or TensorFlow)."""
+        """Keep the current values of variables (of Keras or TensorFlow)."""
         for variable in map(self.local, variables):
             self.kept.append((variable, variable.read_value()))
 

@@ -127,7 +127,7 @@ class Untracked:
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of its present value."""
+        """The shape of its current value."""
         with tf.init_scope():
             return self.read_value().shape
 

@@ -88,7 +88,7 @@ class Intercept:
     def _replacement(
         self, target: Any, name: str, make: Callable[..., Callable[..., Any]], *more: Any
     ) -> tuple[Any, str, Callable[..., Any]]:
-        """Return a replacement made by `make(real, *more)`, where `real` is the present method."""
+        """Return a replacement made by `make(real, *more)`, where `real` is the current method."""
         real, known = getattr(target, name), self._made.get(id(target))
         if known is None or known[0] != real:
             known = self._made[id(target)] = real, make(real, *more)

@@ -22,7 +22,7 @@ def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """Return a function that restores the present settings of these groups of parameters."""
+    """Return a function that restores the current settings of these groups of parameters."""
     groups = list(groups)
     kept = [{k: _copied(v) for k, v in values.items()} for values in settings_of(groups)]
 
@@ -127,7 +127,7 @@ class Rate:
         return max(float(group["lr"]) for group in self.of.param_groups)
 
     def held(self) -> Callable[[], None]:
-        """Return a function that restores the present rates, and the other settings."""
+        """Return a function that restores the current rates, and the other settings."""
         return kept_settings(self.of.param_groups)
 
     def assign(self, value: float) -> None:
@@ -187,7 +187,7 @@ class TorchOptimizer:
         return any(id(local(p)) in tensors for p in params)
 
     def held(self, copies: bool = True) -> Callable[[], None]:
-        """Return a function that restores the present state, including plain numbers and missing
+        """Return a function that restores the current state, including plain numbers and missing
         entries; `copies`: also the values of its tensors.
         """
         state = self.of.state.items()

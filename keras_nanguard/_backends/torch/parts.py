@@ -67,7 +67,7 @@ class Parts:
         return slots, rules.slots_may_wait(optimizer, sizes, small=0)
 
     def gradients(self) -> list[tuple[str, Any]]:
-        """Return the present gradients, each with the path of its weight."""
+        """Return the current gradients, each with the path of its weight."""
         pairs = zip(self.train_state.trainable, self.holders)
         return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
 
@@ -108,7 +108,7 @@ class Parts:
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
         """Return the attributes of layers that are tensors, or all attributes (each may become
-        one), with present values.
+        one), with current values.
         """
         if every:
             return keras_layers.attributes_of(self.train_state.layers)

@@ -80,7 +80,7 @@ class UndoLog:
         self.keep(kept)
 
     def keep(self, tensors: Iterable[Any]) -> set[int]:
-        """Copy the present values of tensors that are not kept yet; return the `id` of each.
+        """Copy the current values of tensors that are not kept yet; return the `id` of each.
         Tensors of `torch.inference_mode` count no writes, and torch writes them in that mode only.
         """
         keys = set()
