@@ -25,7 +25,7 @@ MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
 
 REPLACE_WAITS = (0.01, 0.05, 0.2, 0.5)
-"""Seconds to wait before a file that is open elsewhere is replaced again."""
+"""Seconds between two attempts to replace a file that another program has open."""
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -75,15 +75,15 @@ def publish(finished: Path, path: Path) -> None:
 def _unfinished(name: str, process: int) -> str:
     """Return the name of a file while it is written; the same string each time.
 
-    pathlib interns each name, and of names that come and go Python's table of interned strings
-    grows, by megabytes at once.
+    pathlib interns each name, and Python's table of interned strings grows by megabytes if the
+    names keep changing.
     """
     return f"{BESIDE}{process}-{name}"
 
 
 @contextmanager
 def beside(path: Path, name: str = "") -> Iterator[Path]:
-    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed
+    """Yield a temporary path next to the final one. It is renamed when the block ends, and removed
     on an error.
 
     Args:

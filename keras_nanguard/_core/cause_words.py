@@ -1,4 +1,4 @@
-"""What is said about each cause, from `causes.toml`: one table for reports and diagnoses.
+"""The texts for each cause, from `causes.toml`: one table for reports and diagnoses.
 
 Imports no backend.
 """

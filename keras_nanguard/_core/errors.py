@@ -18,7 +18,7 @@ def expected(what: str, received: object, remedy: str) -> str:
 
 
 def no_backend(error: ImportError) -> str:
-    """Return what to do where Keras does not find its backend, `""` for any other module."""
+    """Return the remedy if Keras does not find its backend, `""` for any other module."""
     name = (error.name or "").partition(".")[0]
     if name not in BACKENDS:
         return ""

@@ -278,7 +278,7 @@ class Evidence:
         without_rows: result of a replay without `rows`.
         unscaled: result of a replay with a loss scale of 1.
         inference: whether outputs in inference mode are finite.
-        training: the same in training mode, where both were measured.
+        training: the same in training mode, if both were measured.
         rows: rows to blame.
         count: number of rows of the batch.
         low_precision: lowest float dtype that a layer computes in.

@@ -6,7 +6,7 @@ among its terms never is: NaN and Inf absorb every addition, and Inf - Inf is Na
 reads a tensor once, with no comparison and no temporary, decides whether exact counts are needed.
 ``max(|x|)`` is not suitable: several backends drop NaN there.
 
-This is the NumPy implementation for the host. Each backend implements the same two sums beside its
+This is the NumPy implementation for the host. Each backend implements the same two sums next to its
 transaction.
 """
 

@@ -1,5 +1,5 @@
 """The measurements of the last steps, for the diagnosis of a later incident: the level of the loss,
-and the step at which it left it. Imports no backend.
+and the step at which the loss left this level. Imports no backend.
 
 Pushing is one append. All arithmetic is deferred until an incident needs it:
 
@@ -99,7 +99,8 @@ conclusive."""
 
 RISE = 3.0
 """Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to
-agree, for kernels that have changed before."""
+agree, and the kernels must have changed before.
+"""
 
 _MIN_EXACT = 1e-20
 """A sum of squares between this and its inverse has neither overflowed nor underflowed in
@@ -178,7 +179,7 @@ class History:
         return [(m.step, m.loss, m.norm) for m in (Measured(*entry) for entry in later)][::-1]
 
     def undo(self, step: int) -> None:
-        """Take the steps from this one on out of the series: a rollback has undone them."""
+        """Remove the steps from this one on from the series, because a rollback has undone them."""
         kept = [entry for entry in self._recent if entry[0] < step]
         self.undone = [entry[:2] for entry in self._recent if entry[0] >= step]
         self._recent = deque(kept, maxlen=LONG)

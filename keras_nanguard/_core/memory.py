@@ -1,7 +1,7 @@
-"""Does a copy fit into the memory of the host?
+"""Whether a copy fits into the memory of the host.
 
-Asked are the machine and the cgroups of the process, which are the limit of a container. What
-cannot be read is not a limit. Imports no backend.
+The limits are those of the machine and of the cgroups of the process (the limit of a container). A
+limit that cannot be read is ignored. Imports no backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SMALL = 64 << 20
 """Bytes that are allocated without a check: the limit of the remembered batches."""
 
 RESERVE = 256 << 20
-"""Bytes that are left for what comes later: a validation, a checkpoint, another compilation."""
+"""Bytes that are kept free for later needs: a validation, a checkpoint, another compilation."""
 
 CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -37,7 +37,7 @@ _EXHAUSTED = re.compile(
 
 
 def room_for(size: float) -> bool:
-    """Whether this many bytes can be allocated permanently, with enough left."""
+    """Whether this many bytes can be allocated permanently, with enough memory left."""
     return size <= SMALL or size + max(RESERVE, size / 4) <= room()
 
 
@@ -62,7 +62,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def readable(size: float) -> str:
-    """Return a number of bytes as a person reads it."""
+    """Return a number of bytes as text in GB or MB."""
     return f"{size / (1 << 30):.1f} GB" if size >= 1 << 30 else f"{max(size, 0) / (1 << 20):.0f} MB"
 
 
@@ -80,9 +80,9 @@ def _of_machine(root: Path) -> float:
 
 
 def _of_cgroups(root: Path) -> Iterator[float]:
-    """Yield what each cgroup of this process leaves, those above it included.
+    """Yield the free memory of each cgroup of this process, and of those above it.
 
-    The cache of files counts as free: it is given up if memory is needed.
+    The cache of files counts as free, because the kernel releases it if memory is needed.
     """
     for version, (top, limit, usage, cache) in zip((2, 1), CGROUPS):
         folders = {root / top}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 4
-"""Functions that call each other are followed this far."""
+"""Maximum depth to which calls between functions are followed."""
 
 
 def reads_iterator(function: Any) -> bool:

@@ -80,7 +80,8 @@ def _free_path(folder: Path, step: int) -> Path:
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
-    """Remove the oldest bundles if there are too many; the newest is kept whatever its time is."""
+    """Remove the oldest bundles if there are too many; the newest is kept regardless of its time.
+    """
     others = [path for path in folder.glob("incident-*") if path.is_dir() and path != newest]
     for path in sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name)):
         if len(others) < bundles.MAX_BUNDLES:
@@ -199,7 +200,7 @@ def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
 def _configuration(model: Any) -> str:
     try:
         return str(model.to_json())
-    except Exception:  # noqa: BLE001  a model of the user's own need not have a configuration
+    except Exception:  # noqa: BLE001  a custom model need not have a configuration
         return ""
 
 

@@ -75,7 +75,7 @@ def compiled(step: ReplayableStep, batch: Any, mode: str) -> ReplayResult:
 
 
 def batch_facts(batch: Any) -> dict[str, Any]:
-    """Return the evidence that a batch has by itself."""
+    """Return the evidence from the batch alone."""
     return {
         "count": batches.row_count(batch),
         "inputs_bad": batches.bad(batch, ("inputs",)),

@@ -1,4 +1,4 @@
-"""From evidence to cause: rules in causal order, of which the first that applies decides.
+"""From evidence to cause: rules in causal order. The first that applies decides.
 
 A rule is a function with `concludes`, which names the causes that it can return; its docstring has
 the evidence that each of them needs. If no rule applies, the cause is `unknown`.
@@ -19,7 +19,8 @@ RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "Stac
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 
 GROWTH = 1e3
-"""Growth of loss or gradients since the start above which they contribute to the failure."""
+"""Growth of loss or gradients since the start above which they count as a reason for the failure.
+"""
 
 MIN_WEIGHT_GROWTH = 20.0
 """The same for the norm of all weights."""
@@ -28,7 +29,7 @@ HUGE_DATA = 1e4
 """Magnitude above which inputs or targets alone explain a divergence in the first steps."""
 
 LARGE_DATA = 1e3
-"""Magnitude above which a trial is made whether they explain it."""
+"""Magnitude above which a trial tests whether they explain it."""
 
 MAX_RATE = 1e3
 """Learning rate of a schedule above which the schedule is wrong."""
@@ -91,7 +92,7 @@ def grown(e: Evidence, factor: float = GROWTH) -> bool:
 
 
 def few(rows: Sequence[int], count: int) -> bool:
-    """Whether these rows are few of all rows of the batch, but not none."""
+    """Whether some, but only few, rows of the batch are among these."""
     return 0 < len(rows) <= max(1.0, FEW * count)
 
 
@@ -219,8 +220,8 @@ def _dead(e: Evidence) -> Conclusion:
 
 @concludes("loss_scale_collapsed")
 def _invalid_scale(e: Evidence) -> Conclusion | None:
-    """The loss scale is 0, negative or not finite. A replay is finite, as the refusal has put
-    another in its place.
+    """The loss scale is 0, negative or not finite. A replay is finite, because the refusal has
+    replaced the scale.
     """
     if e.loss_scale is None or 0.0 < e.loss_scale < math.inf:
         return None
@@ -276,8 +277,8 @@ def _rows_of(e: Evidence, found: Sequence[Constant]) -> tuple[int, ...]:
 
 @concludes("target_out_of_range")
 def _targets(e: Evidence) -> Conclusion | None:
-    """The loss does not accept the targets, and either this alone makes it bad or training has
-    diverged by it. It is not the cause of a bad value in the forward pass.
+    """The loss does not accept the targets, and this either makes it bad or has made training
+    diverge. It is not the cause of a bad value in the forward pass.
     """
     fault, forward = e.target_fault, e.origin.phase == "forward"
     if fault is None or not (grown(e) or (fault.fatal and not forward)):
@@ -303,9 +304,9 @@ def _scale(e: Evidence) -> Conclusion | None:
 
 @concludes("float16_overflow", "float16_underflow")
 def _low_precision(e: Evidence) -> Conclusion | None:
-    """The same step is finite in float32, and it is not the optimizer or a divergence that fails in
-    the low precision. A pole is an underflow, except one that only the gradient has and that no
-    zero explains. bfloat16 has the range of float32: it can only underflow.
+    """The same step is finite in float32, and the failure is neither in the optimizer nor a
+    divergence. A pole is an underflow, unless only the gradient has it and no zero explains it.
+    bfloat16 has the range of float32: it can only underflow.
     """
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
@@ -372,7 +373,7 @@ def _divides_by_zero(facts: OptimizerFacts) -> bool:
 
 @concludes("divergence", "input_scale")
 def _divergence(e: Evidence) -> Conclusion | None:
-    """Training has diverged: numbers have grown over the steps before until they failed, or the
+    """Training has diverged: numbers grew over the previous steps until they overflowed, or the
     first steps moved the weights too far. It is `input_scale` if a Normalization layer has divided
     by a constant feature, or if the same steps with scaled data are healthy.
     """
@@ -386,8 +387,8 @@ def _divergence(e: Evidence) -> Conclusion | None:
 
 
 def _blown(e: Evidence) -> bool:
-    """Whether the growth is enough for how the value became bad: a pole or an exponential has to be
-    reached by weights that have grown.
+    """Whether the growth explains the bad value: a pole or an exponential requires weights that
+    have grown.
     """
     how, growth = kind(e.origin), e.growth
     if how == "pole":
@@ -425,8 +426,8 @@ def _normalized(e: Evidence) -> str:
 
 @concludes("input_scale")
 def _input_scale(e: Evidence) -> Conclusion | None:
-    """Nothing has grown yet, and numbers overflow that are huge in the data, or become so in a
-    Normalization layer; or this layer divides by zero.
+    """Nothing has grown yet, and the numbers that overflow are huge in the data, or become huge in
+    a Normalization layer; or this layer divides by zero.
     """
     origin, largest = e.origin, _largest(e)
     if _overflows(e) and not grown(e) and largest.max_abs >= HUGE_DATA:

@@ -1,5 +1,4 @@
-"""From an incident to its diagnosis: replays the refused step to gather evidence, and decides by
-it.
+"""From an incident to its diagnosis: replays the refused step, gathers evidence, and decides.
 
 Every replay restores the state from before it. Nothing here can break training: an error inside
 becomes evidence of the cause `unknown`. A `run` is that of the host (`_fit/run.py::Run`): its
@@ -41,8 +40,8 @@ from keras_nanguard._diagnose.facts import (
 from keras_nanguard._diagnose.trials import investigated
 
 FULL = 3
-"""Incidents of one streak that are diagnosed in full; those that follow with the same findings take
-over the result.
+"""Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
+result.
 """
 
 ITERATOR = (
@@ -65,7 +64,7 @@ class Explanation(NamedTuple):
     Attributes:
         diagnosis: its diagnosis.
         evidence: what was measured for it, without any measurement if the diagnosis failed; `None`
-            if the diagnosis was taken over from an earlier incident.
+            if the diagnosis of an earlier incident was reused.
     """
 
     diagnosis: Diagnosis
@@ -86,7 +85,7 @@ class Explainer:
         self._known: dict[Any, Diagnosis] = {}
         self._full: Counter[Any] = Counter()
 
-    @np.errstate(all="ignore")  # what is looked at is not finite
+    @np.errstate(all="ignore")  # the values are not finite
     def __call__(self, run: Any, incident: Incident, report: Report | None) -> Explanation:
         """Return why an incident happened. Never raises."""
         earlier = self._earlier(incident)
@@ -109,7 +108,7 @@ class Explainer:
             failed = Diagnosis("unknown", evidence=(why,))
             return Explanation(failed, Evidence() if earlier is None else None)
 
-    @np.errstate(all="ignore")  # what is looked at is not finite
+    @np.errstate(all="ignore")  # the values are not finite
     def bundle(
         self, run: Any, incident: Incident, report: Report | None, evidence: Evidence | None
     ) -> str | None:
@@ -143,7 +142,7 @@ class Explainer:
             return None
 
     def _earlier(self, incident: Incident) -> Diagnosis | None:
-        """Count an incident; return the diagnosis that it takes over, `None` if it is diagnosed in
+        """Count an incident; return the diagnosis that it reuses, `None` if it is diagnosed in
         full.
         """
         signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
@@ -233,7 +232,7 @@ def step_of(run: Any) -> ReplayableStep:
 
 
 def _committed(incident: Incident) -> str:
-    """Return the first bad site that a step left behind which committed."""
+    """Return the first bad site in the state that a committed step has left."""
     sites = [
         f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")
     ]
@@ -249,7 +248,9 @@ def _bad_before_update(incident: Incident) -> bool:
 
 
 def _mode(run: Any) -> str:
-    """Return the mode in which a guarded step runs, of those in which it can be run again."""
+    """Return the mode in which a guarded step runs, `"eager"` if it cannot be replayed in that
+    mode.
+    """
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
     mode = "xla" if run.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"

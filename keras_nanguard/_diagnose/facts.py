@@ -105,7 +105,7 @@ def _factor(first: list[float], last: list[float]) -> float:
     """Return the growth factor from the first values to the last ones, relative to the smallest of
     the first ones.
 
-    A run that diverges at once has no healthy start; its first step is its smallest.
+    A run that diverges at once has no healthy start; its first value is its smallest.
     """
     if not first or not last:
         return 1.0

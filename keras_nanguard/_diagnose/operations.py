@@ -11,7 +11,7 @@ EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 """Operations that overflow for moderate operands."""
 
 DIVISIONS = ("RealDiv", "Div", "Xdivy")
-"""Operations that have a pole where their second operand is 0."""
+"""Operations that have a pole if their second operand is 0."""
 
 POLES = frozenset(
     (

@@ -1,5 +1,5 @@
 """The trials on a refused step: each replays it with one change, and answers one question. A trial
-runs only if its answer can decide the cause.
+runs only if its result can decide the cause.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _in_inference,
     _with_scaled_data,
 )
-"""The trials in order: each returns fields of the evidence, none if it need not run."""
+"""The trials in order: each returns fields of the evidence, none if it is not needed."""
 
 
 # Rows
@@ -227,7 +227,7 @@ def blamed_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
 
 
 def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
-    """Return these rows, and those that are bad for another reason once they are gone."""
+    """Return these rows, and those that are still bad, for another reason, without them."""
     kept = [row for row in range(case.evidence.count) if row not in blamed]
     rest = batches.without(case.batch, blamed)
     found = blamed_rows(case.step.run(rest, observe=True), batches.row_count(rest))

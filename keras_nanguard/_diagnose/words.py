@@ -240,7 +240,7 @@ def _optimizers(e: Evidence, verdict: Conclusion) -> Iterator[str]:
             times = f"{o.shrinks:.3g} in each step of {o.name}"
             yield f"Weight decay alone multiplies the weights by {times}."
         if of_update and o.epsilon == 0.0:
-            yield f"epsilon=0 in {o.name}: where a gradient is 0, the update divides 0 by 0."
+            yield f"epsilon=0 in {o.name}: if a gradient is 0, the update divides 0 by 0."
         rounded = o.epsilon_in_dtype
         if o.epsilon and rounded is not None and rounded < o.epsilon / 2:
             dtype = f"{o.dtype}, the dtype of the weights"

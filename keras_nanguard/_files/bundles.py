@@ -25,11 +25,11 @@ FORMAT = 1
 """Number of the form of `bundle.json`."""
 
 MAX_BUNDLES = 12
-"""Bundles that are kept in one directory; the oldest goes first."""
+"""Maximum number of bundles in a directory; the oldest is removed first."""
 
 MAX_BYTES = 1 << 30
-"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then
-the state.
+"""Maximum bytes of arrays in one bundle. Arrays that do not fit are omitted and reported: the start
+first, then the state.
 """
 
 

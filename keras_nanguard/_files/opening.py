@@ -51,7 +51,8 @@ _MAX_MEMBER_EXPANSION = 100
 
 _MAX_HEADER = 1 << 16
 """Maximum size of the header of an array; NumPy takes 10,000 bytes. A header may declare 4 GiB, all
-of which NumPy would read before it looks at the length."""
+of which NumPy would read before it checks the length.
+"""
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
@@ -182,7 +183,8 @@ def _shard_names(path: str) -> list[str]:
             if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
                 received = f"the shard name {plain_text(name)!r}"
                 remedy = "It points outside the folder."
-                raise FileFormatError(expected("shards beside the index", received, remedy))
+                what = "shards in the folder of the index"
+                raise FileFormatError(expected(what, received, remedy))
             found[name] = None
     return list(found)
 
@@ -272,8 +274,9 @@ def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, StoredArra
 
 
 def _members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
-    """Return the arrays of an `.npz` file. Several entries may share their data, so what all of
-    them declare is limited."""
+    """Return the arrays of an `.npz` file. Several entries may share their data, so their total
+    declared size is limited.
+    """
     before, found = 0, []
     for info in archive.infolist():
         location = plain_text(info.filename.removesuffix(".npy"))

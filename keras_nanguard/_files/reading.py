@@ -1,7 +1,7 @@
-"""Asks another process to read a model file: `python -m keras_nanguard._files.worker`.
+"""Reads a model file in another process: `python -m keras_nanguard._files.worker`.
 
 The HDF5 library (1.14.6) is known to loop forever on damaged group tables and string heaps and to
-crash on others (found by fuzzing), and a file on a broken disk or a pipe blocks whoever reads it.
+crash on others (found by fuzzing), and a file on a broken disk or a pipe blocks its reader.
 None of this can be caught inside a process. The worker imports NumPy and h5py and no backend, takes
 one line of JSON, and answers in lines of JSON: nothing in a file is ever evaluated.
 """
@@ -24,7 +24,7 @@ from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 
 STALL_SECONDS = 30.0
-"""Seconds after which a file without a byte counts as one that hangs whoever reads it ..."""
+"""Seconds without progress after which reading an empty file counts as hung ..."""
 
 SECONDS_PER_MIB = 1.0
 """... and the seconds that each MiB of a file may take in addition."""
@@ -34,8 +34,9 @@ START_SECONDS = 120.0
 disk."""
 
 EXIT_SECONDS = 5.0
-"""Seconds to wait for a worker that is ended. One that waits for an unresponsive disk cannot be; it
-is abandoned."""
+"""Seconds to wait for a worker to end. A worker that waits for an unresponsive disk cannot be
+ended; it is abandoned.
+"""
 
 _HOME = Path(__file__).parents[2]
 
@@ -87,8 +88,8 @@ def size_on_disk(path: str) -> int:
 def _worker(request: dict[str, Any]) -> Iterator[queue.SimpleQueue[bytes]]:
     """Start a worker, and yield the queue of the lines that it writes; end it afterwards.
 
-    It starts in the folder of this package, not in the current one, which may hold modules of
-    whoever made the file.
+    It starts in the folder of this package, not in the current one, which may contain modules from
+    the author of the file.
     """
     if getattr(sys, "frozen", False) or not sys.executable:
         received = f"sys.executable={sys.executable!r}"

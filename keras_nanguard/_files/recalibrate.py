@@ -4,8 +4,8 @@ changes.
 The method is PreciseBN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021): every batch
 passes through the model with each BatchNormalization using that batch's own mean and variance, and
 the population's follow from the batches' by the law of total variance, merged one batch at a time
-in float64 (Chan, Golub and LeVeque, 1983). So for a layer that sees the data itself the result is
-mean and variance of all data, regardless of the size of the batches.
+in float64 (Chan, Golub and LeVeque, 1983). For a layer whose input is the data, the result is
+therefore the mean and variance of all data, regardless of the size of the batches.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _stored(source: Any) -> Iterator[str | None]:
 
 
 def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: bool) -> str:
-    """Return the absolute path of the new file, by default `model.repaired.keras` beside
+    """Return the absolute path of the new file, by default `model.repaired.keras` next to
     `model.keras`.
 
     Raises:

@@ -280,7 +280,7 @@ def _by_name(contents: Contents) -> dict[str, StoredArray]:
 
 
 class FileRepair:
-    """The plan of the repair of one open file, with the arrays of a good one by path or location.
+    """The repair plan of one open file, with the arrays of a good one by path or location.
 
     Attributes:
         replacements: for each array to replace, a function that returns its new values.

@@ -8,8 +8,8 @@ Each snapshot is one folder::
         state.npz                every variable in plain NumPy arrays, the metrics, the generator
         snapshot.json            position, verified or not, checksums of both files
 
-A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that
-the next one removes.
+A process that is killed leaves complete snapshots and at most one unfinished folder, which the next
+process removes.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class SnapshotFile(Mapping[int, Array]):
 
     @property
     def whole(self) -> bool:
-        """Whether the files are as they were written. If not, warn."""
+        """Whether the files are unchanged since they were written. If not, warn."""
         try:
             return bool(read(self.path))
         except FileFormatError as error:

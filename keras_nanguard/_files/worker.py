@@ -25,9 +25,10 @@ from keras_nanguard._files.scanner import scan_file
 from keras_nanguard._files.stored import readable
 
 MAX_MEMORY = 1 << 30
-"""Memory limit for any file, in bytes, beyond that of the process before it. Reading in pieces
-takes a tenth of it; more is needed only for a damaged file that makes HDF5 reserve what it
-declares."""
+"""Memory limit for any file, in bytes, in addition to the memory of the process before reading.
+Reading in pieces takes a tenth of it. Only a damaged file that makes HDF5 reserve the declared size
+needs more.
+"""
 
 ORBAX_MEMORY = 8 << 30
 """The same for a checkpoint: TensorStore reserves stacks and arenas of memory for each of its

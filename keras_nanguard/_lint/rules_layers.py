@@ -29,7 +29,7 @@ _DOMAINS = {
     **dict.fromkeys(("Log", "Log2", "Log10", "Rsqrt", "Reciprocal"), 0),
     **dict.fromkeys(("Divide", "TrueDivide"), 1),
 }
-"""Operations that are not defined for every number, and the place of the argument that counts."""
+"""Operations that are not defined for every number, and the index of the argument that matters."""
 
 _SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
 """Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away

@@ -15,8 +15,9 @@ _MAX_ADAPTIVE = 1.0
 weights are a few hundredths."""
 
 _MAX_PLAIN = 100.0
-"""Gradient descent diverges above 2 / curvature; a rate of 100 presumes a flatter loss than any in
-use."""
+"""Gradient descent diverges above 2 / curvature; a rate of 100 assumes a flatter loss than any in
+practice.
+"""
 
 _PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
 

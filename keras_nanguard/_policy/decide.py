@@ -180,7 +180,7 @@ def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
     """Return the choice for a bad state: the first stage that does more than skip.
 
     Each earlier rollback within `BUDGET_WINDOW` steps selects the next such stage. The rate is
-    lowered only from the second time on, because the first fault is no evidence against it.
+    lowered only from the second time on, because one fault is not evidence against it.
     """
     stages = [
         stage

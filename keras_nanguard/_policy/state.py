@@ -90,8 +90,8 @@ class PolicyState(Record):
     def counted(self, incident: Incident, matching: Iterable[str]) -> PolicyState:
         """Return the state after one more incident.
 
-        Its step is its own number, unless an incident of a later step was counted before: then it
-        counts as one more step after that one, so that no order of reporting keeps a streak short.
+        An incident that is reported after one of a later step counts as one more step after that
+        one, so that a streak does not depend on the order of the reports.
 
         Args:
             incident: the incident.
