@@ -81,7 +81,7 @@ class Transaction:
 
     def batch(self, step: int, given: Any) -> Any:
         """Return the arguments of an earlier step, given those of its execution; `None` if they are
-        gone.
+        no longer available.
         """
         return given
 
@@ -171,7 +171,8 @@ class Replay:
         raise NotImplementedError
 
     def without_rows(self, value: Any, kept: Any) -> Any:
-        """Return the given rows of a tensor or an array; one of a kind without rows unchanged."""
+        """Return the given rows of a tensor or an array; a kind without rows is returned unchanged.
+        """
         raise NotImplementedError
 
     def twin(self, variable: Any) -> Any:
@@ -208,9 +209,7 @@ class Host:
         return 0, 1
 
     def trains_together(self, model: Any, loop: bool) -> bool:
-        """Whether this process trains the model with others; `loop`: in a loop of the user's
-        own.
-        """
+        """Whether this process trains the model with others; `loop`: in a hand-written loop."""
         return False
 
     def is_sharded(self, model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What one step reports to the host: a row of numbers for every step, and a report for a refused
+"""The results of one step for the host: a row of numbers for every step, and a report of a refused
 one.
 
 Pure Python and NumPy; the backends fill these in.

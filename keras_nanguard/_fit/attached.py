@@ -1,4 +1,4 @@
-"""What a guard does in a running `fit`, `evaluate` or `predict`, when Keras calls it."""
+"""The work of a guard in a running `fit`, `evaluate` or `predict`, when Keras calls it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class Attached:
     def _in_use(self, strictly: bool = False) -> bool:
         """Whether the call of Keras is still running.
 
-        A loop of the user's own counts as running unless `strictly`: it may have ended in an
-        exception.
+        A hand-written loop counts as running unless `strictly`: it may have ended in an exception.
         """
         return self.fit.runs or not self.fit.known or (self.fit.by_hand and not strictly)
 
@@ -190,7 +189,7 @@ class Attached:
         logs[REFUSED] = self.session.run.counts.epoch_refused
 
     def warn_unless_begun(self) -> None:
-        """Warn if the steps of a loop of the user's own were not guarded."""
+        """Warn if the steps of a hand-written loop were not guarded."""
         if self.fit.by_hand and not self.session.run.began:
             self._reporter.once(
                 "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "

@@ -1,4 +1,4 @@
-"""Bad rows of the data, identified by more than their place in a batch.
+"""Bad rows of the data, identified independently of their place in a batch.
 
 If `fit` trains on arrays, a row of a batch is found in them by its values, also with shuffling. All
 rows with the same contents are reported. Other data are identified by a fingerprint, the SHA-256 of

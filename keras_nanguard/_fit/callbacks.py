@@ -1,4 +1,4 @@
-"""What the other callbacks of a guarded fit receive.
+"""The logs and models that the other callbacks of a guarded fit receive.
 
 They receive logs without values that no step has measured, and no model to save that is not finite.
 After a refused step the state is good. It can still become bad if other code writes it between two
@@ -45,7 +45,7 @@ def numbers(logs: Any) -> dict[str, float]:
             plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
             try:
                 found[key] = float(plain)
-            except (TypeError, ValueError):  # text in a tensor, `None`, an object of the user's
+            except (TypeError, ValueError):  # text in a tensor, `None`, a custom object
                 continue
     return found
 
@@ -165,7 +165,7 @@ class Firewall:
             return
         own = [(session.run.model, "save"), (session.run.model, "save_weights")]
         for target, name in [*own, *keras_fitting.savers(callbacks)]:
-            if hasattr(target, name):  # not so a trainer that is no `keras.Model`
+            if hasattr(target, name):  # a trainer that is not a `keras.Model` may have none
                 self._overrides.set(target, name, self._looked_at(getattr(target, name)))
         for callback in callbacks:
             by_batches = getattr(callback, "save_freq", "epoch") != "epoch"

@@ -128,7 +128,7 @@ class Incidents:
             if not back and (again or self._is_bad_by_noise(args)):
                 draw_anew(run)  # else the next step draws the same noise once more
             self._last_unexplained = step
-        same_state = self._diverged == state  # which is still bad, whatever the batch
+        same_state = self._diverged == state  # which is still bad, for any batch
         if "divergence" in incident.causes:
             self._diverged = state
         elif not back and (is_of_data(incident) or not same_state):
@@ -289,8 +289,8 @@ class Incidents:
     def _completed(
         self, incident: Incident, report: Report | None, evidence: Evidence | None
     ) -> tuple[Incident, Found]:
-        """Return an incident with a diagnosis with what follows from it, and the poles of
-        schedules.
+        """Return a diagnosed incident, with the values that follow from its diagnosis, and the
+        poles of schedules.
 
         Args:
             incident: the incident with its diagnosis.
@@ -311,7 +311,7 @@ class Incidents:
         return incident, poles
 
     def _applied(self, incident: Incident, effect: Effect, poles: Found) -> Incident:
-        """Apply what the actions of an incident lead to; return it with their outcomes."""
+        """Apply the effects of the actions of an incident; return it with their outcomes."""
         run, outcomes = self._run, self._run.agreement.outcomes(effect.outcomes)
         run.stopped |= effect.stopped
         run.failed |= effect.failed

@@ -1,4 +1,4 @@
-"""Performs the actions of a decision: one function per action. What they lead to is an `Effect`."""
+"""Performs the actions of a decision: one function per action. The result is an `Effect`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What has become of an action.
+    """The result of one action.
 
     Attributes:
         status: `"done"` or `"skipped"`.
@@ -74,9 +74,9 @@ class Performer(NamedTuple):
 
     Attributes:
         perform: performs it; returns `done(...)` or `skipped(...)`.
-        writes: what it writes of weights, statistics and slots: `"nothing"`; a whole `"snapshot"`;
-            `"parts"`; or `"estimates"`, statistics that the next batches estimate anew. An action
-            that ends training writes `"nothing"`, because no step follows.
+        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`;
+            `"parts"`; or `"estimates"`, statistics that are re-estimated from the next batches. An
+            action that ends training writes `"nothing"`, because no step follows.
     """
 
     perform: Callable[[Order], Answer]
@@ -94,7 +94,7 @@ class Performer(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What the actions of a decision lead to, besides the values that they have written.
+    """The effect of the actions of a decision, besides the written values.
 
     Attributes:
         outcomes: the result of each action.
@@ -113,7 +113,7 @@ class Effect(NamedTuple):
 
 
 def perform(run: Run, incident: Incident, report: Report | None, replays: int = 0) -> Effect:
-    """Perform every action of the incident's decision, and return what they lead to.
+    """Perform every action of the incident's decision, and return the effect.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
 
@@ -342,7 +342,7 @@ def _raise(order: Order) -> Answer:
 
 
 def _ended(order: Order, how: str) -> Answer:
-    """End training; return how, with the final state and learning rates."""
+    """End training; return a description of the final state and learning rates."""
     restore = order.p.get("restore", True)
     state, restored = _last_good(order) if restore else ("the state is not restored", None)
     return done("; ".join([how, state, *_rates_left(order.run, restore)]), restored)

@@ -1,8 +1,8 @@
-"""Iterations without a usable learning rate, which are passed over.
+"""Iterations without a usable learning rate, which the optimizer skips.
 
 A schedule can have a pole, as `rsqrt(step - warmup)` at the end of the warmup. No weights are
-finite after a step at such a rate. So the step is skipped and the iteration counter moves past it,
-as otherwise the next step has the same rate.
+finite after a step at such a rate. So the step is skipped and the iteration counter moves past the
+pole; otherwise the next step would have the same rate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Poles:
         return found
 
     def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        """Pass over the poles of an incident; return its outcomes, of which one tells so."""
+        """Pass over the poles of an incident; return its outcomes, one of which reports this."""
         run = self._run
         if not found or run.stopped or not run.policy.refuse:
             return outcomes
@@ -105,5 +105,5 @@ def _rate(optimizer: Any, iteration: int) -> float:
     """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
     try:
         return keras_optimizers.scheduled_rate(optimizer, iteration)
-    except Exception:  # noqa: BLE001  a schedule of the user's may raise anything
+    except Exception:  # noqa: BLE001  a custom schedule may raise anything
         return 0.0

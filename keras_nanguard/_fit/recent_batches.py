@@ -1,7 +1,7 @@
 """The batches of the last steps, to run these steps again.
 
 They are references that are released as new ones arrive. Remembering a batch costs an append and a
-look at the shapes of its arrays, because batches may differ in size. All of them together never
+check of the shapes of its arrays, because batches may differ in size. All of them together never
 exceed a fixed number of bytes.
 """
 
@@ -155,7 +155,7 @@ class RecentBatches:
             return None
         cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
         since = [s for s in snapshots if s.step >= (known[0][0] if cut else self._since)]
-        # The start is kept for other reasons, and is far from here.
+        # Prefer a later one: the state before the first step may be far from here.
         origin = next((s for s in since if s.step), since[0] if since else None)
         if origin is not None and known[-1][0] >= origin.step:
             exact, known = True, [entry for entry in known if entry[0] >= origin.step]

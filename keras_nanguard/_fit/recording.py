@@ -95,12 +95,12 @@ class FitRecording:
 
     def rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`). That of a function of the user's own is not read.
+        (`ahead`). A rate that is a custom function is not read.
         """
         for optimizer in filter(keras_optimizers.rate_is_pure, self._optimizers()[:1]):
             try:
                 rate = keras_optimizers.learning_rate(optimizer)
-            except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step
+            except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
                 return
             plain = keras_optimizers.rate_variable(optimizer) is not None
             before = self.recorder.rate(rate, ahead or not plain)
@@ -121,7 +121,7 @@ class FitRecording:
             self.rate(ahead=True)
 
     def returned_rate(self) -> None:
-        """Record that a lowered rate has returned, and at intervals its way there."""
+        """Record that a lowered rate has returned, and at intervals the factor on its way there."""
         changed = self._recovery.rate_factor != self._factor
         if changed and (self._recovery.lowering.returns is None or self.recorder.wants_rate):
             self._record_factor()

@@ -1,4 +1,4 @@
-"""The changes of the policy in a fit, besides the state of the model, and the record of them that
+"""The changes of the policy in a fit, besides the state of the model, and their record, which
 outlives the fit and the process.
 
 Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
@@ -74,7 +74,7 @@ class Recovery:
         return {key: rate.factor for key, rate in self.rates.items()}
 
     def restore_rates(self, factors: Mapping[int, float], lowering: Lowering) -> None:
-        """Lower the rates as before: undo what was done to them since."""
+        """Lower the rates as before, undoing all later changes to them."""
         for key, rate in self.rates.items():
             rate.restore(factors.get(key, 1.0))
         self.lowering = lowering
@@ -239,7 +239,7 @@ class Recovery:
         self.policy_state = self.policy_state.rewound()
 
 
-# What outlives the fit
+# State that outlives the fit
 
 FORMAT = 2
 """Version of the JSON format of a `GuardState`."""

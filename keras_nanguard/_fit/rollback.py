@@ -1,4 +1,4 @@
-"""Restores a snapshot: which one, how it is written, and from where the run then counts.
+"""Restores a snapshot: selects it, writes it, and sets the counters of the run back.
 
 The steps since then are replayed if their batches are remembered (see `replay`).
 """
@@ -33,7 +33,7 @@ aligns with it.
 
 
 class Restored(NamedTuple):
-    """What has become of a run after a rollback.
+    """The result of a rollback.
 
     Attributes:
         snapshot: the restored state.
@@ -174,7 +174,7 @@ class Rollback:
         return committed_bad and any(f.kind == "nonfinite" for f in self.incident.findings)
 
     def _count_from(self, restored: Restored) -> None:
-        """Continue from a restored snapshot: forget what came after it."""
+        """Continue from a restored snapshot: forget everything after it."""
         run, snapshot = self.run, restored.snapshot
         run.ring.forget_after(snapshot.step)
         if restored.rerun is None:

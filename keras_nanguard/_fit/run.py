@@ -237,7 +237,7 @@ class Run:
         return findings
 
     def lacks_memory(self, what: str, size: float) -> None:
-        """Print once that a copy of this many bytes does not fit, and what there is without it."""
+        """Print once that a copy of this many bytes does not fit, and the consequence."""
         if what not in self._short_of_memory:
             self._short_of_memory.add(what)
             needed, free = memory.readable(size), memory.readable(memory.room())

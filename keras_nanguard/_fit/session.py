@@ -226,7 +226,7 @@ class Session:
         reports = {report.verdict.step: report for report in transaction.take_reports()}
         for step, verdict in enumerate(transaction.verdicts(first, end), first):
             counts.step = step
-            if run.healed or run.stopped:  # what ran on after it ran on a state that is gone
+            if run.healed or run.stopped:  # later steps ran on a state that was replaced
                 counts.refuse(end - step)
                 for refused in range(step, end):
                     run.recording.recorder.push(refused, nan, nan, nan, REFUSED)

@@ -1,4 +1,4 @@
-"""What is done between two steps, when it is due: reading the learning rate, measuring layers,
+"""The tasks between two steps, and when they are due: reading the learning rate, measuring layers,
 checks for finite faults and for divergence, and snapshots.
 """
 
@@ -40,7 +40,7 @@ class Tasks:
         self._run.due.plan("rate", step + 1)
 
     def run_due(self) -> None:
-        """Run the tasks that are due. A look at the layers comes with others."""
+        """Run the tasks that are due. Layers are measured only together with another task."""
         run = self._run
         if self._incidents.replay.pending is not None:
             return  # the state is that of an earlier step
@@ -100,7 +100,7 @@ class Tasks:
         not finite.
 
         Args:
-            without: what there is not if the copy does not fit into memory, for the line.
+            without: the consequence if the copy does not fit into memory, for the printed line.
             site: the site of the incident; see `Run.scan`.
         """
         run, counts = self._run, self._run.counts

@@ -59,7 +59,7 @@ def trains_by_compiled_loss(model: Any) -> bool:
 
 
 def _overridden(own: type, name: str) -> bool:
-    """Whether a class of the user's own, not of Keras or this library, defines a method."""
+    """Whether a custom class, not of Keras or this library, defines a method."""
     definer = next(base for base in own.__mro__ if name in vars(base))
     return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
 

@@ -53,9 +53,7 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
 
 
 def give_back_numbers(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes that hold a number, such as a counter in a `train_step` of the user's
-    own.
-    """
+    """Restore attributes that hold a number, such as a counter in a custom `train_step`."""
     for held, name, before in attributes:
         if type(before) in (int, float) and held.get(name) is not before:
             held[name] = before

@@ -110,8 +110,8 @@ def has_schedule(optimizer: Any) -> bool:
 
 
 def rate_is_pure(optimizer: Any) -> bool:
-    """Whether reading the learning rate changes nothing. A function of the user's own may count its
-    calls, or draw random numbers.
+    """Whether reading the learning rate changes nothing. A custom function may count its calls, or
+    draw random numbers.
     """
     given = given_rate(inner(optimizer))
     schedule = keras.optimizers.schedules.LearningRateSchedule

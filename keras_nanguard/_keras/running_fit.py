@@ -139,14 +139,14 @@ class Fit:
         return self._callbacks() if self._callbacks is not None else None
 
     def begin(self) -> None:
-        """Store that training begins, and whether `fit` runs it or a loop of the user's own."""
+        """Store that training begins, and whether `fit` or a hand-written loop runs it."""
         callbacks = self._list()
         frame = sys._getframe(1)
         self._by_hand = callbacks is not None and not _is_inside(frame, callbacks, itself=False)
 
     @property
     def by_hand(self) -> bool:
-        """Whether a loop of the user's own calls the `CallbackList`, and training has not ended."""
+        """Whether a hand-written loop calls the `CallbackList`, and training has not ended."""
         return self._by_hand and self._list() is not None
 
     @property

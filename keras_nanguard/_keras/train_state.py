@@ -141,7 +141,7 @@ def _held_by(layers: Iterable[Any]) -> list[Any]:
 def _of_kind(held: Iterable[Any], name: str) -> list[Any]:
     """Return the objects whose class has this attribute.
 
-    The class is asked, because a property of an object of the user's may raise.
+    The class is inspected, because a property of a custom object may raise.
     """
     return [item for item in held if hasattr(type(item), name)]
 

@@ -1,7 +1,7 @@
 """The tables of a recording, and the statements that change them.
 
 A run keeps its recording in an SQLite database in memory. `recording.sqlite` has the same tables:
-the statements that have changed the memory are executed there once more. See docs/recording.md.
+the statements that have changed the memory are executed there again. See docs/recording.md.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ UPSERT_SAMPLE = (
 
 
 def copied(connection: sqlite3.Connection, max_text: int) -> dict[str, list[Row]]:
-    """Return the last rows of each table in order, of events the newest ones with at most
-    `max_text` characters in all."""
+    """Return the last rows of each table in order; of the events, the newest with at most
+    `max_text` characters in all.
+    """
     found: dict[str, list[Row]] = {}
     for table in SCHEMA:
         found[table] = []
@@ -209,7 +210,7 @@ MAX_LAYER_ROWS = 40_000
 """Maximum number of rows of `layers`."""
 
 _MINOR = """kind IN ('epoch', 'snapshot') OR data LIKE '%"by": "callback"%'"""
-"""Events of which there are many, and which say little."""
+"""Frequent events with little information."""
 
 
 class Memory:

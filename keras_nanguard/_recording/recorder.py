@@ -1,7 +1,7 @@
 """Records a run: one append per step, and everything else about once a second.
 
 The recording is an SQLite database in memory, of limited size. With a directory, every statement
-that changes it is executed once more on `recording.sqlite`, in another thread.
+that changes it is executed again on `recording.sqlite`, in another thread.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from keras_nanguard._recording.run_file import RunFile
 from keras_nanguard._recording.writer import Writer
 
 INTERVAL = 1.0
-"""Seconds between two times at which new steps go into the database, and into the file."""
+"""Seconds between two writes of new steps to the database and the file."""
 
 MAX_PENDING = 4096
-"""Maximum number of steps that wait for that."""
+"""Maximum number of steps that wait for a write."""
 
 MAX_PLACES = 4096
 
 _KEPT_META = ("began", "base", "since")
-"""Entries of `meta` of an earlier process that stay."""
+"""Entries of `meta` that are kept from an earlier process."""
 
 Now = Callable[[], float]
 
@@ -261,7 +261,7 @@ class Recorder:
             self.end("failed", max(last + 1 - self.base, 0), self._places[-1][1])
 
     def problem(self) -> str:
-        """Return which file is not written, and why, once; `""` while all are."""
+        """Return once which file is not written, and why; `""` if all files are written."""
         return self._file.problem()
 
     # Results

@@ -178,7 +178,7 @@ def from_database(connection: sqlite3.Connection, file: Path | None = None) -> R
         sqlite3.Error, ValueError, TypeError, OverflowError: if it holds anything else.
     """
     left = MAX_ALL_TEXT
-    if file is not None:  # with the log beside it during a run
+    if file is not None:  # with its log during a run
         parts = (file, file.with_name(f"{file.name}-wal"))
         left = min(left, MAX_SHARE * sum(part.stat().st_size for part in parts if part.exists()))
 

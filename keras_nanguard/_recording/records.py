@@ -1,4 +1,4 @@
-"""What a recording is made of: the columns of its steps and of its bins, events, and bad samples.
+"""The parts of a recording: the columns of its steps and of its bins, events, and bad samples.
 
 Imports neither Keras nor a backend.
 """

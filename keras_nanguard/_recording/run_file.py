@@ -1,4 +1,4 @@
-"""Who writes to the file of a recording, and why it is not written."""
+"""The file of a recording: which run writes it, and why it is not written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RunFile:
         self._problem = f"{type(error).__name__}: {error}"
 
     def problem(self) -> str:
-        """Return which file is not written, and why, once; `""` while all are."""
+        """Return once which file is not written, and why; `""` if all files are written."""
         found = self._problem or (self.writer.problem if self.writer is not None else "")
         if found and not found.startswith(INCIDENTS):
             found = f"{database.NAME} is not written: {found}"

@@ -17,7 +17,7 @@ from keras_nanguard._recording.database import Statement, as_json, make, transac
 from keras_nanguard._recording.recording import check_header
 
 INCIDENTS = "incidents.jsonl"
-"""Name of the export of all incidents beside the recording, written at the end of a fit."""
+"""Name of the export of all incidents next to the recording, written at the end of a fit."""
 
 WAIT = 30.0
 """Maximum time that the end of a run waits for the disk, in seconds."""
@@ -82,7 +82,7 @@ class File:
             self._connection.executemany(statement, rows)
 
     def export(self) -> None:
-        """Write the incidents beside the file as JSON lines, atomically.
+        """Write the incidents as JSON lines next to the file, atomically.
 
         Raises:
             OSError: if they cannot be written.
@@ -95,7 +95,7 @@ class File:
             stream.writelines(f"{line}\n" for (line,) in self._connection.execute(query))
 
     def close(self) -> None:
-        """Close the file. The log beside it is merged into it, unless a program reads it."""
+        """Close the file. Its log is merged into it, unless a program reads it."""
         try:
             self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA journal_mode = DELETE").fetchone()

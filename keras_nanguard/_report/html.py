@@ -43,7 +43,7 @@ _PARTS = {
     "style": "report.css",
     "script": "report.js",
 }
-"""Our own files that each page contains, by their names in the templates."""
+"""Files of this package that each page contains, by their names in the templates."""
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
@@ -121,7 +121,7 @@ def _placed(
 ) -> tuple[Sequence[Incident], list[int]]:
     """Return the incidents, and the step of each as the recording counts them.
 
-    They are those of the recording, unless the given ones are more: old ones may have been dropped.
+    They are those of the recording, unless more are given, because a recording drops old ones.
     """
     known = incidents_of(recording, strict=False)
     if len(known) >= len(incidents):
@@ -149,7 +149,7 @@ def _whole(value: Any, default: int) -> int:
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     """Return a chart for the script: at most `POINTS` points, each with its extremes.
 
-    Values that a rollback has undone are in a curve of their own, unless they are in bins.
+    Values that a rollback has undone are in a separate curve, unless they are in bins.
     """
     step, low, high, undone = measured(recording, name)
     if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):

@@ -28,7 +28,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What a trace finds out about a step. It holds for every run of the compiled program.
+    """The facts that a trace has found. They hold for every run of the compiled program.
 
     It is a key of the result of that program, so its hash must take no time.
 
@@ -63,7 +63,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a run of the body shows besides its arrays.
+    """The facts that a run of the body has shown besides its arrays.
 
     Attributes:
         names: `(site, path)` of each checked array.

@@ -78,7 +78,7 @@ class Gate(Overrides):
         self._old = {id(variable): value for variable, value in given}
         stock, own = keras.optimizers.Optimizer, type(optimizer)
         if any(getattr(own, name) is not getattr(stock, name) for name in _ASSIGNMENTS):
-            return  # its own way to assign stays as it is; all is selected at the end
+            return  # it overrides assignments: all is selected at the end
         self.set(optimizer, "assign", self._assign)
         self.set(optimizer, "assign_add", lambda v, value: self._assign(v, v + value))
         self.set(optimizer, "assign_sub", lambda v, value: self._assign(v, v - value))

@@ -64,7 +64,7 @@ class MetricResults(Overrides):
         return result
 
     def sources(self, outputs: Any) -> list[tuple[Any, int] | None]:
-        """Return of each output which metric, and which leaf of its result, it is."""
+        """Return for each output the metric, and the leaf of its result, that it is."""
         found = (self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs))
         return [None if one is None else one[1:] for one in found]
 

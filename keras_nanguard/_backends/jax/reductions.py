@@ -103,7 +103,7 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
     if len(small) < 2 or len({array.dtype for array in small}) > 1:
         return [*large, *small]
     joined = jnp.concatenate([jnp.ravel(array) for array in small])
-    return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself
+    return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each separately
 
 
 def squares(arrays: Iterable[Any], dtype: Any) -> Any:

@@ -9,9 +9,9 @@ In outline::
     sums      weights and slots are read once
 
 A step is a function from state to state. It refuses by itself, so the host need not wait for its
-verdict before it starts the next step. A flag on the device halts that step, whatever its batch,
-if something was wrong with the one before. Then the host handles the bad step, and runs the halted
-one again.
+verdict before it starts the next step. A flag on the device halts that step, regardless of its
+batch, if the previous one was bad. Then the host handles the bad step, and runs the halted one
+again.
 
 The two parts of the body are made of one trace of it (`execution.StepTrace`). An eager step, and
 one whose verdict depends on an update, runs in one part; old or new is selected at the end.
@@ -38,7 +38,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
-"""What is known of a step before its first run."""
+"""The facts about a step before its first run."""
 
 
 @dataclass(slots=True)

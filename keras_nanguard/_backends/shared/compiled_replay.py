@@ -23,8 +23,8 @@ from keras_nanguard._keras.train_state import TrainState
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
     """Run a step once in its compiled mode, without side effects; return its result.
 
-    The program that returns the tensors of all layers can be finite where the one of training is
-    not. Then the latter gives the result, without layers.
+    The program that returns the tensors of all layers may be finite although the one of training is
+    not. The result is then that of the latter, without layers.
 
     Args:
         step: the step.
@@ -39,8 +39,8 @@ def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> Replay
 class _CompiledPass:
     """One replay in compiled mode.
 
-    It is its own tracker of origins: that of a bad value is the first layer with a bad result of
-    finite inputs.
+    It is its own tracker of origins: the origin of a bad value is the first layer with finite
+    inputs and a bad result.
     """
 
     def __init__(self, step: ReplayableStep):
@@ -54,7 +54,7 @@ class _CompiledPass:
             losses, gradients, statistics, tensors = current.replay().compiled(
                 self._body, self.step, args, jit
             )
-        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+        except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
             return ReplayResult(error=f"{type(error).__name__}: {error}")
         for call, found in zip(self.calls, tensors):
             call.inputs, call.outputs, call.gradients_out, call.gradients_in = found

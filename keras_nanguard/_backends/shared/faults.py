@@ -24,7 +24,7 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 _NEVER = -(1 << 40)
-"""A number of steps at which no fault is due, however many follow."""
+"""A count of steps so low that no fault ever becomes due."""
 
 
 class FaultHook:

@@ -269,8 +269,8 @@ def bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], b
 def users_line() -> str:
     """Return `file:line` of the user's code that called the operation, in a layer or a loss.
 
-    Code further out on the stack called a library function that has no part in it, so the search
-    ends there.
+    The search ends at the first library function outside of the model, because code further out on
+    the stack called that function.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_TRACKERS):

@@ -151,12 +151,12 @@ class ReplayableStep:
             return _Pass(self, observe, update).run(args)
 
     def rerun(self, args: Sequence[Any]) -> ReplayResult:
-        """Run the step without updates and observation: as it is compiled already, if it is."""
+        """Run the step without updates and observation, in its compiled form if there is one."""
         if self.judged is None:
             return self.run(args)
         try:
             verdict = self.judged(*args)
-        except Exception:  # noqa: BLE001  whatever the user's step raises: the eager replay shows it
+        except Exception:  # noqa: BLE001  the eager replay shows any exception of the user's step
             return self.run(args)
         sums = {name: getattr(verdict, name) for name in ("loss", "statistics", "gradients")}
         first = next((site for site, number in sums.items() if not math.isfinite(number)), "")
@@ -192,7 +192,7 @@ class _Pass:
                 outputs = self.step.body(*args)
                 losses = self.seen.losses or self.step.losses(outputs)
                 first, path, origin = self._first(losses, origins)
-        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+        except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
             return ReplayResult(
                 error=f"{type(error).__name__}: {error}",
                 rows=tuple(instrument.rows if instrument else ()),
@@ -248,7 +248,7 @@ def first_bad(
         losses: the losses.
         gradients: each gradient with the path of its variable.
         statistics: each variable with its value.
-        origins: what knows the origins of values, an `OriginTracker`; `None` if nothing does.
+        origins: an `OriginTracker`, or `None`.
     """
     for loss in losses:
         if not finiteness.is_finite(keras_variables.dense(loss)):
@@ -273,7 +273,7 @@ def _squares(array: np.ndarray[Any, Any]) -> float:
     finite.
     """
     flat = finiteness.widen(array).ravel()
-    with np.errstate(all="ignore"):  # a sum that overflows is what is asked for
+    with np.errstate(all="ignore"):  # an overflow is expected
         own = float(np.dot(flat, flat))
         return own if math.isfinite(own) else float(np.dot(*[flat.astype(np.float64)] * 2))
 

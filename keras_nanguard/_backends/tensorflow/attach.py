@@ -29,8 +29,8 @@ class _Modes(NamedTuple):
     """What the traced step of a fit depends on, besides the model.
 
     Attributes:
-        takes: whether the host takes each batch off the data: an execution is one step of Keras'
-            own train function.
+        takes: whether the host takes each batch from the iterator: an execution is one step of
+            Keras' own train function.
         eager: whether the step runs eagerly.
         jit: whether XLA compiles it.
         mirrored: whether the model trains under `MirroredStrategy`.
@@ -203,7 +203,7 @@ class ModelAttachment(attach.Attachment):
     def _restored(self, logs: Any) -> Any:
         """Return the logs of a refused step: those of the restored metrics, without it.
 
-        A log of the user's own gets the value of the last committed step.
+        A custom log gets the value of the last committed step.
         """
         if not isinstance(logs, dict):
             return logs

@@ -21,7 +21,7 @@ class Retrace(Exception):
 
     Attributes:
         untracked: a variable that the step writes and that Keras does not track; `None` if updates
-            must run where the body calls them.
+            must run immediately.
     """
 
     def __init__(self, untracked: graph.Untracked | None = None):
@@ -37,7 +37,7 @@ class Sums(NamedTuple):
         loss: the sum of the losses.
         gradients: half the sum of squares.
         statistics: the sum of what the body wrote besides weights, slots and metrics.
-        weights, slots: those after updates that ran where the body calls them; else 0.
+        weights, slots: those after updates that ran immediately; else 0.
     """
 
     loss: Any
@@ -132,9 +132,8 @@ class StepTrace:
             self.note_scale(*pair)
 
     def asked(self, record: Update) -> None:
-        """Store what is unknown before the body calls this update, which has not run yet.
-
-        These are weights of no known model, and the scale of an optimizer that the body builds.
+        """Store what becomes known with this update, which has not run yet: weights that belong to
+        no known model, and the scale of an optimizer that the body builds.
         """
         known = self.keys(self.train_state.trainable) | self.created
         found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]

@@ -72,7 +72,7 @@ class Intercept:
         note_created: called with each variable that is created while the body runs, before its
             first write.
         asked: called with each record, before its update runs.
-        seen: returns the records of the calling replica, to which is added.
+        seen: returns the records of the calling replica, to which calls are appended.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Element-wise parts of Keras' updates as one kernel of TensorFlow's own each: fewer passes over
-memory, the same bits.
+"""Element-wise parts of Keras' updates as single TensorFlow kernels: fewer passes over memory, the
+same bits.
 
 Keras writes an update as one operation after the other, each of which reads and writes whole
 arrays; Adam's takes some thirty passes over memory. Two kernels compute parts of it element by
@@ -8,9 +8,9 @@ element, in the same order of the same operations:
 - ``ResourceApplyGradientDescent``: ``var -= alpha * delta``;
 - ``ResourceApplyAdagradV2`` without its slots: ``var -= grad * lr / (sqrt(accum) + epsilon)``.
 
-Whether they come to the same bits on this processor is tried once in a process. If they do not,
-if an optimizer has its own way to assign, and on any device but a CPU the update runs as Keras
-wrote it.
+Once in a process it is tested whether they give the same bits on this processor. If they do not, if
+an optimizer overrides assignments, or on another device than a CPU, the update runs as Keras wrote
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ a * 2 * 3.
 
 
 def use_in(optimizer: Any, overrides: Overrides) -> None:
-    """Let an optimizer assign by kernels where these come to the same bits.
+    """Let an optimizer assign by kernels if these give the same bits.
 
     Args:
         optimizer: one that updates weights, not a `LossScaleOptimizer`.
@@ -95,7 +95,7 @@ def _by_kernel(variable: Any, value: Any, add: bool, divides: bool) -> bool:
 
 
 def origin(tensor: Any) -> Any:
-    """Return the tensor of this graph that is passed on as this one."""
+    """Return the tensor that reaches this one through identity operations."""
     while tensor.op.type in ("Identity", "IdentityN"):
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor

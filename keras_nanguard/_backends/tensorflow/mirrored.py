@@ -39,7 +39,7 @@ class MirroredTransaction(Transaction):
     def _on_one_replica(self, *args: Any) -> Any:
         """Run the body outside of the strategy, on the whole batch.
 
-        If a replica received no rows, the result for an empty batch is the one to find.
+        If a replica received no rows, run it on an empty batch, as that replica did.
         """
         dealt, rows = self.report_queue.dealt, batches.row_count(args)
         if 0 in dealt and sum(dealt) == rows:

@@ -108,15 +108,15 @@ class UncountedSteps:
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Allow steps to commit again after the host has healed the state."""
+        """Allow steps to commit again after the host has repaired the state."""
 
     def recount(self, step: int) -> None:
         """Set the number of the next step."""
 
 
 class CountedSteps(UncountedSteps):
-    """Steps of which any number may run between two looks of the host: they are counted, the row of
-    each waits for the host, and after one that left a bad state all are refused.
+    """Steps of which any number may run before the host reads their verdicts: they are counted, the
+    row of each waits for the host, and after one that left a bad state all are refused.
     """
 
     def __init__(self) -> None:

@@ -7,15 +7,15 @@ In words::
     verdict   are the sums over loss, gradients and written statistics finite? if a sum is not, are
               all entries? is the loss scale valid?
     yes       the updates run, by fused kernels if there are some; weights and slots are read once
-    no        the small state is restored, the loss scale learns
-    report    what was bad in a refused step is counted, and filed for the host with its batch
+    no        the small state is restored, the loss scale is updated
+    report    the bad entries of a refused step are counted, and filed for the host with its batch
 
-The verdict is known before anything large is written, so nothing large is ever copied. Deferring
-is right only if the rest of the step does not depend on it: it reads nothing that the updates
-write (a GAN does), and writes nothing that they read or write (a rate that it sets after its
-update; sharpness-aware minimisation). The graph shows it. Otherwise, and in eager execution, the
-updates run where the step asks for them; the old values of all that it writes are kept, and
-restored on a refusal.
+The verdict is known before anything large is written, so nothing large is ever copied. Updates are
+deferred only if the rest of the step does not depend on them: it reads nothing that they write (as
+a GAN does), and writes nothing that they read or write (as with a rate set after the update, or
+sharpness-aware minimisation). The graph shows this. Otherwise, and in eager execution, the updates
+run immediately; the old values of everything that the step writes are kept, and restored on a
+refusal.
 
 Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
 """
@@ -47,17 +47,17 @@ class Transaction(interface.Transaction):
         model: the model whose `compute_loss` returns the loss, or `None`.
         logs: the body returns Keras logs.
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.
-        counted: any number of steps may run between two looks of the host. The step then counts
-            itself and files its row, its batch is filed if it is refused, and after a step that
-            committed a bad state all are refused until the host has healed it.
+        counted: any number of steps may run before the host reads their verdicts. The step then
+            counts itself and files its row, and its batch if it is refused. After a step that
+            committed a bad state all steps are refused until the host has repaired it.
         note_created: called with each variable that is created inside the step, and its value.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
-        host_has_batches: the host takes each batch off the data, and sets `given`.
+        host_has_batches: the host takes each batch from the iterator, and sets `given`.
 
     Attributes:
         given: the arguments of the next or last step, if the host has them.
-        keeps_undo: whether updates run where the step asks for them.
+        keeps_undo: whether updates run immediately.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
@@ -111,7 +111,7 @@ class Transaction(interface.Transaction):
 
     @property
     def immediate(self) -> bool:
-        """Whether updates run where the body calls them."""
+        """Whether updates run immediately, when the body calls them."""
         return self.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
 
     def file(self, result: StepResult, args: Sequence[Any]) -> None:
@@ -126,7 +126,8 @@ class Transaction(interface.Transaction):
         return outputs, Verdict.of(row.numpy().tolist())
 
     def take(self, data: Any) -> Any:
-        """Take the next batch off the data, as Keras passes it to a step; `testing` wraps this.
+        """Take the next batch from the iterator, as Keras passes it to a step; `testing` wraps
+        this.
 
         Raises:
             StopIteration: if there is none.
@@ -183,7 +184,7 @@ class Transaction(interface.Transaction):
 
 class Direct:
     """The train function of a model, one step in each execution, on a batch that the host takes
-    off the data.
+    from the iterator.
 
     In each execution Keras 3.15 does work that only several steps per execution need. The step is a
     function within a function, its outputs are wrapped in an optional, and two eager operations

@@ -7,11 +7,11 @@ them at once. Adam's holds several arrays of the size of the weight.
 
 A gradient that is a product is multiplied once more for its update. TensorFlow's graph optimizer
 turns `rate * (a * b)` into `(rate * a) * b` if nothing but the update reads the gradient `a * b`
-(MinimizeBroadcasts, tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc), which may
-differ in the last bit: in the scale of a BatchNormalization under SGD, say. A guard reads each
-gradient, and an update in a conditional does not see how its gradient came about. So a deferred
-update gets a product of its own there; an update that runs where the step asks for it keeps the
-product, and the guard reads another one.
+(MinimizeBroadcasts, tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc), which may differ
+in the last bit, for example in the scale of a BatchNormalization under SGD. The guard also reads
+each gradient, and an update in a conditional cannot see which operation produced its gradient. So a
+deferred update multiplies the factors again, inside the conditional; an update that runs
+immediately keeps the product, and the guard reads a second one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The transaction on PyTorch.
 
-Beside the modules that every backend has:
+In addition to the modules that every backend has:
 
 | module | content |
 |---|---|
 | `modules` | modules and optimizers of torch in Keras' form |
 | `tensors` | the parts and the memory of tensors |
-| `parts`, `arguments` | what a step is given: the tensors of the train state, and the arguments |
+| `parts`, `arguments` | the inputs of a step: the tensors of the train state, and the arguments |
 | `backup`, `undo_log` | what a refusal restores |
 | `updates`, `update_queue` | the updates of a step, and when they run |
 | `judging` | the verdict on a step, and what the report of a bad one counts |

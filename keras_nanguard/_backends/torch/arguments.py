@@ -1,4 +1,4 @@
-"""The arguments of a step on PyTorch, kept until later steps ask for them."""
+"""The arguments of a step on PyTorch, kept until later steps need them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a guarded step, and what later steps have to know of it.
+    """The result of a guarded step, and the facts that later steps need.
 
     Attributes:
         outputs: what the body returned; `None` if it raised an exception about a bad number.

@@ -95,7 +95,7 @@ class Intercept:
         return target, name, known[1]
 
     def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that records a call as the step has to call it."""
+        """Return the form in which the step calls a function that records a call."""
         return function
 
     def update_of(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The verdict on one step on PyTorch: what it is about, its numbers, and the decision."""
+"""The verdict on one step on PyTorch: the checked tensors, its numbers, and the decision."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 bad value.
 
 It does the same as `origins` on TensorFlow. A `TorchDispatchMode` sees each operation that runs,
-those of the backward pass included. Values are known by the storage that they stand in, as autograd
-makes new tensors of the same storage at will; a storage that is written in place takes over the
-origin of what is written.
+those of the backward pass included. Values are identified by their storage, because autograd
+creates new tensors with the same storage. A storage that is written in place gets the origin of the
+new value.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class Parts:
         """Return how often torch has written each slot that may wait, by the `id` of its optimizer.
 
         If other code has written a slot since the last update, the slots are read after the next
-        one. So they need not be read after each, as on other backends those of small networks are.
+        one. So they need not be read after each update, unlike the slots of small networks on other
+        backends.
         """
         waiting = {key: slots for key, (slots, wait) in self.slots.items() if wait}
         return {key: [t._version for t in slots] for key, slots in waiting.items()}

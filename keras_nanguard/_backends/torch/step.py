@@ -6,13 +6,13 @@ In outline::
     run       the user's step; its optimizer updates are deferred
     verdict   are loss, gradients and written statistics finite, is the loss scale valid? one read
     commit    the updates run; weights and slots are read once
-    refuse    everything written is restored, the loss scale learns, batch and counts are reported
+    refuse    all writes are undone, the loss scale is updated, batch and counts are reported
 
 In Keras' own train step everything that can make it bad is known when it calls its update, so the
-verdict is computed there and nothing large is copied. Any other step may do anything after an
-update. There an update is deferred to the end of the step, or until an operation accesses what it
-reads or writes. In that case it runs at once and is undone on a refusal, which costs one copy of
-what it writes.
+verdict is computed there and nothing large is copied. Any other step may continue after an update.
+Its updates are deferred to the end of the step, or until an operation accesses something that they
+read or write. In that case the update runs at once and is undone on a refusal, which costs one copy
+of the written tensors.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class UpdateQueue:
 
     Args:
         log: keeps what an update writes that runs before the verdict, if it has to be undone.
-        watches: whether code of the user's own may follow an update.
+        watches: whether user code may follow an update.
 
     Attributes:
         waiting: the deferred updates that have not run yet.
@@ -61,7 +61,7 @@ class UpdateQueue:
             self._run(record, keep)
 
     def watch(self) -> None:
-        """Begin to watch, if code of the user's own may follow."""
+        """Begin to watch, if user code may follow."""
         if self._watch is None and self.watches:
             self._watch = _Watch(self)
             self._watch.__enter__()
