@@ -27,7 +27,7 @@ from keras_nanguard._fit.perform import Effect, perform
 from keras_nanguard._fit.poles import Found, Poles
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.replay import Replay
-from keras_nanguard._fit.rollback import draw_anew
+from keras_nanguard._fit.rollback import advance_generators
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import Trial, trial
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -126,7 +126,7 @@ class Incidents:
             again = step - 1 == self._last_unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
-                draw_anew(run)  # else the next step draws the same noise once more
+                advance_generators(run)  # else the next step draws the same noise once more
             self._last_unexplained = step
         same_state = self._diverged == state  # which is still bad, for any batch
         if "divergence" in incident.causes:

@@ -180,8 +180,8 @@ def _lower_lr(order: Order) -> Answer:
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rate(optimizer)
         factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
-        before, after, anew = rate.lower(factor, p.get("min_lr", 0.0))
-        retrace |= anew
+        before, after, again = rate.lower(factor, p.get("min_lr", 0.0))
+        retrace |= again
         if after < before:
             changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:

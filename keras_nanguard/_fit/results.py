@@ -129,14 +129,14 @@ class _Measured:
     """Losses of one batch with the current, the estimated, and the final statistics."""
 
     now: float
-    anew: float
+    estimated: float
     later: float
     worst: str
 
     def lags(self, trained: float) -> bool:
         """Whether the moving statistics cause the difference, and will not recover in this fit."""
-        small = FAR * max(self.anew, trained)
-        removed = self.now - self.anew >= UNDONE * (self.now - trained)
+        small = FAR * max(self.estimated, trained)
+        removed = self.now - self.estimated >= UNDONE * (self.now - trained)
         return min(self.now, self.later) > small and removed
 
 
@@ -203,11 +203,11 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
         now, before = loss(), [keras_variables.read(v) for v in moving]
         names = [name for layer in layers for name in (layer.path, layer.name)]
         recalibrate(model, iter(inputs), only=names)
-        anew, after = loss(), [keras_variables.read(v) for v in moving]
+        estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
         for variable, momentum, old, new in zip(moving, momenta, before, after):
             keras_variables.write(variable, new + (old - new) * momentum**remaining)
-        return _Measured(now, anew, loss(), _worst(layers, before, after))
+        return _Measured(now, estimated, loss(), _worst(layers, before, after))
 
 
 def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
@@ -243,10 +243,11 @@ def _diagnosis(
         advice.append("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.")
     advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
     losses = f"{loss:.3g}, and the loss of the last train steps {trained:.3g}"
-    anew = f"{found.anew:.3g} with statistics estimated from the last train batches"
+    estimated = f"{found.estimated:.3g} with statistics estimated from the last train batches"
     evidence = (
         f"The validation loss is {losses}.",
-        f"On one validation batch it is {found.now:.3g} with the moving statistics, and {anew}.",
+        f"On one validation batch it is {found.now:.3g} with the moving statistics, and"
+        f" {estimated}.",
         lag,
     )
     path, advised = found.worst, tuple(advice)

@@ -199,7 +199,7 @@ class Rollback:
 # Random generators
 
 
-def draw_anew(run: Run) -> None:
+def advance_generators(run: Run) -> None:
     """Advance every random generator of the model, so that the next step draws other numbers."""
     write_all(moved_seeds(run.train_state().other))
     current.host().advance_generator()

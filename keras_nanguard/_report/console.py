@@ -2,7 +2,7 @@
 the summary; Markdown.
 
 Cause code, findings and outcomes are in `str(incident)`, which `verbose=2` prints, and in the
-report. What is said by cause is in `_core/causes.toml`. Pure functions from records to strings.
+report. The texts for each cause are in `_core/causes.toml`. Pure functions from records to strings.
 """
 
 from __future__ import annotations

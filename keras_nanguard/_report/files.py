@@ -192,8 +192,9 @@ def _of_text(path: Path) -> list[Incident]:
 
 @contextmanager
 def _expecting(what: str, path: Path) -> Iterator[None]:
-    """Convert whatever a damaged or missing file raises to a `GuardError` that says what was
-    expected."""
+    """Convert any exception of a damaged or missing file to a `GuardError` with the expected
+    content.
+    """
     try:
         yield
     except GuardError:

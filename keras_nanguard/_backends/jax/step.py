@@ -5,12 +5,12 @@ In outline::
     body      the user's step, without what depends on the verdict
     verdict   loss, gradients and written statistics finite, loss scale valid
     update    the updates and what follows; each assignment selects new or old by the verdict
-    the rest  small state (statistics, seeds, metrics) is selected, new or old; a loss scale learns
+    the rest  small state (statistics, seeds, metrics) is selected, new or old; a loss scale is set
     sums      weights and slots are read once
 
-A step is a function from state to state. It refuses by itself, so the host need not wait for its
-verdict before it starts the next step. A flag on the device halts that step, regardless of its
-batch, if the previous one was bad. Then the host handles the bad step, and runs the halted one
+A step is a function from state to state. It refuses without the host, which therefore need not wait
+for the verdict before it starts the next step. A flag on the device halts that step, regardless of
+its batch, if the previous one was bad. Then the host handles the bad step, and runs the halted one
 again.
 
 The two parts of the body are made of one trace of it (`execution.StepTrace`). An eager step, and
@@ -85,7 +85,7 @@ class Transaction(interface.Transaction):
     Attributes:
         given: the arguments of the last step whose verdict was read.
         mesh: the devices of all processes that train together; `None` for one process.
-        facts: what the last trace has found out.
+        facts: the facts that the last trace has found.
         keeps_undo: whether updates run before the verdict, which includes their results.
         unpublished: the result of the program, until the caller has the new state. A signal handler
             that raises finds it here.

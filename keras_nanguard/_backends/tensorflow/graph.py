@@ -52,7 +52,7 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
     for position, op in enumerate(graph.get_operations()[start:], start):
         resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
         if not resources or op.type.startswith("Collective"):
-            continue  # what orders collectives is no state of the model
+            continue  # resources that order collectives are not state of the model
         reads = set(resources) if op.type in _READS else _read_only(op)
         marked = after_mark is not None and position >= after_mark
         for i in resources:

@@ -9,6 +9,6 @@ In addition to the modules that every backend has:
 | `parts`, `arguments` | the inputs of a step: the tensors of the train state, and the arguments |
 | `backup`, `undo_log` | what a refusal restores |
 | `updates`, `update_queue` | the updates of a step, and when they run |
-| `judging` | the verdict on a step, and what the report of a bad one counts |
+| `judging` | the verdict on a step, and the counts in the report of a bad one |
 | `numeric_errors` | exceptions by which torch reports a bad number |
 """

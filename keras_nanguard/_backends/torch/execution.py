@@ -223,7 +223,7 @@ class StepRun:
         return judgement.read_update()
 
     def _refuse(self) -> None:
-        """Undo the step; each loss scale learns from it."""
+        """Undo the step; each loss scale is updated."""
         self.backup.undo()
         self.backup.restore_gradients()
         verdict = self.judgement.verdict

@@ -112,12 +112,12 @@ class Intercept:
         return self.reporting(replaced)
 
     def _stepper(self, real: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-        @functools.wraps(real)  # a scheduler of torch's marks the function
+        @functools.wraps(real)  # schedulers of torch mark the function
         def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
             args = () if closure is None else (closure,)
             record = TorchUpdate(optimizer, real, args, kwargs)
             self._take(record)
-            optimizer.of._opt_called = True  # what a scheduler of torch's looks for
+            optimizer.of._opt_called = True  # schedulers of torch check this
             return record.result
 
         return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`

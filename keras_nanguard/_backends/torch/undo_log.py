@@ -133,7 +133,7 @@ class UndoLog:
 
     def keep_scaler(self, scaler: Any) -> None:
         """Keep the tensors of a gradient scaler that are about to change. A replay restores them; a
-        refused step does not, because the scale learns from it.
+        refused step does not, because they are to be updated.
         """
         held = [getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")]
         tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
