@@ -1,13 +1,15 @@
-"""Which clients of Keras a guard works under: the tests of `tests/clients`, run with what is installed, as a table.
+"""A table of the clients of Keras that work with a guard: runs `tests/clients`.
 
     python benchmarks/clients.py                                        # with all three backends, one after the other
     python benchmarks/clients.py tensorflow --write docs/compatibility.md
     python benchmarks/clients.py jax --only Keras --write docs/compatibility.md
 
-Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
-same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
-failed test, or one that took more than five minutes, `-` a client that is not installed or that this backend does not have. Clients do
-not depend on one another: where one fails the table has all others. `?` was not run, or not to its end. Exits with 1 where one has failed.
+Each row is a client and its version. A cell is `yes` if all tests of the client have passed: it
+runs unchanged, a healthy run prints nothing and has the same results, and bad data is refused
+(under a tuner, a failed trial is never the best one). `no` means that a test failed or took more
+than five minutes, `-` that the client is not installed or does not support this backend, `?` that
+the tests did not run or did not complete. Clients are independent: if one fails, the table still
+has all others. Exits with 1 if one has failed.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ CLIENTS = (
 
 
 APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors", "-p", "no:cacheprovider")
-"""One test that hangs is ended after so many seconds, one that crashes takes its worker alone with it, and the others go on."""
+"""A test that hangs is ended after this many seconds. One that crashes ends only its worker, and
+the others continue.
+"""
 
 RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL) +(?:\[ *\d+%\] )?(tests/.*?)(?: - .*)?$")
 """A line of `pytest -v` on several workers, as a test ends."""
@@ -117,13 +121,13 @@ def outcomes(backend: str, limit: float, clients: Sequence[Client]) -> dict[str,
 
 
 def cell(client: Client, found: dict[str, str]) -> str:
-    """Return what a table says of a client on a backend, `""` where none of its tests was chosen."""
+    """Return the cell of a client and a backend, `""` if none of its tests was chosen."""
     mine = {outcome for name, outcome in found.items() if re.search(client.tests, name)}
     return "no" if "failed" in mine else "?" if "unfinished" in mine else "yes" if "passed" in mine else "-" if mine else ""
 
 
 def version(client: Client) -> str:
-    """Return the version of a client that is installed."""
+    """Return the installed version of a client."""
     try:
         found = metadata.version(client.distribution or "keras")
     except metadata.PackageNotFoundError:
@@ -132,7 +136,9 @@ def version(client: Client) -> str:
 
 
 def table(backends: Sequence[str], found: Mapping[str, dict[str, str]], before: str = "") -> str:
-    """Return the table as Markdown; what was not run keeps the cells that it has in the text before, if any."""
+    """Return the table as Markdown; clients that were not run keep the cells of the earlier text,
+    if any.
+    """
     known = _cells(before)
     lines = [f"| client | version | {' | '.join(backends)} |", "|---" * (len(backends) + 2) + "|"]
     for client in CLIENTS:

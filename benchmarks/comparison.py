@@ -1,8 +1,10 @@
-"""What other tools see, heal and cost: the table of docs/comparison.md.
+"""The results and the cost of other tools: the tables of docs/comparison.md.
 
-One small network learns scikit-learn's digits for 360 steps, under each tool, with one thing broken at a time. A cell says whether the
-tool noticed, and how the run ended: with its accuracy on held-out digits, or with NaN in the model or the optimizer. The last column is the
-processor time of a healthy epoch with the tool as a multiple of one without it: median of paired rounds, each of the median epoch.
+A small network learns scikit-learn's digits for 360 steps, under each tool, with one fault at a
+time. A cell has the action of the tool and the result of the run: the accuracy on held-out digits,
+or NaN if the model or the optimizer has NaN. The last column is the processor time of a healthy
+epoch with the tool as a multiple of one without it: the median of paired rounds, each of the median
+epoch.
 
     python benchmarks/comparison.py                              # TerminateOnNaN, enable_check_numerics, LossScaleOptimizer
     KERAS_BACKEND=jax python benchmarks/comparison.py            # optax.apply_if_finite; takes optax
@@ -42,7 +44,7 @@ FAULTS = ("nothing", "NaN in one image", "Inf in a gradient", "batch 1e6 times t
 
 
 CLOCK: list[float] = []
-"""Processor time at which each epoch of the last run has begun."""
+"""Processor time at the start of each epoch of the last run."""
 
 
 def data() -> tuple[np.ndarray, ...]:
@@ -67,7 +69,7 @@ class Ended:
 
 
 Tool = Callable[[str, int], Ended]
-"""Trains for a number of epochs with one thing broken."""
+"""Trains for a number of epochs with one fault."""
 
 
 def rate_of(fault: str) -> float:
@@ -75,7 +77,7 @@ def rate_of(fault: str) -> float:
 
 
 def batches(fault: str, epochs: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield step and batch for a loop of one's own; the broken batch comes once."""
+    """Yield step and batch for a hand-written loop; the bad batch occurs once."""
     random, step = np.random.default_rng(0), 0
     for _ in range(epochs):
         CLOCK.append(time.process_time())
@@ -104,7 +106,7 @@ def keras_model(fault: str, optimizer: Any = None) -> Any:
 
 
 def broken(model: Any, fault: str) -> Any:
-    """Return a context in which one step of a fit goes wrong."""
+    """Return a context in which one step of a fit has a fault."""
     if fault == FAULTS[1]:
         return inject(model, site="inputs", kind="nan", step=AT)
     if fault == FAULTS[2]:
@@ -122,7 +124,7 @@ def fitted(fault: str, epochs: int, callbacks: list[Any], float16: bool = False)
         with broken(model, fault):
             clock = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: CLOCK.append(time.process_time()))
             model.fit(X, Y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[clock, *callbacks])
-    except Exception as error:  # noqa: BLE001  what a tool raises is what it has noticed
+    except Exception as error:  # noqa: BLE001  an exception of a tool is its result
         noticed = f"raises {type(error).__name__} at {int(model.optimizer.iterations)}"
     done = int(model.optimizer.iterations) if not float16 else int(model.optimizer.inner_optimizer.iterations)
     if not noticed and model.stop_training:
@@ -173,7 +175,7 @@ def nan_guard(fault: str, epochs: int, float16: bool = False) -> Ended:
     return ended
 
 
-# A loop of one's own on JAX, with optax
+# A hand-written loop on JAX, with optax
 
 
 def optax_loop(fault: str, epochs: int, guarded: bool = False) -> Ended:
@@ -208,7 +210,7 @@ def optax_loop(fault: str, epochs: int, guarded: bool = False) -> Ended:
     return Ended(noticed, whole, float((np.asarray(logits).argmax(1) == Y_TEST).mean()))
 
 
-# A loop of one's own on PyTorch
+# A hand-written loop on PyTorch
 
 
 def torch_loop(fault: str, epochs: int, tool: str = "") -> Ended:
@@ -314,7 +316,7 @@ TOOLS: dict[str, dict[str, tuple[Tool, Tool]]] = {
         "`NanGuard()`": (nan_guard, stock),
     },
 }
-"""Each tool, and the same run without it, against which its time is taken."""
+"""Each tool, and the same run without it, for comparison."""
 
 
 def cost(tool: Tool, without: Tool, rounds: int) -> float:

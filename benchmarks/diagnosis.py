@@ -1,7 +1,7 @@
-"""What the diagnosis of one incident costs, in training steps of the same network, measured in one process.
+"""The cost of diagnosing one incident, in training steps of the same network, in one process.
 
     python benchmarks/diagnosis.py            # ResNet50 at 64 pixels, batch 32, a NaN in one image, in the loss, in a weight
-    python benchmarks/diagnosis.py --check    # exit 1 where one takes 60 steps or more
+    python benchmarks/diagnosis.py --check    # exit with 1 if one takes 60 steps or more
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 class Clock(keras.callbacks.Callback):
-    """Times every step, on the outside of everything."""
+    """Times every step, including all callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,9 @@ class Clock(keras.callbacks.Callback):
 
 
 def measure(fault: dict[str, Any], batch: int) -> tuple[float, float, str]:
-    """Return the median step in seconds, the step with the incident, and what was found."""
+    """Return the time of the median step and of the step with the incident, in seconds, and the
+    diagnosis.
+    """
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     model = keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10)

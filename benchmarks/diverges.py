@@ -1,11 +1,13 @@
-"""Nothing is injected, the learning rate is simply too high: how many runs end as well as at the right rate?
+"""How many runs at a learning rate that is too high end as well as at the right one?
 
     KERAS_BACKEND=tensorflow python benchmarks/diverges.py [NAME ...] [--more] [--seeds 0 1 2] [--json out.json] [--check]
 
-The best of a program is that of stock Keras over the posed rate divided by 1, 10, 100 and 1000. A run has recovered if it ends within 2
-points of accuracy, or 15% of the loss, of that best, on the data that it was trained on. Compared are stock Keras at the posed rate,
-`TerminateOnNaN`, the best epoch put back by hand, and `NanGuard()` as it comes; and for the run at the best rate, whether a guard says
-anything there. `--more` runs the programs of `more_diverging_programs.py` instead. `--check` exits with 1 if the guard recovers fewer than 90%, or says anything at a best rate.
+The best result of a program is that of stock Keras at its rate divided by 1, 10, 100 and 1000. A
+run has recovered if it ends within 2 points of accuracy, or 15% of the loss, of this result, on the
+training data. The benchmark compares stock Keras, `TerminateOnNaN`, the best epoch restored by
+hand, and `NanGuard()` with its defaults. It also checks whether a guard prints anything at the best
+rate. `--more` runs the programs of `more_diverging_programs.py` instead. `--check` exits with 1 if
+the guard recovers fewer than 90%, or prints anything at a best rate.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ POINTS, SHARE = 0.02, 1.15
 
 
 class BestEpoch(keras.callbacks.Callback):
-    """What people write by hand: the weights of the best epoch, put back where the loss is NaN or has doubled, and at the end."""
+    """A common hand-written callback: restores the best epoch if the loss is NaN or has doubled,
+    and at the end.
+    """
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.best, self.weights = math.inf, self.model.get_weights()
@@ -59,7 +63,7 @@ WAYS: dict[str, Callable[[], list[Any]]] = {
 
 
 def run(program: Program, rate: float, seed: int, callbacks: Sequence[Any] = ()) -> float:
-    """Train once; return accuracy or loss on the train data, NaN where the model is not finite."""
+    """Train once; return accuracy or loss on the training data, NaN if the model is not finite."""
     fit = program.build(rate, seed)
     fit.model.fit(
         fit.x,
@@ -81,7 +85,7 @@ def recovered(program: Program, value: float, best: float) -> bool:
 
 
 def measured(program: Program, seed: int) -> dict[str, Any]:
-    """Return what each way comes to, and the best rate of the sweep."""
+    """Return the result of each variant, and the best rate of the sweep."""
     sweep = {divisor: run(program, program.rate / divisor, seed) for divisor in program.lowers}
     known = {divisor: value for divisor, value in sweep.items() if math.isfinite(value)}
     at = (max if program.figure == "accuracy" else min)(known, key=known.__getitem__)

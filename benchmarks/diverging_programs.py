@@ -1,6 +1,7 @@
-"""Programs whose learning rate is wrong, and nothing else: what `diverges.py` measures, and what the tests run in a short form.
+"""Programs in which only the learning rate is wrong, for `diverges.py` and, in short form, tests.
 
-Each is posed at a rate 10 to 1000 times too high. `Program.build(rate, seed)` returns everything that a fit needs.
+The rate of each is 10 to 1000 times too high. `Program.build(rate, seed)` returns everything that a
+fit needs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEPS_PER_EPOCH = 57  # of the digits in batches of 32
 
 @dataclass(frozen=True)
 class Fit:
-    """A compiled model and what it is fitted to.
+    """A compiled model and its training data.
 
     Attributes:
         steps: steps per epoch, if `x` is an endless pipeline.
@@ -47,10 +48,10 @@ class Program:
 
     Attributes:
         name: its name.
-        rate: the learning rate that it is posed with, a factor of 1 where the rate is a schedule.
-        figure: `accuracy` or `loss`, by which its runs are compared.
+        rate: its too high learning rate; the factor 1 if the rate is a schedule.
+        figure: `accuracy` or `loss`, the measure of its runs.
         make: returns the fit at a rate; the seed is set.
-        lowers: what the sweep for the best rate divides the rate by.
+        lowers: the divisors of the rate in the sweep for the best one.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Program:
 
 
 def fresh(seed: int) -> None:
-    """Forget earlier models, and seed everything random."""
+    """Clear earlier models, and set all seeds."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
 
@@ -131,7 +132,7 @@ def mlp(optimizer: Callable[[float], Any], activation: str = "relu", depth: int 
 
 @contextlib.contextmanager
 def half_precision() -> Iterator[None]:
-    """Layers that are made within are of mixed_float16."""
+    """Make all layers that are created in this context mixed_float16."""
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         yield
@@ -214,7 +215,7 @@ def regression(optimizer: Callable[[float], Any], data: Callable[[], Any] = unsc
 
 
 class Finder(keras.callbacks.Callback):
-    """A rate finder that is run on: the rate grows by 2% with every batch."""
+    """A rate finder without an end: the rate grows by 2% with every batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         rate = self.model.optimizer.learning_rate
@@ -277,4 +278,4 @@ PROGRAMS = tuple(
         ("regression-rmsprop", 1.0, "loss", regression(optimizers.RMSprop, diabetes)),
     )
 )
-"""The programs, by what is trained and how."""
+"""The programs, by model and training."""

@@ -1,13 +1,13 @@
-"""Nothing is wrong, but the loss looks odd: does a guard leave healthy programs alone?
+"""Does the guard leave healthy programs with unusual losses alone?
 
     KERAS_BACKEND=tensorflow python benchmarks/healthy.py [NAME ...] [--json out.json] [--check]
 
-Each program is trained plain and with `NanGuard()`, in one process and from the same seed. It was
-acted on if an action other than `warn` and `skip` was done, or a step was refused that plain Keras
-would have made; overflows that loss scaling handles are not counted. It ended worse if its metric
-is worse than that of plain Keras by more than two plain runs differ. A second plain run is made
-only if the metric is worse at all. `--check` exits with 1 if a program was acted on, ended worse
-or raised an error, or if more than 3 % had a line.
+Each program is trained plain and with `NanGuard()`, in one process and from the same seed. The
+guard acted on it if an action other than `warn` and `skip` was done, or if a step was refused that
+plain Keras would commit; overflows that loss scaling handles are not counted. A program ended worse
+if its metric is worse than that of plain Keras by more than the difference of two plain runs. The
+second plain run is made only if the metric is worse at all. `--check` exits with 1 if the guard
+acted on a program, if one ended worse or raised an error, or if more than 3 % printed a line.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measured(program: Program) -> dict[str, Any]:
 
 
 def attempted(program: Program) -> dict[str, Any]:
-    """Measure a program; an error becomes a row, so that the others are measured all the same."""
+    """Measure a program; an error becomes a row, so that the other programs are still measured."""
     try:
         return measured(program)
     except Exception as error:  # noqa: BLE001  a program may raise anything

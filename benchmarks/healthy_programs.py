@@ -1,10 +1,10 @@
-"""Healthy programs whose training looks odd: what `healthy.py` trains plain and guarded.
+"""Healthy programs with unusual losses, which `healthy.py` trains plain and guarded.
 
-They were written by somebody who had not seen the library, and were run first after the rules were
-final, so that the first run was held out. From now on they are in sample.
+Their author had not seen the library. They were first run after the rules were final, so the first
+run was held out. Now they are in sample.
 
 Plain Keras trains each of them to a normal result. All data are made here or come with
-scikit-learn. The docstring of a program says what looks odd about it, and why it is normal.
+scikit-learn. The docstring of a program describes what is unusual about it, and why that is normal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Training:
     Attributes:
         models: the models.
         train: trains them, with these callbacks in each fit.
-        metric: returns what they have come to.
+        metric: returns their result.
     """
 
     models: tuple[Any, ...]
@@ -86,7 +86,7 @@ def fitted(
     first: Sequence[Any] = (),
     **fit: Any,
 ) -> Training:
-    """Return the training of one model by one fit, in which the callbacks `first` run first."""
+    """Return the training of one model by one fit; the callbacks `first` run before the others."""
 
     def train(callbacks: Sequence[Any]) -> None:
         model.fit(x, y, verbose=0, callbacks=[*first, *callbacks], **fit)
@@ -154,7 +154,7 @@ def accuracy(model: Any, x: Any, y: Any) -> Callable[[], float]:
 
 
 def evaluated(model: Any, x: Any, y: Any) -> Callable[[], float]:
-    """Return what measures the loss on these data."""
+    """Return a function that measures the loss on these data."""
 
     def metric() -> float:
         return float(np.ravel(model.evaluate(x, y, verbose=0, batch_size=256))[0])
@@ -256,7 +256,7 @@ def gan_classes() -> tuple[Any, Any]:
 
 @program(tensorflow_only=True)
 def gan_ring8_bce() -> Training:
-    """Neither loss falls for long: generator and discriminator balance each other."""
+    """Neither loss keeps falling: generator and discriminator balance each other."""
     gan, _ = gan_classes()
     draw = rng(0)
     k = draw.integers(0, 8, 8000)
@@ -293,7 +293,9 @@ def wgan_gp_digits() -> Training:
 
 @program(better="higher", tensorflow_only=True)
 def dann_adversarial_ramp() -> Training:
-    """The domain loss rises to log 2: a reversed gradient, raised by a callback, is to do this."""
+    """The domain loss rises to log 2: this is the aim of the reversed gradient, which a callback
+    raises.
+    """
     import tensorflow as tf
 
     strength = keras.Variable(0.0, trainable=False, name="lam")
@@ -508,7 +510,7 @@ def simclr_ntxent_digits() -> Training:
 
 @program(better="higher")
 def triplet_batchhard_margin() -> Training:
-    """The loss stays near its margin of 0.3 for long: the hardest triplets separate late."""
+    """The loss stays near its margin of 0.3 for a long time: the hardest triplets separate late."""
     x, y = digits()
     draw = rng(4)
     x = f32(np.concatenate([x, 1.5 * draw.normal(size=(len(x), 64))], 1))  # half of it is noise
@@ -536,7 +538,9 @@ def triplet_batchhard_margin() -> Training:
 
 @program(tensorflow_only=True)
 def pinn_damped_oscillator() -> Training:
-    """The loss has second derivatives in it and begins at 26: initial values weigh up to 100."""
+    """The loss contains second derivatives and begins at 26: initial values have weights of up to
+    100.
+    """
     import tensorflow as tf
 
     class PINN(keras.Model):
@@ -694,7 +698,7 @@ def gru_adding_task_plateau() -> Training:
 
 @program(better="higher")
 def parity3_of_20_sudden_drop() -> Training:
-    """The loss stays at log 2 and then drops at once: two of three bits say nothing."""
+    """The loss stays at log 2 and then drops at once: two of three bits contain no information."""
     draw = rng(0)
     x = f32(2 * draw.integers(0, 2, (6000, 20)) - 1)
     y = ((x[:, 2] * x[:, 7] * x[:, 11]) > 0).astype("int32")
@@ -821,7 +825,7 @@ def rare_1_in_2000_focal() -> Training:
 
 @program(better="higher")
 def survival_weibull_90pct_censored() -> Training:
-    """The loss hardly falls: nine in ten times are censored and say little."""
+    """The loss hardly falls: nine in ten times are censored and contain little information."""
     draw = rng(0)
     n = 4000
     x = f32(draw.normal(size=(n, 8)))
@@ -1032,7 +1036,9 @@ def thousand_classes_8_each_adafactor() -> Training:
 
 @program()
 def sparse_autoencoder_adagrad_large_rate() -> Training:
-    """The rate is 0.3 on sparse and large inputs: Adagrad divides it by what it has seen."""
+    """The rate is 0.3 on sparse and large inputs: Adagrad divides it by the root of the summed
+    squares.
+    """
     draw = rng(0)
     n, size, parts = 4000, 200, 12
     part = (draw.random((parts, size)) < 0.08) * draw.gamma(2, 2, (parts, size))
@@ -1060,7 +1066,7 @@ def sparse_autoencoder_adagrad_large_rate() -> Training:
 
 @program()
 def ftrl_hashed_clicks() -> Training:
-    """Some batches hold no click and many weights stay zero: clicks are rare, Ftrl has L1."""
+    """Some batches contain no click and many weights stay zero: clicks are rare, Ftrl has L1."""
     draw = rng(0)
     n, size = 12000, 300
     chances = 1 / np.arange(1, size + 1)
@@ -1082,7 +1088,9 @@ def ftrl_hashed_clicks() -> Training:
 
 @program(better="higher")
 def multi_output_one_dominates_1e6() -> Training:
-    """One loss is 1e10 times the other: Adam does not mind, as the heads share no layer."""
+    """One loss is 1e10 times the other: this does not affect Adam, because the heads share no
+    layer.
+    """
     x, y = digits()
     price = f32(2e5 + 3e4 * y + 1e4 * x.sum(1))[:, None]
     inputs = keras.Input((64,))
@@ -1118,7 +1126,7 @@ def mixed_float16_loss_scaling() -> Training:
 
 @program(better="higher")
 def noisy_labels_60pct() -> Training:
-    """The loss stays above 2.0 of 2.3: most labels are random, the rest are enough."""
+    """The loss stays above 2.0 of 2.3: most labels are random, but the others are enough."""
     x, y = digits()
     draw = rng(3)
     images = np.concatenate([jittered(draw, x[:1400]) for _ in range(4)])
@@ -1133,7 +1141,7 @@ def noisy_labels_60pct() -> Training:
 
 @program(better="higher")
 def recommender_negative_sampling() -> Training:
-    """Some pairs have both labels: negatives are drawn blindly, and anew in each fit."""
+    """Some pairs have both labels: negatives are drawn at random, again in each fit."""
     draw = rng(0)
     users, items = 300, 400
     a, b = draw.normal(size=(users, 4)), draw.normal(size=(items, 4))

@@ -1,10 +1,10 @@
-"""How much memory a guarded `fit` takes at its peak, in copies of the train state beyond what plain `fit` takes.
+"""The additional peak memory of a guarded `fit`, in copies of the train state.
 
     python benchmarks/memory.py [--width 2048] [--jit]
 
-Trains an MLP with Adam (13M parameters by default, so that its state takes 151 MB) in processes of their own, plain and
-guarded, through four snapshots, and compares the largest resident set that the system has seen of each. What the library
-and its trace take by themselves is found with an MLP of next to no state, and left out.
+Trains an MLP with Adam (by default 13M parameters, a state of 151 MB) in separate processes, plain
+and guarded, through four snapshots, and compares their largest resident sets. The memory of the
+library and its trace is measured with an MLP of almost no state, and subtracted.
 """
 
 from __future__ import annotations

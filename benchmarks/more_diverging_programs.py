@@ -1,7 +1,6 @@
-"""More programs whose learning rate is wrong: other networks, losses, optimizers and pipelines than
-in `diverging_programs.py`.
+"""More programs in which only the learning rate is wrong, with other networks and optimizers.
 
-They were written after the detector, and three of its faults that they showed have been corrected.
+They were written after the detector. They showed three faults in it, which have been corrected.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def additions() -> tuple[Any, Any]:
 
 @functools.cache
 def tags() -> tuple[Any, Any]:
-    """Return sequences of 10 out of 20 symbols; the one before changes the tag of each."""
+    """Return sequences of 10 out of 20 symbols; the previous one changes the tag of each."""
     draw = np.random.default_rng(14)
     symbols = draw.integers(20, size=(1200, 10))
     before = np.concatenate([np.zeros((1200, 1), int), symbols[:, :-1]], 1)
@@ -91,7 +90,7 @@ def surface() -> tuple[Any, Any]:
 
 @functools.cache
 def uncertain() -> tuple[Any, Any]:
-    """Return 12 features and one of 24 classes, of which they leave about half of the entropy."""
+    """Return 12 features and one of 24 classes; the features explain about half of its entropy."""
     draw = np.random.default_rng(16)
     x = draw.normal(size=(4000, 12)).astype("float32")
     scores = 1.5 * x @ draw.normal(size=(12, 24)) / 2 + draw.gumbel(size=(4000, 24))
@@ -171,7 +170,7 @@ def endless(data: Any, size: int) -> Iterator[Any]:
 
 
 def piped(data: Any, size: int) -> Any:
-    """Return the data in the pipeline that a backend comes with."""
+    """Return the data in the usual pipeline of a backend."""
     if keras.backend.backend() == "torch":
         import torch
 

@@ -1,10 +1,10 @@
-"""What guarding costs, as a ratio to plain `fit`, measured in paired rounds in one process.
+"""The cost of the guard as a ratio to plain `fit`, measured in paired rounds in one process.
 
     python benchmarks/overhead.py [--models mlp wide ...] [--rounds 15] [--json out.json] [--xla] [--replicas 2]
 
-Every round times one epoch of each variant on the same data, in an order that changes from round to round, and takes
-ratios within the round; the median over the rounds is reported with its quartiles. Absolute times are shown only to say
-what the ratio is of. The claim, checked with `--check`:
+Every round times one epoch of each variant on the same data, in an order that changes from round to
+round, and takes ratios within the round. The median over the rounds is reported with its quartiles.
+Absolute times are shown for reference only. `--check` checks these limits:
 
     cnn, transformer, resnet50    NanGuard at most 1.03 x plain fit
     mlp (dispatch-bound), wide    NanGuard at most 1.10 x plain fit
@@ -37,7 +37,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy
 
 
 class NumpyChecks(keras.callbacks.Callback):
-    """What people write by hand: every weight to NumPy after every batch."""
+    """A common hand-written callback: converts every weight to NumPy after every batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         for weight in self.model.get_weights():
@@ -46,7 +46,9 @@ class NumpyChecks(keras.callbacks.Callback):
 
 
 class CheckNumerics(keras.callbacks.Callback):
-    """What TensorFlow offers: every operation checked. It holds for the thread that `fit` runs in, and what it traces."""
+    """TensorFlow's check of every operation, in the thread of `fit` and in everything that it
+    traces.
+    """
 
     def on_train_begin(self, logs: Any = None) -> None:
         tf.debugging.enable_check_numerics()
@@ -138,7 +140,9 @@ class _Epochs:
 
 
 class _Trainer:
-    """Drives `fit` one epoch at a time from a thread of its own, so that nothing is compiled anew between rounds."""
+    """Runs `fit` one epoch at a time in a separate thread, so that nothing is compiled again
+    between rounds.
+    """
 
     def __init__(self, variant: Variant):
         import threading
@@ -189,10 +193,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--xla", action="store_true")
-    parser.add_argument("--numerics", action="store_true", help="tf.debugging.enable_check_numerics beside it")
-    parser.add_argument("--replicas", type=int, default=0, help="MirroredStrategy over so many logical CPUs")
+    parser.add_argument("--numerics", action="store_true", help="also measure tf.debugging.enable_check_numerics")
+    parser.add_argument("--replicas", type=int, default=0, help="number of logical CPUs for MirroredStrategy")
     parser.add_argument("--json")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the claim does not hold")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
     a = parser.parse_args()
     random.seed(0)
     results, broken = [], []

@@ -1,15 +1,15 @@
-"""What the guard costs on JAX and PyTorch: plain `fit`, guarded `fit` and stock `TerminateOnNaN` in paired rounds.
+"""The cost of the guard on JAX and PyTorch, in paired rounds with plain `fit`.
 
     KERAS_BACKEND=jax python benchmarks/overhead_backends.py [CASE ...]
     KERAS_BACKEND=torch python benchmarks/overhead_backends.py [CASE ...]
     KERAS_BACKEND=jax python benchmarks/overhead_backends.py --processes 2 [CASE ...]
 
-With `--processes` each process of this machine has its share of every batch, over Keras' `DataParallel` on loopback.
+With `--processes` several processes on this machine share each batch, with Keras' `DataParallel`.
 
 Each round times one epoch of each variant, in an order that changes from round to round, and takes ratios within the round.
-Prints, for each case, the median time of a plain step and the median of each ratio with its quartiles, in wall time and in
-processor time, which does not see what else the machine does. Snapshots are part of it, the first epoch of each fit is not.
-PyTorch runs on one thread.
+For each case it prints the median time of a plain step, and the median and quartiles of each ratio,
+in wall time and in processor time (which other work on the machine does not affect). Snapshots are
+included, the first epoch of each fit is not. PyTorch runs on one thread.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def measured(model, data, batch, callbacks):
-    """Return the wall time and the processor time of the quickest epoch but the first."""
+    """Return the wall time and the processor time of the fastest epoch after the first."""
     clock = Clock()
     model.fit(*data, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[clock, *callbacks])
     return [min(part) for part in zip(*clock.epochs[1:])]
@@ -96,7 +96,9 @@ def reported(ratios):
 
 
 def spread(names, count):
-    """Run this program in so many processes that train together; returns the exit status of the first that failed."""
+    """Run this program in several processes that train together; return the exit status of the
+    first that failed.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -110,7 +112,7 @@ def spread(names, count):
 
 
 def join():
-    """Join the other processes, if there are some; returns how many there are."""
+    """Join the other processes, if there are any; return the number of processes."""
     if "BENCH_PLACE" not in os.environ:
         return 1
     place, count, rank = os.environ["BENCH_PLACE"].split()

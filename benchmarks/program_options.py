@@ -1,4 +1,4 @@
-"""The command line that the benchmarks over a table of programs share."""
+"""The command line of the benchmarks over a table of programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Options"]
 
 
 class Options:
-    """What the command line says, and how the rows that were measured are written.
+    """The options of the command line, and the output of the measured rows.
 
     Args:
         doc: the text of `--help`.
@@ -32,7 +32,7 @@ class Options:
         self.parser.add_argument("--check", action="store_true", help="exit with 1 on a failure")
 
     def read(self) -> tuple[argparse.Namespace, list[Any]]:
-        """Return the options and the chosen programs; a name that is in no table is an error."""
+        """Return the options and the chosen programs; an unknown name is an error."""
         options = self.parser.parse_args()
         unknown = set(options.names) - {program.name for program in self._programs}
         if unknown:

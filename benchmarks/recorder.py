@@ -1,7 +1,7 @@
-"""What the flight recorder costs a step, in processor time: `python benchmarks/recorder.py`. Needs neither Keras nor a backend.
+"""The processor time of the recorder per step: `python benchmarks/recorder.py`. Needs no backend.
 
-For each step: in the step itself (one append), for the database in memory, about once a second, and
-in the thread that writes the file.
+Measured separately: the step itself (one append), the database in memory (about once a second), and
+the thread that writes the file.
 """
 
 from __future__ import annotations

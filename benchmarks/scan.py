@@ -1,8 +1,8 @@
-"""How fast `scan` reads a file, as a ratio to h5py and NumPy, which read the same arrays and look only for NaN and Inf.
+"""The speed of `scan` relative to h5py and NumPy, which only search for NaN and Inf.
 
     python benchmarks/scan.py [--rounds 7]     # ResNet101V2, weights and Adam's slots
 
-Rounds are paired: both read the file in turn, from the system's cache; the median of the ratios is reported.
+In each round both read the file from the system's cache; the median of the ratios is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keras_nanguard import scan
 
 
 def write(path: Path) -> None:
-    """Write the file in a process of its own, so that no backend is loaded in this one."""
+    """Write the file in another process, so that no backend is loaded in this one."""
     code = (
         "import keras, sys\n"
         "model = keras.applications.ResNet101V2(weights=None, input_shape=(64, 64, 3), classes=10)\n"
@@ -38,7 +38,7 @@ def write(path: Path) -> None:
 
 
 def plain(path: Path) -> bool:
-    """Read every array with h5py and look for NaN and Inf with NumPy."""
+    """Read every array with h5py and search it for NaN and Inf with NumPy."""
     fine = []
     with h5py.File(path) as file:
         file.visititems(lambda _, item: fine.append(bool(np.isfinite(item[()]).all())) if isinstance(item, h5py.Dataset) else None)

@@ -1,14 +1,15 @@
-"""What each special path of a backend buys: a guarded `fit` with the path and one without it, in paired rounds of one process.
+"""The gain of each special path of a backend, in paired rounds with and without it.
 
     KERAS_BACKEND=tensorflow python benchmarks/special_paths.py from_iterator fused_updates exact_products
     KERAS_BACKEND=torch python benchmarks/special_paths.py compiled_step
     KERAS_BACKEND=tensorflow python benchmarks/special_paths.py step_cache    # also jax; torch compiles with jit_compile=True
 
-A path is switched off by replacing one function for the whole fit, on the model of `overhead_backends.py` that it was made for. Each
-round fits both variants in random order. Prints the median of the ratios without / with the path and their quartiles: above 1 the
-path saves time. Processor time does not see what else the machine does.
+A path is disabled by replacing one function for the whole fit, on the model of
+`overhead_backends.py` that it was made for. Each round fits both variants in random order, in one
+process. Prints the median and quartiles of the ratios without / with the path: above 1 the path
+saves time. Other work on the machine does not affect processor time.
 
-For `step_cache` a fit is one epoch of 10 steps, and what is compared is the whole fit, the trace included.
+For `step_cache` a fit is one epoch of 10 steps, and the whole fit is compared, including the trace.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ NEVER = property(lambda owner: False, lambda owner, value: None)
 
 
 def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what replaces a name (`function` or `Class.method`) of a module of the library for a while."""
+    """Return a context that replaces a name (`function` or `Class.method`) of a module of the
+    library.
+    """
     owner, _, last = name.rpartition(".")
 
     def switched_off() -> AbstractContextManager[Any]:
@@ -51,7 +54,7 @@ PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = 
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
     "step_cache": (["mlp", "cnn"], without("shared.attach", "Attachment._cached_step", lambda attachment, *modes: None)),
 }
-"""The path, the models that it was made for, and how it is switched off."""
+"""Each path, the models that it was made for, and how it is disabled."""
 
 
 def short_fit(model: Any, data: Any, batch: int, callbacks: list[Any]) -> list[float]:
@@ -62,7 +65,7 @@ def short_fit(model: Any, data: Any, batch: int, callbacks: list[Any]) -> list[f
 
 
 def compare(path: str, case: str, rounds: int) -> None:
-    """Print what one path buys on one model."""
+    """Print the gain of one path on one model."""
     build, shape, batch, steps = CASES[case]
     jit = True if path == "compiled_step" or (path == "step_cache" and keras.backend.backend() == "torch") else "auto"
     timed = short_fit if path == "step_cache" else measured
@@ -90,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", choices=list(PATHS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="other models than those that the path was made for")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="models, instead of those that the path was made for")
     given = parser.parse_args()
     random.seed(0)
     keras.utils.set_random_seed(0)
