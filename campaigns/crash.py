@@ -1,12 +1,13 @@
-"""Training that is killed at random moments ends with the same bits, and a disk that fails, or files that are damaged, lose nothing good.
+"""Training that is killed at random moments, or whose disk fails, ends with the same bits.
 
     KERAS_BACKEND=torch python campaigns/crash.py kills [50] [seed]
     KERAS_BACKEND=torch python campaigns/crash.py faults
     python campaigns/crash.py write
 
-A life is a process that trains, forked off this one, which has imported Keras and its backend and has run no operation. It resumes from
-the directory, and is killed with SIGKILL at a random moment of its expected length; the next one goes on. A run is over when a life comes
-to its end. Results are appended to `campaigns/crash.jsonl`; kills that are recorded there are not made again.
+A life is a training process, forked from this one, which has imported Keras and its backend but has
+not run an operation. It resumes from the directory, and is killed with SIGKILL at a random moment
+of its expected duration; the next one continues. A run is complete when a life ends without a kill.
+Results are appended to `campaigns/crash.jsonl`; kills that are recorded there are not repeated.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from keras_nanguard._fit.resume import find
 PAGE = Path(__file__).resolve().parents[1] / "campaigns/results/crash.md"
 
 def killed_runs(kills: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a record of each kill and of each end, until there were so many kills."""
+    """Yield a record of each kill and of each completed run, until this number of kills."""
     whole, length = never_killed(folder)
     backend, draw = keras.backend.backend(), random.Random(seed)
     made = number = 0
@@ -93,7 +94,7 @@ def killed_runs(kills: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]
 
 
 def kills(count: int, seed: int) -> None:
-    """Make kills, and append what came of them to the log."""
+    """Kill runs, and append the results to the log."""
     known = sum(r["kind"] == "kill" and r["backend"] == keras.backend.backend() and r["seed"] != seed for r in records())
     with tempfile.TemporaryDirectory() as folder:
         for record in killed_runs(count - known, seed, Path(folder)):

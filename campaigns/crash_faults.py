@@ -1,4 +1,4 @@
-"""Disks that fail, files that are damaged, a clock that is set back, two processes on one directory."""
+"""Failing disks, damaged files, a clock that is set back, and two processes on one directory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ from keras_nanguard._fit.resume import find
 
 
 class Case:
-    """Trains in processes of their own within one folder, and knows the final state that has to come of it."""
+    """Trains in separate processes within one folder; has the expected final state."""
 
     def __init__(self, folder: Path, whole: Path):
         self.folder, self.whole, self.number = folder, whole, 0
 
     def train(self, directory: Path, tampered: Callable[[], None] = nothing, die: bool = False) -> dict[str, Any]:
-        """Train to the end, or (`die`) until a process kills itself in its second epoch; returns what it said and what came of it."""
+        """Train to the end, or (`die`) until a process kills itself in its second epoch; return its
+        output and its exit status.
+        """
         self.number += 1
         result, log = self.folder / f"{self.number}.npz", self.folder / f"{self.number}.log"
 
@@ -57,14 +59,14 @@ class Case:
         return {"code": code, "said": said, "same": result.exists() and same(self.whole, result), "log": failed}
 
     def killed(self, name: str) -> Path:
-        """Return a directory that a run has left which was killed in its second epoch."""
+        """Return the directory of a run that was killed in its second epoch."""
         directory = self.folder / name
         assert self.train(directory, die=True)["code"] == -signal.SIGKILL
         return directory
 
 
 def spoken(lines: list[str]) -> list[str]:
-    """Return what a guard has said, but for the refused steps."""
+    """Return the lines of a guard, except those about refused steps."""
     return [line for line in lines if line.startswith("NanGuard") and " refused" not in line]
 
 
@@ -81,7 +83,7 @@ def _dies_in_second_epoch() -> None:
 
 
 def failing(number: int, after: int) -> Callable[[], None]:
-    """Return what lets every file that is synced fail with this error, after so many were."""
+    """Return a context in which syncing a file fails with this error, after this many files."""
 
     def tampered() -> None:
         real, left = os.fsync, [after]
@@ -98,7 +100,7 @@ def failing(number: int, after: int) -> Callable[[], None]:
 
 
 def set_back() -> None:
-    """Let the clock of the process show a time ten years ago."""
+    """Set the clock of the process back by ten years."""
     real = time.time
     time.time = lambda: real() - 10 * 365 * 86400.0
 
@@ -115,7 +117,7 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
 
 
 def faults_of_disk(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what was done, and what came of it, for disks that cannot be written to."""
+    """Yield the fault and the result for disks that cannot be written to."""
     yield "the quota is used up after 30 files", case.train(case.folder / "quota", failing(122, 30))
     if os.geteuid() == 0 and sys.platform.startswith("linux"):
         with mounted(case.folder / "small", "300k") as disk:
@@ -168,7 +170,9 @@ def _changed(content: bytes, place: int) -> bytes:
 
 
 def damages(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield, for each file of the newest good snapshot, how many ways to damage it are seen and passed over."""
+    """Yield, for each file of the newest good snapshot, whether each kind of damage is detected and
+    the snapshot skipped.
+    """
     left = case.killed("damaged")
     newest = find(left, BATCHES)
     assert newest is not None
@@ -198,7 +202,7 @@ def damages(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def faults() -> None:
-    """Try everything that may happen to disk, files and clock, and append what came of it to the log."""
+    """Test all faults of disk, files and clock, and append the results to the log."""
     with tempfile.TemporaryDirectory() as folder:
         whole, _ = never_killed(Path(folder))
         case = Case(Path(folder), whole)

@@ -1,4 +1,4 @@
-"""The networks that the fault campaign trains, their data, and the configurations that it runs: small networks that learn digits."""
+"""The networks, data and configurations of the fault campaign: small networks that learn digits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "jax": {"XLA": {}, "eager": {"run_eagerly": True}, "steps": {"steps_per_execution": 4}},
     "torch": {"eager": {}},
 }
-"""Ways of running a step on each backend, as arguments of `compile`. `steps`: several per execution, which Keras has not on PyTorch."""
+"""Modes of a step on each backend, as arguments of `compile`. `steps`: several per execution, which
+Keras does not support on PyTorch.
+"""
 
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -47,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained, and how."""
+    """A model, and how it is trained."""
 
     backend: str
     model: str
@@ -57,7 +59,9 @@ class Configuration:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Return how its faults are made. To compile a step takes longer than dozens of them: such a configuration has one."""
+        """Return how its faults are injected. Compiling a step takes longer than running dozens, so
+        a compiled configuration has one way.
+        """
         if self.mode == "eager":
             return ("data", "inject", "flip")
         number = list(MODELS).index(self.model) + list(MODES[self.backend]).index(self.mode)
@@ -65,7 +69,9 @@ class Configuration:
 
     @property
     def with_stock(self) -> bool:
-        """Whether it is run without a guard, too: where both steps round alike, and the faults are not `inject`'s alone."""
+        """Whether it is also run without a guard: if both steps round alike, and not all faults are
+        made by `inject`.
+        """
         return self.mode == "eager" or (self.backend == "tensorflow" and self.mode != "XLA" and "data" in self.ways)
 
     @property
@@ -78,11 +84,15 @@ INSTEAD: dict[Configuration, dict[str, str]] = {
     Configuration("tensorflow", "multi-output", "XLA", "mixed_bfloat16", "Adafactor"): {"optimizer": "Adam"},
     Configuration("jax", "transformer", "steps", "mixed_float16", "AdamW"): {"precision": "mixed_bfloat16"},
 }
-"""What stands for configurations that stock Keras does not train: weights of NaN after the first step; no float16 attention on CPUs."""
+"""Replacements for configurations that stock Keras cannot train: weights of NaN after the first
+step; no float16 attention on CPUs.
+"""
 
 
 def configurations(backend: str) -> list[Configuration]:
-    """Return every model in every mode of a backend, with precisions and optimizers such that as many pairs as possible occur."""
+    """Return every model in every mode of a backend, with precisions and optimizers that cover as
+    many pairs as possible.
+    """
     chosen, seen = [], set[tuple[str, str]]()
     for model, mode in itertools.product(MODELS, MODES[backend]):
         candidates = [
@@ -90,7 +100,7 @@ def configurations(backend: str) -> list[Configuration]:
             for precision in _precisions(backend, model)
             for optimizer in OPTIMIZERS
         ]
-        if backend == "torch":  # one mode alone: each precision is a configuration of its own
+        if backend == "torch":  # with one mode each precision is a separate configuration
             groups = [[c for c in candidates if c.precision == precision] for precision in _precisions(backend, model)]
         else:
             groups = [candidates]
@@ -106,7 +116,9 @@ def _pairs(c: Configuration) -> set[tuple[str, str]]:
 
 
 def _precisions(backend: str, model: str) -> tuple[str, ...]:
-    """Return the precisions of a model; a train step of one's own with two optimizers scales no loss."""
+    """Return the precisions of a model; a custom train step with two optimizers does not scale the
+    loss.
+    """
     return ("float32", "mixed_bfloat16") if model == "GAN" and backend != "jax" else PRECISIONS
 
 
@@ -165,7 +177,9 @@ def transformer() -> Any:
 
 
 class Latent(layers.Layer):
-    """Draws from the distribution that an encoder describes, and adds its divergence from the normal one to the loss."""
+    """Samples from the distribution of an encoder, and adds its divergence from the normal one to
+    the loss.
+    """
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -195,10 +209,9 @@ def multi_output() -> Any:
 
 
 class Gan(keras.Model):
-    """A discriminator that tells ten digits and drawn ones apart, and a generator that it teaches.
-
-    On JAX both are trained by one optimizer, through a reversed gradient; elsewhere by two in a step of their own, where the
-    generator learns from the discriminator as it is after its update.
+    """A discriminator of ten digits and generated images, and a generator. On JAX one optimizer
+    trains both, through a reversed gradient. Elsewhere two optimizers do so in a custom step, in
+    which the generator learns from the updated discriminator.
     """
 
     two_optimizers = keras.backend.backend() != "jax"
@@ -277,7 +290,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def _padded(y: Any, logits: Any) -> Any:
-    """Return the cross entropy of ten classes in eleven logits, the last of which is for drawn images."""
+    """Return the cross entropy of ten classes in eleven logits, the last of which is for generated
+    images.
+    """
     missing = ops.shape(logits)[-1] - ops.shape(y)[-1]
     return keras.losses.categorical_crossentropy(ops.pad(y, [[0, 0], [0, missing]]), logits, from_logits=True)
 
@@ -310,7 +325,7 @@ def build(c: Configuration) -> Any:
 
 
 def accuracy(model: Any, x: Array, y: Array) -> float:
-    """Return the share of digits that a model names right."""
+    """Return the share of digits that a model classifies correctly."""
     outputs = model(x, training=False)
     logits = keras.ops.convert_to_numpy(outputs["digit"] if isinstance(outputs, dict) else outputs)
     return float(np.mean(logits.argmax(1) == y.argmax(1)))

@@ -1,7 +1,8 @@
-"""The same faults under other tools: how each run ends, with NaN or Inf in weights, statistics or slots, or within a point of accuracy.
+"""The same faults under other tools: whether each run ends finite, and within a point of accuracy.
 
-Tools of Keras train with `fit`. `optax.apply_if_finite`, `GradScaler`, stabilityguard and trainscope are made for loops of one's own, so
-they have one, of the same network; beside each stands the same loop without a tool. One that is not installed is left out.
+Tools for Keras train with `fit`. `optax.apply_if_finite`, `GradScaler`, stabilityguard and
+trainscope are made for hand-written loops, so they run in one, with the same network. The same loop
+also runs without a tool. Tools that are not installed are omitted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COMBINATIONS = {
 }
 
 TIMES = 1
-"""Steps at which each combination of site and kind is made to happen."""
+"""Steps at which each combination of site and kind is injected."""
 
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
@@ -50,7 +51,7 @@ Ended = tuple[bool, float]
 """Whether every number of the state is finite, and the accuracy."""
 
 Runs = Callable[[Fault | None], Ended]
-"""Trains with one fault, or with none."""
+"""Trains with one fault, or without a fault."""
 
 
 def faults() -> list[Fault]:
@@ -61,7 +62,9 @@ def faults() -> list[Fault]:
 
 
 class ReloadBest(keras.callbacks.Callback):
-    """What people write by hand: keep the weights while the loss is a number, and go back to them when it is not."""
+    """A common hand-written callback: keeps the weights while the loss is finite, and restores them
+    if it is not.
+    """
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.weights = self.model.get_weights()
@@ -84,7 +87,9 @@ IN_FIT: dict[str, Callable[[], list[Any]]] = {
 
 
 def in_fit(bench: fault_runs.Bench, callbacks: Callable[[], list[Any]]) -> Iterator[Runs]:
-    """Yield what trains with `fit` and these callbacks: the same compiled step for every fault."""
+    """Yield a function that trains with `fit` and these callbacks: the same compiled step for every
+    fault.
+    """
     with contextlib.ExitStack() as stack:
         hooks = {}
         for fault in faults():
@@ -103,7 +108,7 @@ def in_fit(bench: fault_runs.Bench, callbacks: Callable[[], list[Any]]) -> Itera
 
 
 def batches(bench: fault_runs.Bench, fault: Fault | None) -> Iterator[tuple[bool, Any, Any]]:
-    """Yield whether the fault happens in this step, and its batch, for a loop of one's own."""
+    """Yield whether the fault occurs in this step, and its batch, for a hand-written loop."""
     for step in range(STEPS):
         x, y = (np.array(a[step * BATCH : (step + 1) * BATCH]) for a in (bench.x, bench.y))
         now = fault is not None and fault.step == step
@@ -116,7 +121,7 @@ def batches(bench: fault_runs.Bench, fault: Fault | None) -> Iterator[tuple[bool
 
 
 def optax_loop(bench: fault_runs.Bench, guarded: bool) -> Iterator[Runs]:
-    """Yield what trains in a loop with optax."""
+    """Yield a function that trains in a loop with optax."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -158,7 +163,7 @@ def optax_loop(bench: fault_runs.Bench, guarded: bool) -> Iterator[Runs]:
 
 
 def _first_entry(array: Any, value: float) -> Any:
-    """Return an array with another first entry; scalars stay."""
+    """Return an array with another first entry; a scalar is returned unchanged."""
     return array.at[(0,) * array.ndim].set(value) if array.ndim else array
 
 
@@ -166,7 +171,7 @@ def _first_entry(array: Any, value: float) -> Any:
 
 
 def torch_loop(bench: fault_runs.Bench, tool: str) -> Iterator[Runs]:
-    """Yield what trains in a loop of PyTorch."""
+    """Yield a function that trains in a loop of PyTorch."""
     yield functools.partial(_in_torch, bench, tool)
 
 
@@ -206,7 +211,7 @@ def _in_torch(bench: fault_runs.Bench, tool: str, fault: Fault | None) -> Ended:
 
 
 Tooled = tuple[Any, Any, Callable[[Any], Any]]
-"""The optimizer to step, the scaler if there is one, and what is called with each loss."""
+"""The optimizer, the scaler if there is one, and a function that is called with each loss."""
 
 
 def _grad_scaler(net: Any, optimizer: Any) -> Tooled:
@@ -275,7 +280,7 @@ def run(backend: str, results: Path, only: str = "", count: int | None = None) -
                     error = ""
                     try:
                         finite, accuracy = ends(fault)
-                    except Exception as caught:  # noqa: BLE001  what a tool raises is how its run ends
+                    except Exception as caught:  # noqa: BLE001  an exception of a tool is the result of its run
                         finite, accuracy, error = False, 0.0, f"{type(caught).__name__}: {caught}"[:200]
                     end = {"finite": finite, "accuracy": accuracy, "undisturbed": undisturbed, "error": error}
                     row = {"backend": backend, "tool": name, "site": fault.site, "kind": fault.kind, "step": fault.step, **end}

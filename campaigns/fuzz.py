@@ -1,12 +1,14 @@
-"""Coverage-guided fuzzing of everything that reads a file: policies, incidents, recordings, bundles, snapshots, model files.
+"""Coverage-guided fuzzing of all readers of files: policies, the files of a run, model files.
 
     python campaigns/fuzz.py --minutes 36 --write campaigns/results/fuzz.md
     python campaigns/fuzz.py --targets npz recording --minutes 2
     python campaigns/fuzz.py --again out/fuzz/npz/findings/error-0c1f.json
 
-Inputs are recipes (`fuzz_recipes`), of which `fuzz_files` makes files, so that a mutation reaches what is behind the checks of a header.
-The first ones come from files that a run has written (`fuzz_seeds`). atheris guides the mutation by the coverage of the package. What
-must hold is in `fuzz_oracles`. A target is fuzzed in a process of its own, which is started anew where an input ends it.
+Inputs are recipes (`fuzz_recipes`), from which `fuzz_files` creates files, so that mutations reach
+the code behind the checks of a header. The first recipes come from files that a run has written
+(`fuzz_seeds`). atheris guides the mutation by the coverage of the package. `fuzz_oracles` has the
+properties that must hold. Each target is fuzzed in a separate process, which is restarted if an
+input ends it.
 """
 
 from __future__ import annotations
@@ -40,19 +42,20 @@ from campaigns.fuzz_targets import TARGETS, Target, with_command  # noqa: E402
 from keras_nanguard._files import reading  # noqa: E402
 
 MAX_INPUT, MAX_LINES = 1 << 19, 300
-"""Bytes of a recipe; recipes of a corpus with which lines are counted."""
+"""Maximum bytes of a recipe; number of recipes of a corpus for which lines are counted."""
 
 HANG = 60
-"""Seconds after which an input that does not come back ends its process."""
+"""Seconds after which an input that does not return ends its process."""
 
 
 class Bench:
-    """Runs the inputs of one target, and keeps what did not hold.
+    """Runs the inputs of one target, and stores the findings.
 
     Args:
         target: the target.
-        folder: where inputs and findings are written; its first recipes are in the folder `seeds` beside.
-        watch: watches over the folder `inputs` in it.
+        folder: the folder for inputs and findings; the first recipes are in the folder `seeds` next
+            to it.
+        watch: watches the folder `inputs` in it.
     """
 
     def __init__(self, target: Target, folder: Path, watch: Watch | None = None):
@@ -65,7 +68,7 @@ class Bench:
         self.seeds = fuzz_seeds.load(folder.parent / "seeds", target.name)
         self.words = sorted({word for recipe in self.seeds for word in words_of(recipe["tree"]) if len(word) < 200})
         warmed_up()
-        for recipe in self.seeds:  # the rest of what is loaded on first use
+        for recipe in self.seeds:  # everything else that is loaded on first use
             with contextlib.suppress(Exception):
                 path = self._written(recipe)
                 target.look(path)
@@ -76,10 +79,11 @@ class Bench:
         return self.target.write(recipe, emptied(self.folder / "inputs" / "input"))
 
     def run(self, recipe: Recipe, commands: bool | None = None) -> list[Finding]:
-        """Return what did not hold for a recipe; one of which no file can be made is passed over."""
+        """Return the findings of a recipe; a recipe from which no file can be created is skipped.
+        """
         try:
             path = self._written(recipe)
-        except Exception:  # noqa: BLE001 (a tree that makes no sense)
+        except Exception:  # noqa: BLE001 (an invalid tree)
             return []
         size = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
         found = self.watch.run(lambda: self.target.look(path), size)
@@ -93,12 +97,14 @@ class Bench:
         return found
 
     def mutated(self, recipe: Recipe | None, number: int) -> Recipe:
-        """Return a recipe that comes from another one, or from one of the first: the same for the same number."""
+        """Return a mutation of a recipe, or of one of the first recipes: the same for the same
+        number.
+        """
         random = Random(number)
         return mutated(recipe or random.choice(self.seeds), random, self.words, self.target.raw)
 
     def keep(self, recipe: Recipe, found: Iterable[Finding]) -> None:
-        """Write findings to files, of each kind the shortest input."""
+        """Write findings to files, with the shortest input of each kind."""
         for finding in found:
             mark = hashlib.sha256(f"{finding.oracle} {finding.where}".encode()).hexdigest()[:8]
             file = self.folder / "findings" / f"{finding.oracle}-{mark}.json"
@@ -107,12 +113,12 @@ class Bench:
                 file.write_text(text)
 
     def note(self) -> None:
-        """Write down how many inputs this process has run."""
+        """Write the number of inputs that this process has run."""
         (self.folder / f"executions-{os.getpid()}.json").write_text(json.dumps([self.executions, time.monotonic() - self.began]))
 
 
 def fuzz(target: Target, folder: Path, seconds: float, seed: int) -> None:
-    """Fuzz a target in this process; does not return."""
+    """Fuzz a target in this process. It does not return."""
     import atheris
 
     with atheris.instrument_imports(include=["keras_nanguard"]):
@@ -157,7 +163,7 @@ def _within(made: bytes, most: int, before: bytes) -> bytes:
 
 
 def lines(target: Target, folder: Path) -> None:
-    """Count the lines of the readers that the corpus of a target reaches, and write the numbers down."""
+    """Count the lines of the readers that the corpus of a target reaches, and write the numbers."""
     import coverage
 
     files = [str(path) for path in sorted((ROOT / "keras_nanguard").rglob("*.py")) if _module(path).startswith(target.modules)]
@@ -184,7 +190,9 @@ def _module(path: Path) -> str:
 
 
 def fuzzed(target: Target, out: Path, seconds: float, seed: int) -> None:
-    """Fuzz a target for so long, in as many processes as it takes; an input that ends one is looked at by `survived`."""
+    """Fuzz a target for this time, in as many processes as necessary; `survived` examines an input
+    that ends one.
+    """
     folder = out / target.name
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
@@ -202,9 +210,8 @@ def fuzzed(target: Target, out: Path, seconds: float, seed: int) -> None:
 
 
 def survived(target: Target, folder: Path, crash: Path, code: int) -> None:
-    """Run an input that ended a process again: alone, and if that ends a process, too, with the command line, as users do.
-
-    There a library that crashes or hangs must be contained.
+    """Run an input that ended a process again, alone. If that also ends a process, run it with the
+    command line, as users do, where a library that crashes or hangs must be contained.
     """
     words = ["--again", str(crash), "--child", target.name, "--out", str(folder.parent)]
     if _comes_back(words):
@@ -216,7 +223,7 @@ def survived(target: Target, folder: Path, crash: Path, code: int) -> None:
 
 
 def _comes_back(words: list[str]) -> bool:
-    """Whether a process ends by itself, with findings or without."""
+    """Whether a process ends without being killed, with or without findings."""
     try:
         return subprocess.run([sys.executable, __file__, *words], capture_output=True, check=False, timeout=300, cwd=ROOT).returncode in (
             0,
@@ -227,7 +234,7 @@ def _comes_back(words: list[str]) -> bool:
 
 
 def again(file: Path, out: Path, name: str, commands: bool) -> int:
-    """Run one input: a finding, or an input that ended a process, of which findings are kept."""
+    """Run one input: that of a finding, or one that ended a process. Findings are stored."""
     content = json.loads(file.read_text())
     name, recipe = name or content["target"], content.get("recipe", content)
     bench = Bench(TARGETS[name], out / name)
@@ -281,14 +288,14 @@ def main() -> int:
     parser.add_argument(
         "--targets", nargs="*", choices=TARGETS, default=list(TARGETS), metavar="NAME", help=f"of {', '.join(TARGETS)}; all by default"
     )
-    parser.add_argument("--minutes", type=float, default=36.0, help="of all targets together, each the same share")
+    parser.add_argument("--minutes", type=float, default=36.0, help="of all targets together, in equal shares")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "out" / "fuzz", help="folder for corpora and findings; a run goes on from what is there"
+        "--out", type=Path, default=ROOT / "out" / "fuzz", help="folder for corpora and findings; a run continues from its content"
     )
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
-    parser.add_argument("--table", action="store_true", help="only make the table of what was run")
-    parser.add_argument("--again", type=Path, help="run the input of a finding again, alone")
+    parser.add_argument("--table", action="store_true", help="only write the table of earlier runs")
+    parser.add_argument("--again", type=Path, help="run the input of one finding again")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--commands", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--lines", default="", help=argparse.SUPPRESS)

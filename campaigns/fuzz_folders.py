@@ -1,4 +1,4 @@
-"""The folder of an input: what lies in it and beside it, and which commands are run on it."""
+"""The folder of an input, the files next to it, and the commands that are run on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["chosen", "command", "emptied", "file_name", "link", "not_from_outsid
 
 
 def outside(folder: Path) -> None:
-    """Write the files that no reader may open: they lie beside the folder of the inputs."""
+    """Write the files that no reader may open, next to the folder of the inputs."""
     import h5py
     import numpy as np
 
@@ -33,7 +33,7 @@ SECRET = 123456.789
 
 
 def command(*words: object, codes: tuple[int, ...] = (0, 1, 2)) -> str:
-    """Run the command line, check what it prints and how it ends, and return what it printed."""
+    """Run the command line, check its output and exit code, and return the output."""
     from keras_nanguard._cli.parser import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -51,7 +51,9 @@ def sized(path: Path, data: bytes, recipe: Recipe) -> Path:
 
 
 def chosen(path: Path, share: int) -> bool:
-    """Whether an input is among those, one of so many, with which everything is done: it takes as long as all the rest."""
+    """Whether an input is one of the few for which everything is run, which takes as long as all
+    other inputs together.
+    """
     file = path if path.is_file() else next((file for file in sorted(path.rglob("*")) if file.is_file() and not file.is_symlink()), None)
     return file is None or zlib.crc32(file.read_bytes()) % share == 0
 
@@ -73,7 +75,7 @@ def not_from_outside(array: Any) -> None:
 
 
 def emptied(folder: Path) -> Path:
-    """Return a folder with nothing in it."""
+    """Return an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -1,9 +1,11 @@
-"""Mutation testing: does a test fail where the code has a small mistake? Runs the mutants of the modules on which a run depends.
+"""Mutation testing: does a test fail if the code has a small mistake?
 
-make mutate                                          all of it, some hours; goes on where it was cut off
-python campaigns/mutate.py --make rules              make the mutants of a group; needs cosmic-ray
-python campaigns/mutate.py rules --at-most 5         run some of them
-python campaigns/mutate.py --write campaigns/results/mutate.md
+Runs the mutants of the modules that decide about a step.
+
+    make mutate                                    everything; takes hours, continues if interrupted
+    python campaigns/mutate.py --make rules        make the mutants of a group; needs cosmic-ray
+    python campaigns/mutate.py rules --at-most 5   run some of them
+    python campaigns/mutate.py --write campaigns/results/mutate.md
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ class Group:
 
     Attributes:
         modules: their paths within the package.
-        tests: the tests that may see a mutant; of these each mutant runs those that run its line.
+        tests: the tests that may detect a mutant; each mutant runs those of them that execute its
+            line.
         backend: the backend that they need.
-        budget: processor seconds of tests for one mutant.
+        budget: maximum processor seconds of tests for one mutant.
     """
 
     modules: tuple[str, ...]
@@ -58,14 +61,14 @@ SHARP = (
     *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )
-"""A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
+"""A few tests of TensorFlow and JAX; each traces or compiles for seconds."""
 
 FITS = (
     *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in ("xla", "steps4")),
     *(f"tests/transaction/test_transaction.py::test_{name}" for name in ("unbuilt_model", "every_batch_bad[steps4]")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )
-"""Fewer of them, for TensorFlow: most of what they show is shown by single steps as well."""
+"""Fewer of them for TensorFlow, because tests of single steps cover most of the same."""
 
 OWN_STEPS = tuple(
     f"tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[{name}-graph]"
@@ -106,7 +109,7 @@ GROUPS = {
 
 
 def make(modules: Iterable[str], folder: Path) -> None:
-    """Make the mutants of modules, where their source has changed since they were made."""
+    """Make the mutants of modules whose source has changed since the last time."""
     folder.mkdir(parents=True, exist_ok=True)
     for module in modules:
         file, digest = _file(module, folder), _digest(module)
@@ -115,10 +118,10 @@ def make(modules: Iterable[str], folder: Path) -> None:
 
 
 def made(module: str, folder: Path) -> list[Mutant]:
-    """Return the mutants that were made of a module.
+    """Return the mutants of a module.
 
     Raises:
-        SystemExit: where its source has changed since.
+        SystemExit: if its source has changed since they were made.
     """
     file = _file(module, folder)
     first, *lines = file.read_text("utf-8").splitlines() if file.exists() else [""]
@@ -136,33 +139,35 @@ def _digest(module: str) -> str:
 
 
 def drawn(of: Sequence[Mutant], at_most: int) -> list[Mutant]:
-    """Return the mutants that run: all, or as many, drawn by a checksum, which draws nearly the same ones after a change elsewhere."""
+    """Return the mutants to run: all, or this many, selected by a checksum, which selects nearly
+    the same ones after a change elsewhere.
+    """
     by_chance = sorted(of, key=lambda mutant: hashlib.sha256(mutant.key.encode()).digest())
     return sorted(by_chance[: at_most or None], key=lambda mutant: mutant.start)
 
 
 def results(name: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what came of each mutant by its key, of the latest run of each."""
+    """Return the result of the latest run of each mutant by its key."""
     path = folder / f"{name}.results"
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     return {found["key"]: found for found in map(json.loads, lines)}
 
 
 def explanation(found: dict[str, Any] | Mutant) -> Explained | None:
-    """Return why no test can see a mutant, `None` where nobody has said so."""
+    """Return why no test can detect a mutant, `None` if there is no explanation."""
     of = asdict(found) if isinstance(found, Mutant) else found
     return next((one for one in EXPLAINED if one.covers(of["module"], of["function"], of["before"], of["after"])), None)
 
 
 def survivors(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the mutants of a group that no test has noticed and that nobody has explained."""
+    """Return the mutants of a group that no test has detected and that are not explained."""
     chosen = {mutant.key for module in GROUPS[name].modules for mutant in made(module, folder)}
     found = [found for key, found in results(name, folder).items() if key in chosen]
     return [one for one in found if one["outcome"] not in NOTICED and explanation(one) is None]
 
 
 def table(folder: Path, earlier: str = "") -> str:
-    """Return the table of all modules; the row of an earlier one stays where nothing of a module has run here."""
+    """Return the table of all modules; a module without results here keeps its earlier row."""
     lines = ["| module | mutants | run | killed | timeout | equivalent | survived | score |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     rows = {cells[0]: Counter(dict(zip(COLUMNS, map(int, cells[1:7])))) for cells in pages.rows(earlier)}
     whole: Counter[str] = Counter()
@@ -180,12 +185,14 @@ def table(folder: Path, earlier: str = "") -> str:
 
 
 def run_here(name: str, folder: Path) -> set[str]:
-    """Return the modules of a group of which mutants have run, with results in this folder."""
+    """Return the modules of a group whose mutants have results in this folder."""
     return {found["module"] for found in results(name, folder).values()}
 
 
 def joined(earlier: str, text: str, folder: Path) -> str:
-    """Return a table of rows that begin with a module, and the rows of an earlier one of modules of which nothing has run here."""
+    """Return a table of rows that begin with a module, with the earlier rows of modules without
+    results here.
+    """
     ran = {module for name in GROUPS for module in run_here(name, folder)}
     kept = [line for line in earlier.strip().splitlines()[2:] if _module(line) not in ran]
     head, rows = text.splitlines()[:2], [line for line in text.splitlines()[2:] if _module(line) in ran]
@@ -194,7 +201,7 @@ def joined(earlier: str, text: str, folder: Path) -> str:
 
 
 def share() -> str:
-    """Return the sentence that says which share of the package the mutated modules are."""
+    """Return the sentence about the share of the package that the mutated modules are."""
     modules = {path: len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
     chosen = [PACKAGE / module for group in GROUPS.values() for module in group.modules]
     lines, whole = sum(modules[path] for path in chosen), sum(modules.values())
@@ -217,7 +224,7 @@ def _row(name: str, count: Counter[str]) -> str:
 
 
 def explained_table(folder: Path) -> str:
-    """Return the table of the mutants that survive because nothing distinguishes them."""
+    """Return the table of the mutants that survive because they are equivalent to the code."""
     found = [one for name in GROUPS for one in results(name, folder).values() if one["outcome"] not in NOTICED]
     lines = ["| where | in place of | mutants | why no test can see it |", "|---|---|---:|---|"]
     for one in EXPLAINED:
@@ -230,7 +237,7 @@ def explained_table(folder: Path) -> str:
 
 
 def survivors_table(folder: Path) -> str:
-    """Return the table of the mutants that nothing has noticed and nobody has explained."""
+    """Return the table of the mutants that no test has detected and that are not explained."""
     lines = ["| where | in place of | stood |", "|---|---|---|"]
     for name in GROUPS:
         if not results(name, folder):
@@ -242,7 +249,7 @@ def survivors_table(folder: Path) -> str:
 
 
 def run(name: str, given: argparse.Namespace) -> None:
-    """Run the mutants of a group that have not run yet, and print those that nothing has noticed."""
+    """Run the mutants of a group that have not run yet, and print those that no test detects."""
     from campaigns import mutant_runs
 
     group = GROUPS[name]
@@ -261,12 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("group", nargs="?", choices=GROUPS)
     parser.add_argument("--make", nargs="+", choices=GROUPS, default=[], help="make the mutants of these groups")
     parser.add_argument("--write", type=Path, help="write the tables into this page")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where mutants and results are")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of mutants and results")
     parser.add_argument("--modules", nargs="*", help="only these")
-    parser.add_argument("--tests", nargs="*", help="other tests than those of the group")
-    parser.add_argument("--at-most", type=int, default=0, help="of each module only so many, drawn by a checksum; 0 for all")
+    parser.add_argument("--tests", nargs="*", help="tests to run instead of those of the group")
+    parser.add_argument("--at-most", type=int, default=0, help="maximum number per module, selected by a checksum; 0 for all")
     parser.add_argument("--budget", type=float, help="processor seconds of tests for one mutant")
-    parser.add_argument("--again", action="store_true", help="run those again that survived and are not explained")
+    parser.add_argument("--again", action="store_true", help="run again those that survived and are not explained")
     given = parser.parse_args(arguments)
     make([module for name in given.make for module in GROUPS[name].modules], given.folder)
     if given.group:

@@ -1,4 +1,4 @@
-"""Where the tables of a campaign are: between two marks that name them, with the commit that was measured after them."""
+"""Reads and writes the tables of a page, each between two marks and with its commit after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMIT = re.compile(r"^\n\nCommit (\S+)\.")
 
 
 def marks(name: str) -> tuple[str, str]:
-    """Return the two lines between which a table is."""
+    """Return the two lines around a table."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
@@ -22,17 +22,17 @@ def read(page: Path, name: str) -> str:
 
 
 def commit(page: Path, name: str) -> str:
-    """Return the commit that a table was measured at, "" if the page does not name it."""
+    """Return the measured commit of a table, "" if the page does not name it."""
     found = COMMIT.match(_parts(page, name)[2])
     return found[1] if found else ""
 
 
 def write(page: Path, name: str, text: str, measured: bool = True) -> None:
-    """Put a text between the marks of a page, and after them the commit of this working tree.
+    """Put a text between the marks of a page, and the commit of this working tree after them.
 
     Args:
         page: the page.
-        name: what the marks are called.
+        name: the name in the marks.
         text: the table.
         measured: whether the text was measured; if not, no commit is written.
 

@@ -1,9 +1,10 @@
-"""The soak: a million guarded steps with a fault every 997, and hundreds of fits one after another, in one process.
+"""The soak: a million guarded steps with a fault every 997, and hundreds of fits, in one process.
 
     KERAS_BACKEND=tensorflow python campaigns/soak.py [FORM ...] [--shorter 50]
     python campaigns/soak.py --write campaigns/results/soak.md
 
-Each form runs in a process of its own and writes what it has seen so far to `build/soak`; one that is complete there is not run again.
+Each form runs in a separate process and writes its measurements to `build/soak`; a form that is
+complete there is not run again.
 
     steps       one fit of 100 epochs; nothing is written to disk
     disk        the same with a directory, snapshots on disk and a validation each epoch
@@ -13,8 +14,9 @@ Each form runs in a process of its own and writes what it has seen so far to `bu
     plain       500 fits, each of a model of its own, without a guard: what Keras and the backend keep
     unguarded   the same for one fit: the million steps without a guard and without a fault
 
-Each tenth of a run is compared with the first one: memory, threads, open files, live graphs, tensors and Python objects, processor time of
-a step. The incidents have to be those of the faults, all of them, each at its step.
+Each tenth of a run is compared with the first one: memory, threads, open files, live graphs,
+tensors and Python objects, processor time of a step. There must be one incident for each fault, at
+its step.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ STEPS, EPOCHS = 1_000_000, 100
 FITS, STEPS_OF_FIT, BAD_STEP = 500, 24, 9
 
 FAULTS = ("NaN in an input", "Inf in a target", "1e30 in a target")
-"""What is wrong with bad batches, in turn."""
+"""The faults of bad batches, in turn."""
 
 CAUSES = ("input_nonfinite", "target_nonfinite", "input_scale")
-"""What has to be found."""
+"""The expected causes."""
 
 Save = Callable[[dict[str, Any]], None]
 
@@ -66,7 +68,7 @@ FORMS = ("steps", "disk", "unguarded", "same", "one-guard", "fresh", "plain")
 
 
 def poison(x: Any, y: Any, number: int) -> None:
-    """Make a batch bad, in the way of this number."""
+    """Make a batch bad, with the fault of this number."""
     fault = FAULTS[number % len(FAULTS)]
     if fault == "NaN in an input":
         x[3, 1] = float("nan")
@@ -75,7 +77,9 @@ def poison(x: Any, y: Any, number: int) -> None:
 
 
 def cycle(seed: int = 0, faults: bool = True) -> tuple[Any, Any]:
-    """Return the batches that are repeated: as many periods as there are kinds of faults, each with its last batch bad."""
+    """Return the batches to repeat: one period for each kind of fault, in which the last batch is
+    bad.
+    """
     import numpy as np
 
     draw = np.random.default_rng(seed)
@@ -88,7 +92,8 @@ def cycle(seed: int = 0, faults: bool = True) -> tuple[Any, Any]:
 
 
 def endless(x: Any, y: Any) -> Any:
-    """Return these batches again and again: a `tf.data` pipeline on TensorFlow, elsewhere a generator."""
+    """Repeat these batches without end: a `tf.data` pipeline on TensorFlow, elsewhere a generator.
+    """
     import keras
 
     if keras.backend.backend() == "tensorflow":
@@ -104,7 +109,7 @@ def _repeated(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def small_model() -> Any:
-    """Return a model whose step takes next to no time."""
+    """Return a model whose step takes almost no time."""
     import keras
 
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
@@ -116,7 +121,9 @@ def small_model() -> Any:
 
 
 def measured() -> dict[str, int]:
-    """Return what this process holds: bytes of memory, threads, open files, and live objects of several kinds."""
+    """Return the resources of this process: bytes of memory, threads, open files, and live objects
+    of several kinds.
+    """
     gc.collect()
     held = {
         "memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
@@ -128,7 +135,9 @@ def measured() -> dict[str, int]:
 
 
 def counted_objects() -> Counter[str]:
-    """Return how many Python objects there are, and how many of some types, counted by a fork: a list of them here would take megabytes."""
+    """Return the number of Python objects, in all and of some types, counted in a fork because a
+    list of them would take megabytes.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads: the child only counts
@@ -148,7 +157,7 @@ def counted_objects() -> Counter[str]:
 
 TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 KINDS = ("FuncGraph", "EagerTensor", *TENSORS, *(f"{kind} with a history" for kind in TENSORS))
-"""Of which the numbers are asked."""
+"""The types that are counted."""
 
 
 def _kind(thing: Any) -> str:
@@ -159,7 +168,7 @@ def _kind(thing: Any) -> str:
 
 
 def graphs(kinds: Counter[str]) -> dict[str, int]:
-    """Return how many compiled programs, or graphs, and how many tensors are alive."""
+    """Return the numbers of live compiled programs, or graphs, and of tensors."""
     import keras
 
     if keras.backend.backend() == "tensorflow":
@@ -178,10 +187,10 @@ def graphs(kinds: Counter[str]) -> dict[str, int]:
 
 
 class Gauge:
-    """What is measured in the course of one run, and the processor time of the steps in between.
+    """The measurements of one run, and the processor time of the steps in between.
 
     Args:
-        save: called with all of that after each time.
+        save: called with all measurements after each one.
     """
 
     def __init__(self, save: Save):
@@ -190,11 +199,11 @@ class Gauge:
         self.resume()
 
     def resume(self) -> None:
-        """Count time from here."""
+        """Start to count time."""
         self._started = time.process_time(), time.perf_counter()
 
     def note(self, steps: int, so_far: dict[str, Any]) -> None:
-        """Measure after so many steps since the last time, and save that beside what else is known so far."""
+        """Measure after this many steps since the last time, and save everything known so far."""
         spent, wall = time.process_time() - self._started[0], time.perf_counter() - self._started[1]
         self.samples.append({**measured(), "processor_us": 1e6 * spent / steps, "wall_us": 1e6 * wall / steps})
         self._save({**so_far, "samples": self.samples})
@@ -202,7 +211,7 @@ class Gauge:
 
 
 def steady(form: str, steps: int, epochs: int, directory: str | None, save: Save) -> None:
-    """Run one long fit, with all that is written to disk and a validation each epoch if there is a directory."""
+    """Run one long fit; with a directory also with all files and a validation in each epoch."""
     import keras
 
     gauge, model, (x, y) = Gauge(save), small_model(), cycle(faults=form != "unguarded")
@@ -232,7 +241,9 @@ def _guard(directory: str | None) -> Any:
 
 
 def counted(guard: Any, directory: str | None) -> dict[str, Any]:
-    """Return how many steps a long run has made, and how its incidents compare with the faults so far."""
+    """Return the number of steps of a long run, and a comparison of its incidents with the faults
+    so far.
+    """
     from keras_nanguard import Recording
 
     steps = guard.session.run.step
@@ -248,7 +259,7 @@ def counted(guard: Any, directory: str | None) -> dict[str, Any]:
 
 
 def wrong(made: list[Any], found: list[Any]) -> list[str]:
-    """Return how the incidents differ from the faults, at most ten times."""
+    """Return at most ten differences between the incidents and the faults."""
     were, are = set(made), set(found)
     return [*(f"missing: {one}" for one in made if one not in are), *(f"not made: {one}" for one in found if one not in were)][:10]
 
@@ -262,7 +273,7 @@ def all_finite(model: Any) -> bool:
 
 
 def fits(form: str, number: int, save: Save) -> None:
-    """Run so many fits one after another, each with one fault, and measure twenty times."""
+    """Run this many fits, each with one fault, and measure twenty times."""
     from keras_nanguard import NanGuard
 
     x, y = cycle()
@@ -295,7 +306,9 @@ def fits(form: str, number: int, save: Save) -> None:
 
 
 def one_thread(backend: str) -> None:
-    """Have the backend compute in one thread: tiny steps are quicker so, and their processor time says more."""
+    """Let the backend compute in one thread: tiny steps are faster, and their processor time varies
+    less.
+    """
     if backend == "torch":
         import torch
 
@@ -308,7 +321,9 @@ def one_thread(backend: str) -> None:
 
 
 def run(form: str, shorter: int, save: Save) -> None:
-    """Run one form in this process; `shorter` divides its length. What is known so far is saved again and again."""
+    """Run one form in this process; `shorter` divides its length. Measurements are saved
+    repeatedly.
+    """
     import keras
 
     one_thread(keras.backend.backend())
@@ -321,7 +336,7 @@ def run(form: str, shorter: int, save: Save) -> None:
 
 
 def claims(result: dict[str, Any]) -> dict[str, bool]:
-    """Return what is claimed of a run, and whether it holds."""
+    """Return the claims about a run, and whether each holds."""
     samples = result["samples"]
     tenth = max(len(samples) // 10, 1)
     first, later = samples[tenth - 1], samples[tenth:]
@@ -372,9 +387,8 @@ HEAD = (
 
 
 def table(found: dict[tuple[str, str], dict[str, Any]], earlier: str = "") -> str:
-    """Return the results as a table, with the versions; rows of an earlier one stay where there is no result in their place.
-
-    A soak takes days: not all of its runs need be of one machine.
+    """Return the results as a table, with the versions; runs without a result keep their earlier
+    rows. A soak takes days, so its runs may come from several machines.
     """
     rows = {(cells[0], cells[1]): cells for cells in pages.rows(earlier)}
     rows |= {(BACKENDS[backend], form): row(result) for (backend, form), result in found.items()}
@@ -396,7 +410,7 @@ def results(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def run_all(forms: list[str], folder: Path, shorter: int) -> None:
-    """Run each form that is not complete, in a process of its own."""
+    """Run each form that is not complete, in a separate process."""
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     folder.mkdir(parents=True, exist_ok=True)
     for form in forms:
@@ -407,7 +421,7 @@ def run_all(forms: list[str], folder: Path, shorter: int) -> None:
 
 
 def run_one(form: str, folder: Path, shorter: int) -> None:
-    """Run one form, and write its result to a file as it goes on."""
+    """Run one form, and write its results to a file during the run."""
     import keras
 
     backend = keras.backend.backend()
@@ -424,8 +438,8 @@ def run_one(form: str, folder: Path, shorter: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("forms", nargs="*", choices=[*FORMS, []], help="which forms; all by default")
-    parser.add_argument("--shorter", type=int, default=1, help="run this many times fewer steps and fits")
+    parser.add_argument("forms", nargs="*", choices=[*FORMS, []], help="forms to run; all by default")
+    parser.add_argument("--shorter", type=int, default=1, help="divisor of the numbers of steps and fits")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "soak", help="folder of the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help="write the tables into this page")
