@@ -1,10 +1,10 @@
-"""The fault campaign: thousands of seeded faults in small networks, each compared with the run in which it did not happen.
+"""The fault campaign: thousands of seeded faults, each compared with the run without it.
 
-    python campaigns/campaign.py --backend jax             # every fault of one backend; goes on where it was cut off
-    python campaigns/campaign.py --backend jax --quick     # two configurations, a few faults each; exit code 1 if one is missed
-    python campaigns/campaign.py --table                   # writes the tables of campaigns/results/campaign.md from the results
+    python campaigns/campaign.py --backend jax           # all faults of one backend; continues
+    python campaigns/campaign.py --backend jax --quick   # two configurations; 1 if a fault is missed
+    python campaigns/campaign.py --table                 # write the tables of the page
 
-`make campaign` does all of it. campaigns/results/campaign.md says what is compared with what.
+`make campaign` runs everything. campaigns/results/campaign.md describes the method.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COUNTS = {
 """Faults of each configuration, by backend and mode: 3,094 in all. An eager step takes a hundred times as long as a compiled one."""
 
 STEPS = {("tensorflow", "eager"): 16, ("jax", "eager"): 12}
-"""Length of a run, in steps, where it is not `LENGTH`."""
+"""Length of a run, in steps, if it is not `LENGTH`."""
 
 LENGTH = 24
 
 
 def one_thread(backend: str) -> None:
-    """Let the backend compute on one thread: these networks have no use for more."""
+    """Let the backend compute in one thread, which is enough for these networks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if backend == "jax":
         os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
@@ -51,9 +51,8 @@ def one_thread(backend: str) -> None:
 def run(
     backend: str, results: Path, only: str = "", count: int | None = None, first: int | None = None, again: bool = False
 ) -> list[dict[str, Any]]:
-    """Run every fault that is not among the results yet, and append a line for each; returns the new rows.
-
-    With `again` those run once more, too, of which something was missed.
+    """Run every fault without a result, append a line for each, and return the new rows. `again`
+    also repeats those with a miss.
     """
     from dataclasses import astuple
 
@@ -81,16 +80,16 @@ def run(
 
 
 def main() -> int:
-    """Run what is asked for; returns 1 if a quick run has missed something."""
+    """Run the command line; return 1 if a quick run has a miss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=BACKENDS, default=os.environ.get("KERAS_BACKEND", "tensorflow"))
     parser.add_argument("--results", type=Path, default=Path("campaign-results"), help="folder of the results, one file for each backend")
     parser.add_argument("--only", default="", help="part of the name of a configuration, such as CNN+BN/XLA")
     parser.add_argument("--count", type=int, help="faults of each configuration")
-    parser.add_argument("--quick", action="store_true", help="two configurations with six faults each, results thrown away")
-    parser.add_argument("--again", action="store_true", help="run those once more of which something was missed")
-    parser.add_argument("--peers", action="store_true", help="the other tools on the same faults instead")
-    parser.add_argument("--table", action="store_true", help="write the tables of the page from the results, run nothing")
+    parser.add_argument("--quick", action="store_true", help="two configurations with six faults each; results are discarded")
+    parser.add_argument("--again", action="store_true", help="repeat the faults with a miss")
+    parser.add_argument("--peers", action="store_true", help="run the other tools on the same faults instead")
+    parser.add_argument("--table", action="store_true", help="only write the tables of the page from the results")
     given = parser.parse_args()
     if given.table:
         from campaigns import fault_tables

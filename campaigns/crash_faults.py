@@ -41,8 +41,8 @@ class Case:
         self.folder, self.whole, self.number = folder, whole, 0
 
     def train(self, directory: Path, tampered: Callable[[], None] = nothing, die: bool = False) -> dict[str, Any]:
-        """Train to the end, or (`die`) until a process kills itself in its second epoch; return its
-        output and its exit status.
+        """Train to the end, or (`die`) until a process kills itself in its second epoch; return
+        exit code, printed lines, and whether the final state is as expected.
         """
         self.number += 1
         result, log = self.folder / f"{self.number}.npz", self.folder / f"{self.number}.log"

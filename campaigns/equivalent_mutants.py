@@ -1,4 +1,6 @@
-"""The mutants that no test can tell from the code: each with the reason. `tests/campaigns/test_mutate.py` checks that their code exists."""
+"""The mutants that no test can distinguish from the code, each with the reason.
+
+`tests/campaigns/test_mutate.py` checks that their code exists."""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ __all__ = ["EXPLAINED", "Explained"]
 
 @dataclass(frozen=True)
 class Explained:
-    """Mutants of one line that change nothing that can be seen.
+    """Mutants of one line without an observable change.
 
     Attributes:
-        module, function: where.
+        module, function: the place.
         before: the line.
-        after: what stands there instead; empty for every mutant of the line that survives.
-        why: why no test can see it.
+        after: the line of the mutant; empty for all surviving mutants of the line.
+        why: the reason why no test can detect it.
     """
 
     module: str

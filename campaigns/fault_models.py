@@ -60,7 +60,7 @@ class Configuration:
     @property
     def ways(self) -> tuple[str, ...]:
         """Return how its faults are injected. Compiling a step takes longer than running dozens, so
-        a compiled configuration has one way.
+        a compiled one has `inject` or the other two.
         """
         if self.mode == "eager":
             return ("data", "inject", "flip")

@@ -1,4 +1,4 @@
-"""Runs the faults of one configuration: one compiled model, whose state is put back before each run, and the undisturbed runs beside it."""
+"""Runs the faults of one configuration, with one compiled model, and its undisturbed runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from keras_nanguard.testing import Injection, inject
 __all__ = ["SLOT", "Bench", "begin", "finite", "run"]
 
 SLOT = 1000
-"""Steps between the faults of one injection: each has a run of its own, which begins at a multiple of this."""
+"""Steps between the faults of one injection: each has its own run, which begins at a multiple of
+this.
+"""
 
 WARM_UP, MORE = 4, {"RNN": 16}
-"""Epochs that every run has behind it, and of models that learn slowly."""
+"""Epochs of training before every run, and for models that learn slowly."""
 
 SLOWER = 0.2
-"""What the learning rate of the warm-up is multiplied by: one batch more or less then changes accuracy by less than a point."""
+"""Factor of the learning rate of the warm-up: with it one batch changes accuracy by less than a
+point.
+"""
 
 SEEDED = ("MLP", "GAN", "VAE")
 """Models that draw random numbers while they train."""
@@ -36,15 +40,15 @@ Row = dict[str, Any]
 
 
 class Bench:
-    """One compiled model, with the state that every run of it begins with, and its undisturbed runs.
+    """One compiled model, the state from which all of its runs begin, and its undisturbed runs.
 
     Args:
-        configuration: what is trained, and how.
+        configuration: the model, and how it is trained.
         steps: the length of a run.
 
     Attributes:
         healthy: a row for each undisturbed run with a guard.
-        program: the compiled step that runs are made with now: `stock`, `guarded` or `injected`.
+        program: the compiled step of the next runs: `stock`, `guarded` or `injected`.
     """
 
     def __init__(self, configuration: Configuration, steps: int):
@@ -58,14 +62,14 @@ class Bench:
         self._all, self.start = (x, all_of_y), Arrays()
 
     def warm_up(self) -> None:
-        """Train for some epochs, and keep the state that every run begins with."""
+        """Train for some epochs, and store the state from which every run begins."""
         for _ in range(MORE.get(self.c.model, WARM_UP)):
             self.train(*self._all)
         known = [(v.path, keras.ops.convert_to_numpy(v.value)) for v in variables(self.model)]
         self.start = [value * SLOWER if path.endswith("/learning_rate") else value for path, value in known]
 
     def train(self, x: Any, y: Any, *callbacks: Any, key: Any = "warm-up") -> None:
-        """Train on data without faults; with a guard but in the program `stock`."""
+        """Train on data without faults; with a guard, except in the program `stock`."""
         guard = NanGuard(verbose=0)
         self.fit(x, y, *callbacks, *([] if self.program == "stock" else [guard]))
         if self.program != "stock":
@@ -86,7 +90,7 @@ class Bench:
             self.model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=list(callbacks))
 
     def put_back(self) -> None:
-        """Begin again."""
+        """Restore the state from which every run begins."""
         keras.utils.set_random_seed(1)
         for variable, value in zip(variables(self.model), self.start):
             variable.assign(value)
@@ -107,7 +111,9 @@ class Bench:
     # Undisturbed runs
 
     def undisturbed(self, *parts: tuple[Any, Any], between: Callable[[], None] = lambda: None, key: Any = None) -> tuple[Arrays, float]:
-        """Return how a run without faults ends, made once for each key; with a guard but in the program `stock`."""
+        """Return the result of a run without faults, made once for each key; with a guard, except
+        in the program `stock`.
+        """
         key = (self.program, key)
         if key not in self._ends:
             self.put_back()
@@ -121,23 +127,25 @@ class Bench:
         return self._ends[key]
 
     def whole(self) -> tuple[Arrays, float]:
-        """Return how the run with every batch ends."""
+        """Return the result of the run with every batch."""
         return self.undisturbed(self.batches(), key="whole")
 
     def stock(self) -> tuple[Arrays, float]:
-        """Return how it ends without a guard."""
+        """Return its result without a guard."""
         return self._ends["stock", "whole"]
 
     def without(self, *steps: int) -> tuple[Arrays, float]:
-        """Return how the run ends that never had the batches of some steps."""
+        """Return the result of the run without the batches of some steps."""
         return self.undisturbed(self.batches(without=steps), key=("without", *sorted(steps)))
 
     def since(self, step: int) -> tuple[Arrays, float]:
-        """Return how the run ends that begins with a later step."""
+        """Return the result of the run that begins with a later step."""
         return self.undisturbed(self.batches(first=step), key=("since", step))
 
     def scaled(self, step: int, ended: Arrays) -> tuple[Arrays, float]:
-        """Return how the run ends that never had the batch of one step, and whose loss scale is that of another run from there on."""
+        """Return the result of the run without the batch of one step, with the loss scale of
+        another run from there on.
+        """
         names = [v.path.rpartition("/")[2] for v in variables(self.model)]
         scale, counter = names.index("dynamic_scale"), names.index("step_counter")
         value, count = ended[scale], ended[counter] - (self.steps - 1 - step)
@@ -151,12 +159,14 @@ class Bench:
         return self.undisturbed(*parts, between=between, key=("scaled", step, float(value), int(count)))
 
     def has_other_scale(self, ended: Arrays) -> bool:
-        """Whether a run has ended with another loss scale than it began with."""
+        """Whether the loss scale has changed in a run."""
         known = zip(variables(self.model), ended, self.start)
         return any(a != b for v, a, b in known if v.path.endswith("/dynamic_scale"))
 
     def same(self, ended: Arrays, as_in: Arrays, leaving_out: tuple[str, ...] = ()) -> bool:
-        """Whether two runs end with the same bits, apart from variables whose paths hold one of some words."""
+        """Whether two runs end with the same bits, except in variables whose paths contain certain
+        words.
+        """
         names = [*(v.path for v in variables(self.model)), "generator"]
         pairs = [(a, b) for name, a, b in zip(names, ended, as_in) if not any(word in name for word in leaving_out)]
         return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
@@ -185,7 +195,9 @@ def targets_of(model: Any, fault: Fault) -> tuple[Any, int]:
 
 
 class GoOn(keras.callbacks.Callback):
-    """Lets a fit go on with the random numbers of the one before: on PyTorch Keras draws some where data begin and end."""
+    """Continues with the random numbers of the previous fit: on PyTorch Keras draws some when the
+    data begin and end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +214,7 @@ class GoOn(keras.callbacks.Callback):
 
 
 def _generator() -> Any:
-    """Return the state of the generator that belongs to no variable, `None` where there is none."""
+    """Return the state of the generator that belongs to no variable, `None` if there is none."""
     if keras.backend.backend() != "torch":
         return None
     import torch
@@ -224,7 +236,7 @@ class Flip(keras.callbacks.Callback):
 
 
 class Look(keras.callbacks.Callback):
-    """Notes what the bits that are to flip will make of their numbers, from a run in which none does."""
+    """Records the values that flipped bits will give, in a run in which no bit flips."""
 
     def __init__(self, faults: list[Fault]):
         super().__init__()
@@ -243,7 +255,7 @@ class Look(keras.callbacks.Callback):
 
 
 def spoiled(bench: Bench, faults: Sequence[Fault]) -> tuple[Any, Any]:
-    """Return the data with faults in some of its batches."""
+    """Return the data with faults in some batches."""
     x, y = bench.batches()
     y = keras.tree.map_structure(np.array, y)
     values = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "overflow": np.finfo("float32").max}
@@ -254,12 +266,14 @@ def spoiled(bench: Bench, faults: Sequence[Fault]) -> tuple[Any, Any]:
 
 
 def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozenset()) -> Iterator[Row]:
-    """Yield a row for each fault of a configuration that was not done before, and one for each healthy run beside them."""
+    """Yield a row for each fault of a configuration that has no result yet, and one for each
+    healthy run.
+    """
     has = (["statistics"] if c.model == "CNN+BN" else []) + (["loss_scale"] if c.precision == "mixed_float16" else [])
     together = MODES[c.backend][c.mode].get("steps_per_execution", 1)
     ways, with_stock = c.ways, c.with_stock
-    earliest = 1 if c.backend == "jax" else 0  # there `inject` writes before a guard looks at the state for the first time
-    at_once = 1 if c.backend == "jax" else together  # JAX guards, and runs again, each step of an execution by itself
+    earliest = 1 if c.backend == "jax" else 0  # there `inject` writes before the guard first checks the state
+    at_once = 1 if c.backend == "jax" else together  # JAX guards and replays each step of an execution separately
     faults = fault_plan.plan(c.name, count, steps, BATCH, c.precision, has, together, ways, with_stock, earliest)
     if all(fault.number in done for fault in faults):
         return
@@ -296,11 +310,13 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
 
 
 def _ruins(bench: Bench, fault: Fault) -> bool:
-    """Whether stock Keras ends with NaN or Inf, or in an error, because of a finite number in the batch."""
+    """Whether stock Keras ends with NaN or Inf, or with an error, because of a finite number in the
+    batch.
+    """
     bench.put_back()
     try:
         bench.fit(*spoiled(bench, [fault]))
-    except RuntimeError:  # PyTorch's binary_cross_entropy takes no NaN
+    except RuntimeError:  # PyTorch's binary_cross_entropy rejects NaN
         return True
     return not finite(bench.end()[0])
 
@@ -311,14 +327,14 @@ def finite(state: Arrays) -> bool:
 
 
 def _hook(bench: Bench, fault: Fault, faults: list[Fault], stack: contextlib.ExitStack) -> Injection:
-    """Open the injection of a fault and of all others that share it."""
+    """Enter the injection that makes a fault, and all others that share it."""
     steps = [SLOT * (f.run + 1) + f.step for f in faults if f.hook == fault.hook]
     given = {"site": fault.site, "kind": fault.kind, "rows": fault.row, "entries": fault.entries, "path": fault.path}
     return stack.enter_context(inject(bench.model, step=steps, require_fired=False, **given))
 
 
 def begin(hooks: dict[int, Injection], step: int) -> None:
-    """Let every injection count from this step on."""
+    """Let every injection count its steps from this one."""
     for injection in hooks.values():
         hook = injection._hook
         if hasattr(hook, "counter"):
@@ -329,7 +345,7 @@ def begin(hooks: dict[int, Injection], step: int) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a disturbed run has ended."""
+    """The result of a disturbed run."""
 
     share: tuple[Fault, ...]
     guard: NanGuard
@@ -355,7 +371,9 @@ def _disturbed(bench: Bench, share: list[Fault], hooks: dict[int, Injection]) ->
 
 
 def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: str, path: str, together: int) -> Row:
-    """Return what there is to say of one fault: what was seen of it, and whether the run has ended as one without it."""
+    """Return the result of one fault: whether it was detected, and whether the run ended like one
+    without it.
+    """
     session = ended.guard.session
     others = {f.step for f in ended.share} - {fault.step}
     incidents = [i for i in ended.guard.incidents if i.step not in others]
@@ -392,12 +410,14 @@ def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: st
 
 
 def _identical(bench: Bench, fault: Fault, oracle: str, run: Ended, together: int) -> Row:
-    """Return whether a run has ended with the bits of an undisturbed one, and of which; `None` where that cannot be said."""
+    """Return whether a run has ended with the bits of an undisturbed one, and of which one; `None`
+    if unknown.
+    """
     ended = run.state
     if oracle == "without":
         return {"identical": bench.same(ended, bench.without(*(f.step for f in run.share))[0]), "as": "without"}
     if oracle == "scaled":
-        once_a_fit = (*(v.path for v in bench.model.metrics_variables), "generator")  # that run is made of two
+        once_a_fit = (*(v.path for v in bench.model.metrics_variables), "generator")  # that run consists of two
         return {"identical": bench.same(ended, bench.scaled(fault.step, ended)[0], once_a_fit), "as": "scaled"}
     if oracle in ("again", "either"):
         if bench.same(ended, bench.whole()[0]):
@@ -411,7 +431,9 @@ def _identical(bench: Bench, fault: Fault, oracle: str, run: Ended, together: in
 
 
 def _placed(fault: Fault, path: str, diagnosis: Any) -> str:
-    """Return whether a diagnosis names row or variable of a fault: `right`, `wrong`, `none`, or `""` where there is nothing to name."""
+    """Return whether a diagnosis names the row or variable of a fault: `right`, `wrong`, `none`, or
+    `""` if there is none to name.
+    """
     named = str(diagnosis.culprit)
     if fault.site in ("inputs", "targets"):
         return ("right" if tuple(diagnosis.samples) == (fault.row,) else "wrong") if diagnosis.samples else "none"

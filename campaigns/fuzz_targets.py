@@ -1,4 +1,5 @@
-"""The targets: for each kind of file how a recipe becomes a file, and what the library does with such a file."""
+"""The targets: for each kind of file, how it is written from a recipe, and how the library uses it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ class Target:
     Attributes:
         name: its name.
         format: the format.
-        reader: what reads it, in words.
+        reader: its readers, in words.
         modules: the modules whose lines are counted, by the beginning of their names.
-        write: writes a recipe into an empty folder and returns the path that the library is given.
-        look: does with the path what the library does with such a file.
+        write: writes a recipe into an empty folder and returns the path for the library.
+        look: uses the path as the library uses such a file.
         command: runs the commands that take such a file.
         raw: whether it is a text.
     """
@@ -41,7 +42,7 @@ class Target:
 
 
 def no_command(path: Path) -> None:
-    """Run nothing: no command reads it, or only by way of a model."""
+    """Run nothing: no command reads it, or only through a model."""
 
 
 _FILES = ("keras_nanguard._files.opening", "keras_nanguard._files.stored", "keras_nanguard._files.scan", "keras_nanguard._files.names")
@@ -180,5 +181,5 @@ TARGETS: dict[str, Target] = {
 
 
 def with_command(recipe: Recipe) -> bool:
-    """Whether the commands are run on an input, too: on one of 32."""
+    """Whether the commands are also run on an input: for one of 32."""
     return hashlib.sha256(json.dumps(recipe).encode()).digest()[0] % 32 == 0

@@ -1,7 +1,9 @@
-"""Runs tests against mutants: collects once, then forks a process for each mutant, in which the functions get their mutated code.
+"""Runs tests against mutants: collects once, then forks a process for each mutant.
 
-A mutant so costs the tests that run the mutated line, the shortest first and up to the first that fails, and no start of Keras. What is
-no code of a function (a constant, a default, a table) takes a process that imports the package and the tests again.
+In the process the functions get their mutated code. It runs only the tests that execute the mutated
+line, the shortest first, up to the first failure, and does not start Keras again. If the mutated
+code is not part of a function (a constant, a default, a table), the process imports the package and
+the tests again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ __all__ = ["Runs", "notices", "run", "swapped"]
 
 @dataclass(frozen=True)
 class Tested:
-    """One test on the code as it is: processor seconds, the lines that it runs of each module, whether it passes."""
+    """One test on the original code: processor seconds, the lines of each module that it executes,
+    whether it passes.
+    """
 
     name: str
     seconds: float
@@ -47,13 +51,14 @@ class Tested:
 
 
 class Runs:
-    """A plugin of pytest that runs mutants in place of the tests, and appends what came of each to a file of JSON lines.
+    """A plugin of pytest that runs mutants instead of the tests, and appends the result of each to
+    a file of JSON lines.
 
     Args:
         modules: the modules that are mutated.
         mutants: the mutants.
-        folder: where results are appended, and what each test runs is kept for the next time.
-        budget: processor seconds of tests for one mutant.
+        folder: where results are appended, and the lines of each test are stored for the next time.
+        budget: maximum processor seconds of tests for one mutant.
         known: the keys of mutants that need not run again.
     """
 
@@ -68,7 +73,7 @@ class Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        if session.testsfailed:  # each mutant would count as noticed
+        if session.testsfailed:  # each mutant would count as detected
             raise session.Interrupted(f"{session.testsfailed} errors in collecting the tests")
         items = {item.nodeid: item for item in session.items}
         _prepare(self.modules)
@@ -89,7 +94,8 @@ class Runs:
         return True
 
     def _tested(self, session: pytest.Session, items: dict[str, pytest.Item]) -> list[Tested]:
-        """Return what each test runs, as far as it is known from a run on the same modules."""
+        """Return the lines of each test, as far as they are known from a run on the same modules.
+        """
         digest = hashlib.sha256(b"".join((PACKAGE / module).read_bytes() for module in self.modules)).hexdigest()
         first, *lines = self.kept.read_text("utf-8").splitlines() if self.kept.exists() else [""]
         known = {found["name"]: Tested(**found) for found in map(json.loads, lines)} if first == digest else {}
@@ -122,13 +128,15 @@ class Runs:
 
 
 def _chosen(mutant: Mutant, tests: Iterable[Tested], budget: float) -> list[Tested]:
-    """Return the tests that run the statement of a mutant, the shortest first, as far as the budget goes."""
+    """Return the tests that execute the statement of a mutant, the shortest first, within the
+    budget.
+    """
     tests = list(tests)
     tree = ast.parse((PACKAGE / mutant.module).read_text("utf-8"))
     first, last = header(tree, mutant.line)
     if swapped(mutant) is not None:
         found = [test for test in tests if not set(range(first, last + 1)).isdisjoint(test.lines.get(mutant.module, ()))]
-    else:  # run where it is imported: by every test of a file that uses the module
+    else:  # executed on import: by every test of a file that uses the module
         files = {test.name.partition("::")[0] for test in tests if mutant.module in test.lines}
         found = [test for test in tests if test.name.partition("::")[0] in files]
     chosen: list[Tested] = []
@@ -141,11 +149,14 @@ def _chosen(mutant: Mutant, tests: Iterable[Tested], budget: float) -> list[Test
 
 
 IMPORTED = ("_policy/policy.py",)
-"""Modules whose functions run while others are imported: swapping their code then would come too late."""
+"""Modules whose functions run while others are imported, so that replacing their code is too late.
+"""
 
 
 def swapped(mutant: Mutant) -> list[tuple[FunctionType, CodeType]] | None:
-    """Return the functions that a mutant changes, each with its mutated code; `None` where it changes more than functions."""
+    """Return the functions that a mutant changes, each with its mutated code; `None` if it changes
+    more than functions.
+    """
     if mutant.module in IMPORTED:
         return None
     module = import_module(_name(mutant.module))
@@ -160,7 +171,9 @@ def swapped(mutant: Mutant) -> list[tuple[FunctionType, CodeType]] | None:
 
 
 def _pairs(before: CodeType, after: CodeType) -> Iterable[tuple[CodeType, CodeType | None]]:
-    """Yield the code of each function that differs, with `None` where the code around functions does."""
+    """Yield the code of each function that differs, with `None` if code outside of functions
+    differs.
+    """
     one, other = ([const for const in code.co_consts if isinstance(const, CodeType)] for code in (before, after))
     plain = [[const for const in code.co_consts if not isinstance(const, CodeType)] for code in (before, after)]
     if len(one) != len(other) or repr(plain[0]) != repr(plain[1]) or (before.co_code, before.co_names) != (after.co_code, after.co_names):
@@ -181,7 +194,7 @@ _FOUND: dict[str, list[FunctionType]] = {}
 def _functions(module: str) -> list[FunctionType]:
     if module not in _FOUND:
         frozen = gc.get_freeze_count()
-        gc.unfreeze()  # what is frozen is not listed
+        gc.unfreeze()  # frozen objects are not listed
         _FOUND[module] = [f for f in gc.get_objects() if type(f) is FunctionType and f.__module__ == module]
         if frozen:
             gc.freeze()
@@ -189,7 +202,9 @@ def _functions(module: str) -> list[FunctionType]:
 
 
 def _prepare(modules: Iterable[str]) -> None:
-    """Import what every child would import, and keep the garbage collector from touching it there, which would copy all of it."""
+    """Import everything that the children need, and exclude it from garbage collection, which would
+    copy it in each child.
+    """
     if "keras" in sys.modules:
         for path in sorted(PACKAGE.rglob("*.py")):
             if path.stem not in ("__init__", "__main__"):
@@ -215,7 +230,7 @@ def _swap(codes: Iterable[tuple[FunctionType, CodeType]]) -> None:
 
 
 def _run(session: pytest.Session, items: Sequence[pytest.Item]) -> str:
-    """Run tests up to the first that fails, and return its name, `""` where none does."""
+    """Run tests up to the first that fails, and return its name, `""` if none fails."""
     for item, following in zip(items, [*items[1:], None]):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:
@@ -226,7 +241,7 @@ def _run(session: pytest.Session, items: Sequence[pytest.Item]) -> str:
 def _forked(
     session: pytest.Session, mutant: Mutant, items: dict[str, pytest.Item], names: Sequence[str], expected: float
 ) -> dict[str, Any]:
-    """Run tests against a mutant in a process of its own."""
+    """Run tests against a mutant in a separate process."""
     codes = swapped(mutant)
 
     def run(report: Callable[[Any], None]) -> None:
@@ -241,7 +256,9 @@ def _forked(
 
 
 def _child(run: Callable[[Callable[[Any], None]], None], expected: float) -> dict[str, Any]:
-    """Run something in a forked process that may take some times as much processor time as expected; returns what it reports."""
+    """Run a function in a forked process with a limit of processor time, a multiple of the expected
+    one; return its report.
+    """
     folder = tempfile.mkdtemp(prefix="mutant-")
     reading, writing = os.pipe()
     child = os.fork()
@@ -284,7 +301,9 @@ def _late(status: int) -> bool:
 
 
 def _anew(session: pytest.Session, mutant: Mutant, names: Sequence[str], known: Iterable[str]) -> list[pytest.Item]:
-    """Import the package and its tests again, with one module mutated, and return the tests: those of these names, and new ones."""
+    """Import the package and its tests again, with one module mutated; return the tests with these
+    names, and new ones.
+    """
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
         if file.name != "conftest.py" and any(file.is_relative_to(folder) for folder in (PACKAGE, PACKAGE.parent / "tests")):
@@ -302,7 +321,9 @@ def _anew(session: pytest.Session, mutant: Mutant, names: Sequence[str], known: 
 
 
 def notices(mutant: Mutant, test: Callable[[], None]) -> bool:
-    """Return whether a test fails on a mutant of functions, in this process; the functions are as they were afterwards."""
+    """Return whether a test fails on a mutant of functions, in this process. The functions are
+    restored afterwards.
+    """
     codes = swapped(mutant)
     assert codes is not None, "a mutant of functions"
     originals = [(function, function.__code__) for function, _ in codes]
@@ -326,6 +347,6 @@ def _quick() -> None:
 
 
 def run(arguments: Sequence[str], plugins: Sequence[Any] = ()) -> int:
-    """Run pytest as mutants need it."""
+    """Run pytest with the options for mutants."""
     _quick()
     return int(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", *arguments], plugins=list(plugins)))

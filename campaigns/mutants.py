@@ -1,7 +1,7 @@
 """Makes the mutants of a module: copies of its source, each with one small mistake.
 
-Most operators are those of cosmic-ray; what a transaction needs beside them (a statement that is missing, a number that is twice as
-large) is added here. Needs cosmic-ray, and neither Keras nor a backend.
+Most operators are those of cosmic-ray. This module adds those that a transaction needs: a missing
+statement, a number twice as large. Needs cosmic-ray, but neither Keras nor a backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ OPERATORS = (
     *("AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "ZeroIterationForLoop"),
 )
-"""Those of cosmic-ray: of each operator the one or two replacements that are the hardest to see, not all eleven."""
+"""Operators of cosmic-ray: for each the one or two replacements that are hardest to detect, not all
+eleven.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class Mutant:
 
     Attributes:
         module: path of the module within the package.
-        function: the function it is in, `""` at the level of the module.
-        operator: what made it.
+        function: its function, `""` at the level of the module.
+        operator: the operator that made it.
         line: the line where it begins.
-        before, after: the lines that differ, as they are and with the mistake.
-        nth: which one it is of those that look alike.
-        start, end, text: the place in the source, and what it says instead.
+        before, after: the lines that differ, without and with the mistake.
+        nth: its number among mutants with equal lines.
+        start, end, text: the place in the source, and the replacement.
     """
 
     module: str
@@ -59,7 +61,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What tells it from every other one, also after lines were added elsewhere."""
+        """Identifies it, also after lines were added elsewhere."""
         return json.dumps([self.module, self.function, self.before, self.after, self.nth])
 
     def source(self) -> str:
@@ -73,7 +75,9 @@ def replaced(source: str, start: int, end: int, text: str) -> str:
 
 
 def mutants(module: str) -> list[Mutant]:
-    """Return every mutant of a module, those that differ only in annotations, docstrings, decorators and messages left out."""
+    """Return every mutant of a module, except those that differ only in annotations, docstrings,
+    decorators and messages.
+    """
     source = (PACKAGE / module).read_text("utf-8")
     seen, made, alike = {_meaning(source)}, [], {}
     for operator, mutated in _mutated(source):
@@ -107,7 +111,9 @@ def function_at(tree: ast.Module, line: int) -> str:
 
 
 def header(tree: ast.Module, line: int) -> tuple[int, int]:
-    """Return the first and the last line of the innermost statement around a line, of a block only its head."""
+    """Return the first and the last line of the innermost statement around a line; of a block only
+    its head.
+    """
     best = (line, line)
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
@@ -125,7 +131,9 @@ def _lines(source: str, start: int, end: int) -> str:
 
 
 def _difference(one: str, other: str) -> tuple[int, int, str]:
-    """Return from where to where the first text differs from the other, and what stands there in the other."""
+    """Return start and end of the part of the first text that differs, and its replacement in the
+    other text.
+    """
     shorter, start = min(len(one), len(other)), 0
     while start < shorter and one[start] == other[start]:
         start += 1
@@ -136,7 +144,7 @@ def _difference(one: str, other: str) -> tuple[int, int, str]:
 
 
 class _Skipped(ast.NodeTransformer):
-    """Leaves out what no mutant is made of."""
+    """Skips nodes that are not mutated."""
 
     def visit(self, node: ast.AST) -> Any:
         node = self.generic_visit(node)
@@ -190,7 +198,7 @@ def _own_operators() -> tuple[type[Any], ...]:
             return ()
 
         def ways(self, node: Any) -> list[str]:
-            """Return what may stand in the place of a node."""
+            """Return the possible replacements of a node."""
             raise NotImplementedError
 
         def mutation_positions(self, node: Any) -> Iterator[Any]:
@@ -201,7 +209,9 @@ def _own_operators() -> tuple[type[Any], ...]:
             return parso.python.tree.Name(self.ways(node)[index], node.start_pos, leaf.prefix)
 
     class ReplaceNumber(Own):
-        """Whole numbers by their neighbours; others by half and twice as much, as 1e24 + 1 is 1e24."""
+        """Whole numbers by their neighbours; others by half and twice the value, because 1e24 + 1
+        is 1e24.
+        """
 
         def ways(self, node: Any) -> list[str]:
             if node.type != "number":
@@ -212,7 +222,9 @@ def _own_operators() -> tuple[type[Any], ...]:
             return [repr(2 * value), repr(value / 2)] if value else ["1.0"]
 
     class DeleteStatement(Own):
-        """A call, or an assignment to an attribute or to an item, or one that adds: the statements that may be missing unseen."""
+        """A call, an assignment to an attribute or an item, or an augmented assignment: statements
+        whose absence may go undetected.
+        """
 
         def ways(self, node: Any) -> list[str]:
             statement = node.parent is not None and node.parent.type == "simple_stmt" and node is node.parent.children[0]

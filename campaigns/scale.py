@@ -1,19 +1,21 @@
-"""What a guard costs as a model grows: in depth, in width, in batch, and in processes that train together.
+"""The cost of a guard against depth, width, batch size and number of processes.
 
     KERAS_BACKEND=tensorflow python campaigns/scale.py [AXIS ...]
     python campaigns/scale.py --write campaigns/results/scale.md
 
-A plain and a guarded fit run in one process, an epoch of the one after an epoch of the other. Compared are the first step (trace, compile,
-first snapshot) and later ones, in processor time; and the peak of memory, in processes of their own. What is known so far is saved to
-`build/scale`, and a point that is there is not measured again.
+A plain and a guarded fit run in one process, one epoch each in turn. The first step (trace,
+compile, first snapshot) and later ones are compared in processor time; the peak of memory is
+measured in separate processes. Results are saved to `build/scale`, and a point with a result is not
+measured again.
 
     depth       layers of 8 units
     width       parameters, in one kernel
     batch       rows of a batch, an MLP of 13,000 parameters
-    processes   processes on this machine that share each batch of 64 rows, an MLP of 200,000 parameters: JAX with `DataParallel`,
-                PyTorch with `DistributedDataParallel` and a loop of its own under `guard.watch`
+    processes   processes on this machine that share each batch of 64 rows, an MLP of 200,000
+                parameters: JAX with `DataParallel`, PyTorch with `DistributedDataParallel` and a
+                hand-written loop under `guard.watch`
 
-The optimizer is SGD without momentum, beside which a guard weighs most.
+The optimizer is SGD without momentum, for which the relative cost of a guard is highest.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ POINTS: dict[str, tuple[int, ...]] = {
 }
 
 PEAKS = {"depth": (4, 64, 512), "width": (1_000_000, 10_000_000, 100_000_000)}
-"""The points of which memory is measured, in a process for each variant."""
+"""The points whose memory is measured, in a separate process for each variant."""
 
 PICTURE = ROOT / "docs" / "pictures" / "scale.svg"
 
@@ -58,7 +60,7 @@ ROUNDS = 7
 
 
 class Work(NamedTuple):
-    """What is trained: a compiled model, one batch, and the number of steps of a round."""
+    """A compiled model, one batch, and the number of steps of a round."""
 
     model: Any
     batch: tuple[Any, Any]
@@ -66,7 +68,7 @@ class Work(NamedTuple):
 
 
 def work(axis: str, size: int) -> Work:
-    """Return the model of one point, its batch, and how many steps a round has."""
+    """Return the model of one point, its batch, and the number of steps of a round."""
     import keras
     import numpy as np
 
@@ -81,23 +83,23 @@ def work(axis: str, size: int) -> Work:
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(units, "relu") for units in hidden]
     model = keras.Sequential([keras.Input((features,)), *layers, keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(1e-7), "mse")  # at which no width diverges: what is measured is a healthy run
+    model.compile(keras.optimizers.SGD(1e-7), "mse")  # at which no width diverges, because healthy runs are measured
     draw = np.random.default_rng(0)
     return Work(model, (draw.standard_normal((rows, features), np.float32), draw.standard_normal((rows, 1), np.float32)), steps)
 
 
 def guards(variant: str, every: int) -> list[Any]:
-    """Return the guard of a variant, which takes a snapshot after so many steps."""
+    """Return the guard of a variant, which takes a snapshot after this many steps."""
     from keras_nanguard import NanGuard
 
     return [NanGuard(verbose=0, snapshot={"every": every})] if variant == "guarded" else []
 
 
 class Trainer:
-    """Runs one long fit in a thread of its own, an epoch at a time, and nothing of it between two epochs.
+    """Runs one long fit in a separate thread, one epoch at a time; between two epochs nothing runs.
 
     Attributes:
-        steps: of an epoch.
+        steps: number of steps of an epoch.
     """
 
     def __init__(self, variant: str, work: Work):
@@ -118,7 +120,7 @@ class Trainer:
 
         def train() -> None:
             if backend == "torch":
-                one_thread(backend)  # PyTorch counts for each thread by itself
+                one_thread(backend)  # PyTorch sets it for each thread separately
             lengths = {"steps_per_epoch": work.steps, "epochs": 10**6}
             work.model.fit(endless(work.batch), **lengths, shuffle=False, verbose=0, callbacks=[*guards(variant, 100), Gate()])
 
@@ -129,7 +131,9 @@ class Trainer:
         self._spent = time.process_time() - start
 
     def epoch(self) -> float:
-        """Return the processor time of the next epoch, in seconds; that of the first includes what `fit` does before."""
+        """Return the processor time of the next epoch, in seconds; that of the first includes the
+        preparations of `fit`.
+        """
         start = time.process_time()
         self._go.release()
         self._wait()
@@ -149,7 +153,7 @@ class Trainer:
 
 
 def endless(batch: tuple[Any, Any]) -> Any:
-    """Return this batch again and again."""
+    """Yield this batch without end."""
     import keras
 
     if keras.backend.backend() == "tensorflow":
@@ -172,7 +176,7 @@ def timed(make: Callable[[], Work], rounds: int = ROUNDS) -> dict[str, Any]:
     steps = trainers["plain"].steps
     for trainer in trainers.values():
         trainer.end()
-    middle = {variant: min(times) for variant, times in later.items()}  # what else the machine does only adds to it
+    middle = {variant: min(times) for variant, times in later.items()}  # other work on the machine only adds to it
     return {
         "first": {variant: first[variant] - (steps - 1) * middle[variant] for variant in VARIANTS},
         "later": middle,
@@ -180,11 +184,13 @@ def timed(make: Callable[[], Work], rounds: int = ROUNDS) -> dict[str, Any]:
     }
 
 
-# Memory, each variant in a process of its own
+# Memory, each variant in a separate process
 
 
 def peak(axis: str, size: int, variant: str) -> int:
-    """Return how far the peak of this process has risen above what it held before it had a model, in bytes."""
+    """Return how far the peak memory of this process has risen since before it had a model, in
+    bytes.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     gc.collect()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * page
@@ -207,7 +213,7 @@ def peaks(axis: str, size: int) -> dict[str, int]:
 
 
 def spread(size: int) -> dict[str, Any]:
-    """Return the times of so many processes that train together, as the first of them measures them."""
+    """Return the times of this many processes that train together, measured by the first one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -234,7 +240,7 @@ def one_of(place: str, size: int, rank: int) -> dict[str, Any]:
 
 
 def loops(place: str, size: int, rank: int) -> dict[str, Any]:
-    """Return the times of `DistributedDataParallel`, plain and guarded, an epoch of the one after an epoch of the other."""
+    """Return the times of `DistributedDataParallel`, plain and guarded, one epoch each in turn."""
     import torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel
@@ -290,7 +296,9 @@ def loops(place: str, size: int, rank: int) -> dict[str, Any]:
 
 
 def ratios(point: dict[str, Any]) -> dict[str, float]:
-    """Return what a guarded step takes as a multiple of a plain one: the first step, and later ones."""
+    """Return the time of a guarded step as a multiple of a plain one: of the first step, and of
+    later ones.
+    """
     return {moment: point[moment]["guarded"] / point[moment]["plain"] for moment in ("first", "later")}
 
 
@@ -306,7 +314,7 @@ def table(found: dict[tuple[str, str], dict[str, Any]]) -> str:
 
 
 def cells(point: dict[str, Any]) -> list[str]:
-    """Return what was measured of one point, as text."""
+    """Return the measurements of one point, as text."""
     ratio, rounds = ratios(point), point["ratios"]
     quartiles = f"{rounds[len(rounds) // 4]:.2f} to {rounds[-1 - len(rounds) // 4]:.2f}"
     first = [f"{point['first'][variant]:.2f} s" for variant in VARIANTS]
@@ -336,7 +344,7 @@ def plot(found: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
         panel.axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
     for line, moment in enumerate(("first step", "later steps")):
         panels[line][0].set_ylabel(f"{moment}, guarded / plain")
-        panels[line][0].set_ylim(bottom=0.0)  # of the whole row, whose lines are all there by now
+        panels[line][0].set_ylim(bottom=0.0)  # of the whole row, after all of its lines
     panels[0][0].legend(frameon=False, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
@@ -345,13 +353,13 @@ def plot(found: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
 
 
 def results(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what was measured so far, by backend and axis."""
+    """Return the results so far, by backend and axis."""
     found = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
     return {(one["backend"], one["axis"]): one for one in found}
 
 
 def run(axis: str, sizes: list[int], folder: Path, measure: Callable[[str, int], dict[str, Any]]) -> None:
-    """Measure the points of one axis that are not known yet, and save each."""
+    """Measure the points of one axis that have no result yet, and save each."""
     import keras
 
     backend = keras.backend.backend()
@@ -366,7 +374,7 @@ def run(axis: str, sizes: list[int], folder: Path, measure: Callable[[str, int],
 
 
 def measured(axis: str, size: int) -> dict[str, Any]:
-    """Return everything that is measured of one point."""
+    """Return all measurements of one point."""
     if axis == "processes":
         return spread(size)
     found = timed(lambda: work(axis, size))
@@ -396,7 +404,7 @@ def main() -> None:
     if a.peak:
         print(peak(a.peak[0], int(a.peak[1]), a.peak[2]))
         return
-    timed(lambda: work("depth", 4), 1)  # what comes first pays for what all share
+    timed(lambda: work("depth", 4), 1)  # the first point would pay for what all share
     for axis in a.axes or [axis for axis in POINTS if axis != "processes" or backend != "tensorflow"]:
         run(axis, a.sizes or list(POINTS[axis]), a.results, measured)
 
