@@ -1,4 +1,6 @@
-"""One life of a run that may be killed: a process that trains, forked off one that has imported Keras and has run no operation."""
+"""One life of a run that may be killed: a training process.
+
+It is forked from a process that has imported Keras but has not run an operation."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ PHASES = ("starting", "first step", "training", "writing a snapshot", "syncing o
 
 
 class Beat(keras.callbacks.Callback):
-    """Notes the phase of training."""
+    """Records the phase of training."""
 
     def __init__(self, phase: Any):
         super().__init__()
@@ -47,7 +49,7 @@ class Beat(keras.callbacks.Callback):
 
 
 def network() -> Any:
-    """Return a network with everything that has to come back: statistics, seeds, slots, a schedule."""
+    """Return a network with all kinds of state to restore: statistics, seeds, slots, a schedule."""
     keras.utils.set_random_seed(0)
     rate = keras.optimizers.schedules.CosineDecay(0.01, EPOCHS * BATCHES)
     layers = keras.layers
@@ -58,7 +60,7 @@ def network() -> Any:
 
 
 def data() -> tuple[Any, Any]:
-    """Return the data, in the order in which it is trained on."""
+    """Return the data, in the order of training."""
     x = np.random.default_rng(0).standard_normal((BATCHES * ROWS, 8)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
     for batch in BAD:
@@ -78,7 +80,7 @@ def state_of(model: Any) -> dict[str, Any]:
 
 
 def nothing() -> None:
-    """Leave everything as it is."""
+    """Change nothing."""
 
 
 def live(directory: Path, result: Path, phase: Any, pause: float = 0.0, tampered: Callable[[], None] = nothing) -> None:
@@ -94,7 +96,7 @@ def live(directory: Path, result: Path, phase: Any, pause: float = 0.0, tampered
 
 
 def _marked(phase: Any, pause: float) -> None:
-    """Let each part of a snapshot note itself, and take a little longer, as on a slow disk."""
+    """Let each part of a snapshot record itself, and take a little longer, as on a slow disk."""
 
     def mark(owner: Any, name: str, number: int) -> None:
         real = getattr(owner, name)
@@ -118,7 +120,8 @@ def _marked(phase: Any, pause: float) -> None:
 
 
 def forked(work: Callable[[], None], output: Path) -> int:
-    """Do something in a process of its own, whose lines go to a file; returns its number."""
+    """Run a function in a separate process, whose output goes to a file; return its process number.
+    """
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -131,14 +134,14 @@ def forked(work: Callable[[], None], output: Path) -> int:
             work()
             sys.stdout.flush()
         code = 0
-    except BaseException:  # noqa: BLE001  whatever it is, this process ends here
+    except BaseException:  # noqa: BLE001  this process ends here after any error
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(code)
 
 
 def ended(pid: int) -> int:
-    """Wait for a process; returns its exit status, negative for a signal."""
+    """Wait for a process; return its exit status, negative for a signal."""
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
@@ -150,7 +153,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 def never_killed(folder: Path) -> tuple[Path, float]:
-    """Run once without a kill; returns the final state and how long that took."""
+    """Run once without a kill; return the final state and the duration."""
     phase = mmap.mmap(-1, 1)
     begin = time.monotonic()
     code = ended(forked(lambda: live(folder / "whole", folder / "whole.npz", phase), folder / "whole.log"))
@@ -160,7 +163,7 @@ def never_killed(folder: Path) -> tuple[Path, float]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Return everything in the log."""
+    """Return all records of the log."""
     return [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
 
 
@@ -172,6 +175,6 @@ def append(record: dict[str, Any]) -> None:
 
 
 def versions() -> str:
-    """Return the versions that a page names."""
+    """Return the versions for a page."""
     backend = sys.modules[keras.backend.backend()]
     return f"Keras {keras.__version__}, {keras.backend.backend()} {backend.__version__}, Python {sys.version.split()[0]}"

@@ -1,4 +1,4 @@
-"""Environments of their own for campaigns: made by uv under a temporary folder, with a given Python and given packages, and removed."""
+"""Temporary environments for campaigns, created by uv with a given Python and given packages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ print(json.dumps({"python": platform.python_version(), **{name: metadata.version
 
 
 class InstallError(Exception):
-    """An environment that cannot be made, or a package that does not install."""
+    """An environment that cannot be created, or a package that cannot be installed."""
 
 
 @functools.cache
 def _settings() -> dict[str, str]:
-    """Return the environment in which uv runs: it sees all Pythons that pyenv has, and the folder of wheels that pip was given."""
+    """Return the environment variables of uv: it finds all Pythons of pyenv, and pip's folder of
+    wheels.
+    """
     found = {"UV_PYTHON_DOWNLOADS": "never", "UV_LINK_MODE": "hardlink", **os.environ}
     if "PIP_FIND_LINKS" in os.environ:
         found.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
@@ -55,7 +57,8 @@ def uv(*words: str, limit: float = 1200.0) -> str:
 
 @contextmanager
 def fresh(python: str) -> Iterator[Path]:
-    """Make an empty environment with a Python such as `3.12`, and give its interpreter; it is removed afterwards.
+    """Create an empty environment with a Python such as `3.12`, and yield its interpreter; remove
+    it afterwards.
 
     Raises:
         InstallError: if there is no such Python.
@@ -69,7 +72,7 @@ def install(python: Path, requirements: Sequence[str], *options: str) -> None:
     """Install packages into the environment of an interpreter.
 
     Raises:
-        InstallError: if they do not install.
+        InstallError: if they cannot be installed.
     """
     uv("pip", "install", "--quiet", "--python", str(python), *options, *requirements)
 
@@ -78,7 +81,7 @@ def uninstall(python: Path, *packages: str) -> None:
     """Remove packages from the environment of an interpreter.
 
     Raises:
-        InstallError: if they are not there.
+        InstallError: if they are not installed.
     """
     uv("pip", "uninstall", "--quiet", "--python", str(python), *packages)
 

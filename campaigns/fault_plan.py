@@ -1,4 +1,4 @@
-"""Which faults the campaign makes, what has to be seen of each, and which causes are right: fixed before anything runs."""
+"""The faults of the campaign, with the expected detection, result and cause of each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slo
 IN_STATE = ("weights", "statistics", "slots", "loss_scale")
 
 HUGE = 1e30
-"""Magnitude beyond which no number of a state is ordinary (docs/recovery.md)."""
+"""Magnitude above which no number of a state is ordinary (docs/recovery.md)."""
 
 LARGE = 1e3
-"""A number that a flipped bit makes so many times larger than the largest of its tensor, and than 1, is called large."""
+"""A flipped number is called large if it exceeds the largest of its tensor, and 1, by this factor.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Fault:
         step: the train step.
         row: the row of the batch.
         entries: how many entries, from the first; `None` for all.
-        path: glob on the path of variables.
-        hook: number of the injection that makes it, which several faults of a configuration share.
-        place: where in the state a bit flips, between 0 and 1: which variable, and which of its entries.
-        bit: which bit, counted from the highest, the sign.
-        run: number of the run that it is part of: that of the first fault in it.
+        path: glob that matches the path of variables.
+        hook: number of its injection, which several faults of a configuration share.
+        place: variable and entry of the flipped bit, as two numbers between 0 and 1.
+        bit: number of the bit, counted from the highest, the sign.
+        run: number of its run, which is the number of the first fault in the run.
     """
 
     number: int
@@ -57,10 +58,10 @@ class Fault:
 
 
 IN_ONE_RUN = 6
-"""How many faults share a run where each leaves nothing behind but a batch that is not learned from."""
+"""Number of faults that share a run if each only excludes its batch from training."""
 
 WAYS = ("data", "inject", "flip")
-"""The ways in which a fault is made."""
+"""The ways in which a fault is injected."""
 
 FINITE = {("inputs", "overflow"), ("targets", "overflow")}
 """Sites and kinds of finite numbers in the batch."""
@@ -68,7 +69,9 @@ FINITE = {("inputs", "overflow"), ("targets", "overflow")}
 NONFINITE = ("nan", "inf", "-inf")
 
 BITS = (1, 1, 1, 1, 1, 1, 2, 3, 4, 6, 0, 12)
-"""Which bit flips, counted from the sign, how often: the top bit of the exponent most often, others of it, the sign, the mantissa."""
+"""Flipped bits, counted from the sign, by frequency: most often the top bit of the exponent, then
+its other bits, the sign, the mantissa.
+"""
 
 INJECTED = {
     "inputs": (*NONFINITE, "overflow"),
@@ -80,13 +83,17 @@ INJECTED = {
     "slots": ("nan", "inf", "overflow"),
     "loss_scale": ("nan", "inf", "zero", "overflow"),
 }
-"""The kinds of fault for each site that is injected."""
+"""The kinds of faults for each injected site."""
 
 HOOKS = {"loss": 2, "gradients": 3, "weights": 2, "slots": 1}
-"""How many injections each site has in one configuration, besides one for statistics and one for the loss scale where there are such."""
+"""Number of injections of each site in one configuration, besides one for statistics and one for
+the loss scale if the model has them.
+"""
 
 OF_BATCH = 3
-"""One of so many configurations has injections for inputs and targets, too: they slow down every step, and arrays can be spoiled."""
+"""One of this many configurations also has injections for inputs and targets. They slow down every
+step, and `data` covers the same faults.
+"""
 
 
 def plan(
@@ -104,16 +111,17 @@ def plan(
     """Return the faults of one configuration.
 
     Args:
-        name: its name, from which all that is drawn follows.
-        count: how many.
+        name: its name, which is the random seed.
+        count: number of faults.
         steps: the length of a run.
         batch: rows of a batch.
         precision: the dtype policy.
         has: sites that only some configurations have, of `statistics` and `loss_scale`.
-        together: steps in one execution: between two of them alone the state can be written to from outside.
-        ways: how they are made.
-        finite: whether the batch gets finite numbers, too.
-        earliest: the first step before which the state can be written to with a guard that has looked at it.
+        together: steps in one execution; other code can write the state only between two
+            executions.
+        ways: how they are injected.
+        finite: whether there are also faults with finite numbers in the batch.
+        earliest: the first step before which a write to the state is detected.
     """
     draw = random.Random(zlib.crc32(name.encode()))
     at = [0, draw.randrange(1, 4), draw.randrange(4, steps // 2), draw.randrange(steps // 2, steps - 2)]
@@ -143,7 +151,9 @@ def plan(
 
 
 def _in_runs(faults: list[Fault], draw: random.Random, steps: int, precision: str) -> list[Fault]:
-    """Return the faults with their runs: several of those that are refused and leave nothing behind share one, at steps apart."""
+    """Return the faults with their runs. Faults that only exclude their batch share a run, at
+    different steps.
+    """
     placed: list[Fault] = []
     for way in ("data", "inject"):
         alike = [f for f in faults if f.way == way and _leaves_nothing(f, precision)]
@@ -157,7 +167,7 @@ def _in_runs(faults: list[Fault], draw: random.Random, steps: int, precision: st
 
 
 def _leaves_nothing(fault: Fault, precision: str) -> bool:
-    """Whether nothing but the batch is lost by the refusal of a step with this fault."""
+    """Whether refusing a step with this fault only excludes its batch."""
     of_batch = fault.site in ("inputs", "targets") and fault.kind in NONFINITE
     return of_batch or (fault.site in ("loss", "gradients") and repairs(fault, precision, 1) == "without")
 
@@ -171,7 +181,7 @@ def _hooks(draw: random.Random, has: Sequence[str], batch: int) -> Iterator[tupl
             yield site, kind, draw.randrange(batch), draw.choice((1, 1, None)), draw.choice(paths)
 
 
-# What has to be seen
+# Expected detection
 
 
 def flipped(array: np.ndarray[Any, Any], entry: int, bit: int) -> np.ndarray[Any, Any]:
@@ -183,7 +193,7 @@ def flipped(array: np.ndarray[Any, Any], entry: int, bit: int) -> np.ndarray[Any
 
 
 def judged(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
-    """Return what the entry that differs has become: `nonfinite`, `huge`, `large` or `ordinary`."""
+    """Return the kind of the changed entry: `nonfinite`, `huge`, `large` or `ordinary`."""
     bad = np.abs(np.asarray(after, "float64"))
     if not np.isfinite(bad).all():
         return "nonfinite"
@@ -194,16 +204,17 @@ def judged(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
 
 
 def expected(fault: Fault, precision: str, becomes: str = "", ruins: bool = True) -> str:
-    """Return what has to be seen of a fault: `incident`, `overflow` (refused and counted, but no incident), `either` of these, or `may`
-    where nothing has to.
+    """Return the expected detection of a fault: `incident`, `overflow` (refused and counted, but no
+    incident), `either` of these, or `may` if none is required.
 
-    Under `mixed_float16` gradients that are not finite are what dynamic loss scaling is made for: a single one is no incident. A loss
-    times 3e38 is Inf where it was above 1, and else a gradient that overflows.
+    Under `mixed_float16` dynamic loss scaling handles gradients that are not finite: a single
+    overflow is not an incident. A loss times 3e38 is Inf if it was above 1, otherwise its gradient
+    overflows.
 
     Args:
         fault: the fault.
         precision: the dtype policy.
-        becomes: for a flipped bit, what `judged` says.
+        becomes: for a flipped bit, the result of `judged`.
         ruins: for a finite number in the batch, whether stock Keras ends with NaN or Inf in the model because of it.
     """
     if fault.way == "flip":
@@ -218,12 +229,13 @@ def expected(fault: Fault, precision: str, becomes: str = "", ruins: bool = True
 
 
 def repairs(fault: Fault, precision: str, together: int, becomes: str = "") -> str:
-    """Return which undisturbed run a run with this fault has to end as, bit for bit.
+    """Return the undisturbed run with which a run with this fault must agree, bit for bit.
 
-    `without`: the one that never had the batch of that step. `scaled`: the same, with the loss scale that the refusal has left.
-    `again`: the one with every batch, as the state is put back and the steps run again. `either`: one of `again` and `without`: a
-    step that is none the worse for a bad slot or a huge number commits, and then nobody can say whether its batch has made it.
-    `since`: the one that begins with the steps after that execution, as several steps in one are not run again.
+    `without`: the run without the batch of that step. `scaled`: the same, with the loss scale after
+    the refusal. `again`: the run with every batch, because the state is restored and the steps are
+    replayed. `either`: `again` or `without`, because a step that a bad slot or a huge number does
+    not affect may commit. `since`: the run that begins after that execution, because several steps
+    in one execution are not replayed.
     """
     overflows = fault.site == "gradients" or (fault.site == "loss" and fault.kind == "overflow")
     if fault.site == "loss_scale" or (overflows and precision == "mixed_float16"):
@@ -235,7 +247,7 @@ def repairs(fault: Fault, precision: str, together: int, becomes: str = "") -> s
     return "either" if fault.site == "slots" or becomes == "huge" or fault.kind == "overflow" else "again"
 
 
-# Which causes are right
+# Right causes
 
 RIGHT: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("inputs", "nonfinite"): (("input_nonfinite",), "NaN or Inf came with x"),
@@ -255,17 +267,21 @@ RIGHT: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ),
     ("loss_scale", "any"): (("loss_scale_collapsed",), "a scale of 0, NaN, Inf or 3e38 can scale nothing"),
 }
-"""Which causes are right for a fault of this site and kind, and why."""
+"""The right causes of a fault of this site and kind, and the reason."""
 
 OF_FLOAT16 = ("float16_overflow",)
-"""Right as well for a finite number beyond 65504 under mixed_float16: the same step in float32 is healthy."""
+"""Also right for a finite number above 65504 under mixed_float16, because the same step in float32
+is healthy.
+"""
 
 OF_LARGE = ("spike", "divergence")
-"""Right as well for a bit that leaves a large finite number: all that can be known is what the loss does."""
+"""Also right for a bit that leaves a large finite number, because only its effect on the loss is
+known.
+"""
 
 
 def causes(fault: Fault, precision: str, becomes: str = "") -> tuple[str, ...]:
-    """Return the causes that are right for a fault."""
+    """Return the right causes of a fault."""
     kind = "nonfinite" if fault.kind in NONFINITE else fault.kind
     right = RIGHT.get((fault.site, kind), RIGHT.get((fault.site, "any"), ((), "")))[0]
     finite = fault.kind == "overflow" or becomes in ("huge", "large", "ordinary")

@@ -34,7 +34,7 @@ CLASSES: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "large": ("a bit flips: a thousand times the largest of its tensor or more", lambda r: r["becomes"] == "large"),
     "ordinary": ("a bit flips: an ordinary number", lambda r: r["becomes"] == "ordinary"),
 }
-"""The ways in which a fault is made, with their titles in the table."""
+"""The ways in which a fault is injected, with their titles in the table."""
 
 
 def of_batch(row: Row) -> bool:
@@ -43,7 +43,7 @@ def of_batch(row: Row) -> bool:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file of results; a line that was cut off is none."""
+    """Return the rows of a file of results; an incomplete line is ignored."""
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
@@ -54,17 +54,17 @@ def read(path: Path) -> list[Row]:
 
 
 def key(row: Row) -> tuple[str, ...]:
-    """Return which configuration a row belongs to."""
+    """Return the configuration of a row."""
     return tuple(row[name] for name in ("backend", "model", "mode", "precision", "optimizer"))
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows without those that a later run of the same fault has replaced."""
+    """Return the latest row of each fault."""
     return list({(key(r), r.get("number"), r.get("healthy"), "twin" in r): r for r in rows}.values())
 
 
 def missed(row: Row) -> str:
-    """Return in which ways a row is not as it has to be, `""` where it is."""
+    """Return the misses of a row, `""` if there are none."""
     if "twin" in row:
         return "" if row["same"] or (row["backend"], row["mode"]) in ROUNDED else "other bits than stock Keras"
     if "healthy" in row:
@@ -117,12 +117,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def share(count: int, of: int) -> str:
-    """Return a count; what it is a part of stands behind it where that is more."""
+    """Return a count, followed by the total if that is larger."""
     return "" if not of else str(count) if count == of else f"**{count}** of {of}"
 
 
 def by_way(faults: list[Row]) -> str:
-    """Return how many faults were seen, undone, explained and overcome, by the way they are made and their site."""
+    """Return the numbers of faults that were detected, undone, explained and overcome, by way and
+    site.
+    """
     lines = []
     for title, belongs in CLASSES.values():
         for site in SITES:
@@ -175,7 +177,7 @@ def by_backend(rows: list[Row]) -> str:
 
 
 def misses(faults: list[Row]) -> str:
-    """Return what was not as it has to be, counted."""
+    """Return the numbers of misses."""
     found = Counter[tuple[str, str, str]]()
     for row in faults:
         title = next((title for title, belongs in CLASSES.values() if belongs(row)), "")
@@ -185,7 +187,7 @@ def misses(faults: list[Row]) -> str:
 
 
 def right() -> str:
-    """Return which causes count as right."""
+    """Return the causes that count as right."""
     lines = []
     for (site, kind), (causes, why) in RIGHT.items():
         lines.append([site, {"nonfinite": "NaN, Inf", "overflow": "3.4e38", "any": "any"}[kind], ", ".join(f"`{c}`" for c in causes), why])
@@ -193,7 +195,7 @@ def right() -> str:
 
 
 def beside_peers(rows: list[Row]) -> str:
-    """Return how the runs under each tool end, of the same faults."""
+    """Return the results of the runs under each tool, with the same faults."""
     lines = []
     for tool in dict.fromkeys(row["tool"] for row in rows):
         mine = [row for row in rows if row["tool"] == tool]

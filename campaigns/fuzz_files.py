@@ -1,4 +1,4 @@
-"""Writes recipes to files: one function for each container, each from a tree of plain values to bytes."""
+"""Writes recipes to files: a function from a tree of plain values to bytes for each container."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from keras_nanguard._recording.database import APPLICATION, SCHEMA, VERSION
 __all__ = ["archive", "data_of", "hdf5", "journal", "npy", "npz", "read_hdf5", "read_npz", "read_sqlite", "sqlite"]
 
 MAX_VALUES = 20_000
-"""Values of an array that are written; a shape may declare any number of them."""
+"""Maximum number of values of an array that are written; a shape may declare any number."""
 
 ERRORS = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError, struct.error)
-"""What a writer raises where a tree makes no sense; that part is left out."""
+"""Exceptions of a writer for an invalid tree; that part is omitted."""
 
 
 def _number(value: Any, default: int = 0) -> int:
@@ -33,7 +33,7 @@ def _number(value: Any, default: int = 0) -> int:
 
 
 def data_of(node: Any, size: int) -> bytes:
-    """Return so many bytes: a pattern, a fill of one byte, or hexadecimal digits."""
+    """Return this many bytes: a pattern, one repeated byte, or hexadecimal digits."""
     if isinstance(node, dict) and "fill" in node:
         count = min(max(_number(node.get("n"), size), 0), 8 << 20)
         return bytes([_number(node["fill"]) & 255]) * count
@@ -49,7 +49,9 @@ def data_of(node: Any, size: int) -> bytes:
 
 
 def npy(member: Mapping[str, Any]) -> bytes:
-    """Return a `.npy` member: `descr`, `fortran`, `shape` and `body`, or a `header` of one's own, in a `version`."""
+    """Return a `.npy` member: `descr`, `fortran`, `shape` and `body`, or a custom `header`, in a
+    `version`.
+    """
     descr, shape = member.get("descr", "<f4"), member.get("shape", [])
     dimensions = tuple(plain(shape)) if isinstance(shape, list) else plain(shape)
     header = member.get("header")
@@ -79,7 +81,9 @@ def npz(members: Any) -> bytes:
 
 
 def archive(members: Any) -> bytes:
-    """Return a zip archive; a member may lie in its directory about `size`, `packed`, `offset`, `flags` and `method`."""
+    """Return a zip archive; the directory may have wrong `size`, `packed`, `offset`, `flags` and
+    `method` of a member.
+    """
     body, directory, count = bytearray(), bytearray(), 0
     for member in members if isinstance(members, list) else []:
         if not isinstance(member, dict):
@@ -105,7 +109,9 @@ def archive(members: Any) -> bytes:
 
 
 def hdf5(tree: Any) -> bytes:
-    """Return an HDF5 file: `attrs` of the file, and `nodes` with `path`, `kind`, `attrs` and what the kind takes."""
+    """Return an HDF5 file: `attrs` of the file, and `nodes` with `path`, `kind`, `attrs` and the
+    fields of its kind.
+    """
     buffer = io.BytesIO()
     tree = tree if isinstance(tree, dict) else {"nodes": tree if isinstance(tree, list) else []}
     with h5py.File(buffer, "w") as file:
@@ -211,7 +217,9 @@ def sqlite(tree: Any) -> bytes:
 
 
 def journal(name: bytes, size: int) -> bytes:
-    """Return a journal for a recording of so many bytes that names another file as that of all databases of its transaction."""
+    """Return a journal for a recording of this size in bytes; it names another file as the
+    super-journal of its transaction.
+    """
     magic = bytes.fromhex("d9d505f920a163d7")
     head = (magic + struct.pack(">5I", 0, 0, size // 4096, 512, 4096)).ljust(512, b"\0")
     total = sum(byte if byte < 128 else byte - 256 for byte in name) & 0xFFFFFFFF
@@ -272,7 +280,7 @@ def read_hdf5(path: Path) -> dict[str, Any]:
 
 
 def read_sqlite(path: Path) -> dict[str, Any]:
-    """Return the tree of a recording: JSON within it is a tree, too."""
+    """Return the tree of a recording; JSON in it is also a tree."""
     connection = sqlite3.connect(path)
     try:
         tables = {name: [[_tree(cell) for cell in row] for row in connection.execute(f"SELECT * FROM {name}")] for name in SCHEMA}

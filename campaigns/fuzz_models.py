@@ -1,4 +1,4 @@
-"""What the library does with model files: each kind from a recipe, and all that reads it."""
+"""The uses of model files: each kind is written from a recipe and given to all of its readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """Read in this process, where coverage is seen and time and memory are measured, rather than in a worker."""
+    """Read in this process instead of a worker, to measure coverage, time and memory."""
     from keras_nanguard._core.errors import FileFormatError
     from keras_nanguard._files import reading, worker
 
@@ -41,7 +41,7 @@ def _here() -> Iterator[None]:
 
 
 def look_model(path: Path) -> None:
-    """Scan a model file, show what is found, list its names, and read its arrays."""
+    """Scan a model file, print the report, list its names, and read its arrays."""
     from rich.console import Console
 
     from keras_nanguard._files.names import model_names

@@ -1,4 +1,4 @@
-"""What must hold while an untrusted file is read, whatever is in it: no code, no write and no read elsewhere, bounded memory and time."""
+"""Checks while an untrusted file is read: no code, no access elsewhere, bounded memory and time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from keras_nanguard._core.errors import NanGuardError
 __all__ = ["MEMORY", "PER_BYTE", "SECONDS", "SENTINEL", "Finding", "Watch", "Wrong", "check_page", "check_printed"]
 
 MEMORY, PER_BYTE = 256 << 20, 48
-"""Bytes of memory that reading one input may take, and how many more for each byte of it."""
+"""Maximum memory for reading one input, in bytes, and the additional bytes per byte of the input.
+"""
 
 SECONDS = 10.0
-"""Seconds of processor time that reading one input may take."""
+"""Maximum processor time for reading one input, in seconds."""
 
 LONGEST_MESSAGE = 4000
-"""Characters of the message of an error, apart from those that list all problems of a policy."""
+"""Maximum length of an error message, except those that list all problems of a policy."""
 
 SENTINEL = "outside-7f3a9c"
-"""Stands in the files outside the folder of an input. It must come up in no output."""
+"""The content of the files outside the folder of an input. No output may contain it."""
 
 FORBIDDEN = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "subprocess.Popen", "pty.spawn"),
@@ -71,11 +72,11 @@ class OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Finding:
-    """One way in which reading an input went wrong.
+    """One way in which reading an input failed a check.
 
     Attributes:
-        oracle: what does not hold: `error`, `code`, `write`, `read`, `memory`, `time`, `output`.
-        where: the place in the package, which tells findings of one kind apart.
+        oracle: the failed check: `error`, `code`, `write`, `read`, `memory`, `time`, `output`.
+        where: the place in the package, which distinguishes findings of one kind.
         detail: what happened.
     """
 
@@ -88,10 +89,11 @@ class Finding:
 
 
 class Watch:
-    """Runs readers one after the other and reports what does not hold.
+    """Runs readers one after the other and reports failed checks.
 
     Args:
-        folder: where inputs lie; nothing outside it may be read or written. In the folder `outside` beside are files that tell.
+        folder: the folder of the inputs; nothing outside of it may be read or written. The folder
+            `outside` next to it has files that reveal such accesses.
     """
 
     def __init__(self, folder: Path):
@@ -119,11 +121,11 @@ class Watch:
         for name in ("writer", "recorder", "recording"):  # so does the package, some of its own
             importlib.import_module(f"keras_nanguard._recording.{name}")
         sys.addaudithook(self._hook)
-        with contextlib.suppress(ValueError):  # not in the main thread: then time is measured, and nobody is interrupted
+        with contextlib.suppress(ValueError):  # not in the main thread: time is only measured, without interruption
             signal.signal(signal.SIGVTALRM, _out_of_time)
 
     def run(self, work: Callable[[], Any], size: int) -> list[Finding]:
-        """Return what did not hold while `work` read an input of so many bytes."""
+        """Return the checks that failed while `work` read an input of this size in bytes."""
         self._seen.clear()
         found: list[Finding] = []
         there = self._beside()
@@ -170,7 +172,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the harness itself do within a run what a reader may not."""
+        """Let the harness itself do things within a run that a reader may not do."""
         armed, self._armed = self._armed, False
         try:
             yield
@@ -180,7 +182,7 @@ class Watch:
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._armed or (event not in CHANGING and event not in FORBIDDEN and event not in ("open", "exec", "compile")):
             return
-        self._armed = False  # what is looked up here is not the reader's doing
+        self._armed = False  # these accesses are not the reader's
         try:
             self._note(event, args)
         finally:
@@ -266,7 +268,8 @@ def _unprintable(text: str) -> str:
 
 
 def check_printed(text: str, where: str) -> None:
-    """Check that a text can be printed: nothing in it commands a terminal, and nothing is from outside.
+    """Check that a text can be printed: it does not control a terminal, and contains nothing from
+    outside.
 
     Raises:
         Wrong: if not.
@@ -281,7 +284,7 @@ def check_printed(text: str, where: str) -> None:
 
 
 class _Markup(HTMLParser):
-    """Counts scripts, and collects everything that could act."""
+    """Counts scripts, and collects all active elements."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -302,10 +305,10 @@ class _Markup(HTMLParser):
 
 
 def check_page(page: str, plain: str) -> None:
-    """Check that nothing in a page of HTML acts but what acts in the page of a run whose names are plain, too.
+    """Check that an HTML page has only the active elements of a page of a run with plain names.
 
     Raises:
-        Wrong: if something does.
+        Wrong: if it has others.
     """
     if (found := _acting(page)) != (usual := _acting(plain)):
         raise Wrong(f"page: {found[0]} scripts in place of {usual[0]}, {sorted(found[1] - usual[1])}")

@@ -1,8 +1,9 @@
-"""Recipes: an untrusted file as a tree of plain values that can be mutated, and written to a file again.
+"""Recipes: an untrusted file as a tree of plain values that can be mutated and written to a file.
 
-A recipe is `{"tree": ..., "patch": [...]}`: the tree says what is in the file, the patch changes bytes of it afterwards. Some nodes stand
-for what a tree cannot hold itself: `{"!": "deep", "n": 900}` for lists in lists, `{"!": "long", "text": "ab", "n": 99}` for a long text,
-`{"!": "raw", "text": "1e999"}` for a text that is written as it is, `{"!": "bytes", "hex": "00ff"}` for bytes.
+A recipe is `{"tree": ..., "patch": [...]}`: the tree has the content of the file, and the patch
+then changes bytes of it. Some nodes represent content that a tree cannot hold: `{"!": "deep", "n":
+900}` for lists in lists, `{"!": "long", "text": "ab", "n": 99}` for a long text, `{"!": "raw",
+"text": "1e999"}` for a text that is written unchanged, `{"!": "bytes", "hex": "00ff"}` for bytes.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ def mutated(recipe: Recipe, random: Random, words: list[str], raw: bool) -> Reci
     """Return a recipe with a few changes.
 
     Args:
-        recipe: the recipe; it is left as it is.
-        random: decides.
+        recipe: the recipe, which does not change.
+        random: the random generator.
         words: keys and texts that this kind of file knows.
-        raw: whether the file is a text, in which a node can be written as it is.
+        raw: whether the file is a text, into which a node can be written unchanged.
     """
     recipe = copy.deepcopy(recipe)
     for _ in range(random.choice((1, 1, 1, 2, 3, 6))):
@@ -144,7 +145,7 @@ def mutated(recipe: Recipe, random: Random, words: list[str], raw: bool) -> Reci
 
 
 def crossed(one: Recipe, other: Recipe, random: Random) -> Recipe:
-    """Return the first recipe with a node of the second in it."""
+    """Return the first recipe with a node of the second inserted."""
     one = copy.deepcopy(one)
     places, donors = _places(one["tree"]), _places(other["tree"])
     if places and donors:
@@ -247,7 +248,7 @@ def _tweaked(old: Any, random: Random) -> Any:
 
 
 def plain(node: Any) -> Any:
-    """Return the values that a tree stands for, without `raw` nodes."""
+    """Return the values that a tree represents, without `raw` nodes."""
     if isinstance(node, dict) and "!" in node:
         kind = node["!"]
         if kind == "deep":
@@ -278,7 +279,7 @@ def _bytes(node: dict[str, Any]) -> bytes:
 
 
 def _text(node: Any, scalar: Callable[[Any], str], pair: str, separators: tuple[str, str]) -> str:
-    """Return a tree as text, the special nodes in it included."""
+    """Return a tree as text, including its special nodes."""
     if isinstance(node, dict) and "!" in node:
         if node["!"] == "deep":
             depth = _count(node, 50_000)
@@ -302,7 +303,7 @@ def _json_scalar(value: Any) -> str:
 
 
 def json_text(node: Any) -> str:
-    """Return a tree as JSON, or what its `raw` nodes make of it."""
+    """Return a tree as JSON, which `raw` nodes may make invalid."""
     return _text(node, _json_scalar, ": ", (", ", ", "))
 
 
@@ -314,7 +315,7 @@ def yaml_text(node: Any) -> str:
 
 
 def toml_text(node: Any) -> str:
-    """Return a tree as TOML: tables and lists of tables with heads of their own, the rest inline."""
+    """Return a tree as TOML: tables and lists of tables with headers, the rest inline."""
     if not isinstance(node, dict) or "!" in node:
         return _toml(node)
     lines, tables = [], []
@@ -368,7 +369,7 @@ def packed(recipe: Recipe) -> bytes:
 
 
 def unpacked(data: bytes) -> Recipe | None:
-    """Return the recipe of bytes, `None` where they are none."""
+    """Return the recipe in bytes, `None` if they are not a recipe."""
     try:
         recipe = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the library does with the files of a run: policies, incidents, recordings, bundles, snapshots."""
+"""The uses of the files of a run: policies, incidents, recordings, bundles, snapshots."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def policy_as(suffix: str, text: Callable[[Any], str]) -> Callable[[Recipe, Path
 
 
 def look_policy(path: Path) -> None:
-    """Read, print, and read again what was printed."""
+    """Read, print, and read the printed policy again."""
     from keras_nanguard._policy.policy import Policy
     from keras_nanguard._policy.warnings import warnings_about
 
@@ -83,7 +83,9 @@ def _plain_page() -> str:
 
 
 def warmed_up() -> None:
-    """Load what is loaded on first use: templates of pages, and what the library that prints knows of characters."""
+    """Load everything that is loaded on first use: templates of pages, and the character tables for
+    printing.
+    """
     from rich.console import Console
 
     from keras_nanguard._recording.recording import Recording
@@ -142,7 +144,7 @@ def recording_at(recipe: Recipe, folder: Path) -> Path:
 
 
 def look_recording(path: Path) -> None:
-    """Read a recording, show it in every form, and let a run go on from it."""
+    """Read a recording, show it in every form, and continue a run from it."""
     from keras_nanguard._recording.records import MEASURED
     from keras_nanguard._report import files
 
@@ -159,7 +161,7 @@ def look_recording(path: Path) -> None:
 
 
 def _go_on(path: Path) -> None:
-    """Record a few steps more, as a run does that is resumed."""
+    """Record a few more steps, as a resumed run does."""
     from keras_nanguard._recording.recorder import Recorder
     from keras_nanguard._recording.records import COMMITTED, REFUSED
 
@@ -192,7 +194,7 @@ def directory(recipe: Recipe, folder: Path) -> Path:
 
 
 def look_directory(path: Path) -> None:
-    """Read what a run has left, and make its page with the rows of its bundles."""
+    """Read the directory of a run, and create its page with the rows of its bundles."""
     from keras_nanguard._report import files
 
     _shown_incidents(path, files.recorded(path), path)
@@ -271,7 +273,7 @@ def snapshots(recipe: Recipe, folder: Path) -> Path:
 
 
 def _signed(tree: Any) -> str:
-    """Return an object with the checksum that `write_json` gives it: whoever writes a file on purpose can compute it."""
+    """Return an object with the checksum of `write_json`, which an attacker can also compute."""
     text = json_text(tree)
     try:
         data = json.loads(text)
@@ -293,7 +295,7 @@ def _resumable() -> Any:
 
 
 def look_snapshots(path: Path) -> None:
-    """Look for the snapshot to go on from, and write its state into a model."""
+    """Find the snapshot to resume from, and write its state into a model."""
     from campaigns.fuzz_seeds import run_of
     from keras_nanguard._fit import resume
 

@@ -1,4 +1,4 @@
-"""The first recipes of each target, taken from files that the library and Keras have written: a run on bad data, and its model."""
+"""The first recipes of each target, from files of a run on bad data and of its model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from keras_nanguard._policy.policy import PRESETS
 __all__ = ["load", "run_of", "save", "trained"]
 
 OUTSIDE = "../../outside/secret"
-"""The way out of the folder of an input, to files that are there."""
+"""The path out of the folder of an input, to files that exist."""
 
 
 def trained(folder: Path) -> None:
-    """Train a small model on data with a NaN and with values that make it diverge, on the current backend, and keep all that is written."""
+    """Train a small model on data with a NaN and with values that make it diverge, on the current
+    backend, and keep all written files.
+    """
     import keras
 
     from keras_nanguard import NanGuard
@@ -36,12 +38,12 @@ def trained(folder: Path) -> None:
     model.save(folder / "model.keras")
     model.save(folder / "model.h5")
     model.save_weights(folder / "model.weights.h5")
-    with contextlib.suppress(TypeError, ValueError):  # a Keras that has no shards
+    with contextlib.suppress(TypeError, ValueError):  # this Keras has no shards
         model.save_weights(folder / "sharded.weights.json", max_shard_size=1e-7)
 
 
 def run_of(model: Any) -> Any:
-    """Return the run of a model that has not begun."""
+    """Return a run of a model that has not begun."""
     from keras_nanguard._fit.run import Run
     from keras_nanguard._policy.policy import Policy
     from keras_nanguard._recording.recorder import Recorder
@@ -50,7 +52,7 @@ def run_of(model: Any) -> Any:
 
 
 def save(run: Path, folder: Path) -> None:
-    """Write the recipes of all targets from what `trained` has written."""
+    """Write the recipes of all targets from the files of `trained`."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {**_policies(), **_run(run), **_models(run), "orbax": _orbax(folder / "checkpoint")}
     for name, recipes in found.items():
@@ -122,13 +124,14 @@ def _run(run: Path) -> dict[str, list[Recipe]]:
 
 
 def _beside(recording: dict[str, Any]) -> list[Recipe]:
-    """Return recordings with something beside them that leads out of their folder."""
+    """Return recordings with a file next to them that refers to files outside of their folder."""
     secret = f"{OUTSIDE}.txt"
     return [{"tree": {**recording, "beside": beside}} for beside in ({"-journal": {"names": secret}}, {"-wal": secret, "-shm": secret})]
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """Return the files of a folder as trees, those first whose bytes are most worth a patch."""
+    """Return the files of a folder as trees, first those whose bytes are the most useful to patch.
+    """
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".npz", path.name)):
         if path.suffix == ".npz":
@@ -183,7 +186,7 @@ def _models(run: Path) -> dict[str, list[Recipe]]:
 
 
 def _orbax(folder: Path) -> list[Recipe]:
-    """Return checkpoints in each layout that Orbax has; none where TensorStore is not installed."""
+    """Return checkpoints in each layout of Orbax; none if TensorStore is not installed."""
     try:
         import tensorstore
     except ImportError:

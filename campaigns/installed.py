@@ -1,10 +1,11 @@
-"""What is published, tried as users get it: the wheel and the sdist, installed in empty environments.
+"""Tests the published files: installs the wheel and the sdist in empty environments.
 
     python campaigns/installed.py dist
 
-Without a backend: the package imports, the commands that need none work, those that need one say so in a sentence. With each backend,
-by its extra: a fit with a NaN, the demo, and the short suite, whose tests are not beside the package. The sdist is built, and the tests
-that it holds are run. Before that the lists of files are compared with what git tracks. Exits with 1 where anything failed.
+Without a backend the package can be imported, the commands that need none work, and the others
+print one sentence. With each backend, installed as an extra: a fit with a NaN, the demo, and the
+short suite, whose tests are in another folder. The sdist is built, and the tests in it are run.
+Before that the lists of files are compared with those in git. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 BACKENDS = ("tensorflow", "jax", "torch")
 
 NOT_PACKED = (".gitignore",)
-"""What git tracks and no sdist needs."""
+"""Files in git that an sdist does not need."""
 
 FIT = """
 import keras, keras_nanguard, numpy as np
@@ -67,15 +68,15 @@ WITHOUT_BACKEND = (
     (("lint", "good.npz"), 2, "backend"),
     (("demo",), 2, "backend"),
 )
-"""A command, its exit code, and what it prints, where no backend is installed."""
+"""A command, its exit code, and its output, without a backend."""
 
 
 class Failure(Exception):
-    """Something that does not work as it is installed."""
+    """An error in the installed package."""
 
 
 def missing(wheel: Path, sdist: Path) -> list[str]:
-    """Return what git tracks and the wheel or the sdist lacks."""
+    """Return the files in git that the wheel or the sdist lacks."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
@@ -89,7 +90,8 @@ def run(words: Sequence[str], folder: Path, backend: str | None = None, code: in
     """Run a command of an environment.
 
     Raises:
-        Failure: if it ends with another code, does not print what it should, or shows a traceback.
+        Failure: if it ends with another code, does not print the expected text, or prints a
+            traceback.
     """
     settings = short_suite.environment_of(backend or "")
     if backend is None:
@@ -100,7 +102,7 @@ def run(words: Sequence[str], folder: Path, backend: str | None = None, code: in
 
 
 def without_backend(archive: Path, python: str, folder: Path) -> None:
-    """Try an archive where no backend is installed."""
+    """Test an archive without a backend."""
     with environments.fresh(python) as interpreter:
         environments.install(interpreter, [str(archive)])
         run([str(interpreter), "-c", "import keras_nanguard; print(keras_nanguard.__version__)"], folder, said="1.")
@@ -110,7 +112,9 @@ def without_backend(archive: Path, python: str, folder: Path) -> None:
 
 
 def with_backend(archive: Path, python: str, backend: str, folder: Path, source: Path = ROOT) -> None:
-    """Try an archive with a backend: a fit, the demo, and the short suite, whose tests are in this tree or in an sdist."""
+    """Test an archive with a backend: a fit, the demo, and the short suite, whose tests are in this
+    tree or in an sdist.
+    """
     with environments.fresh(python) as interpreter:
         environments.install(interpreter, [f"keras-nanguard[{backend},demo] @ {archive.resolve().as_uri()}", *short_suite.NEEDS])
         command = str(interpreter.with_name("keras-nanguard"))
@@ -126,7 +130,7 @@ def with_backend(archive: Path, python: str, backend: str, folder: Path, source:
 
 
 def with_its_own_tests(sdist: Path, python: str, folder: Path) -> None:
-    """Try an sdist with the tests that it holds."""
+    """Test an sdist with the tests in it."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
@@ -134,7 +138,7 @@ def with_its_own_tests(sdist: Path, python: str, folder: Path) -> None:
 
 
 def tries(wheel: Path, sdist: Path, python: str) -> dict[str, Callable[[Path], None]]:
-    """Return each thing to try in a folder, by its name."""
+    """Return all checks in a folder, by name."""
     return {
         "wheel, without a backend": functools.partial(without_backend, wheel, python),
         "sdist, without a backend": functools.partial(without_backend, sdist, python),
@@ -146,13 +150,13 @@ def tries(wheel: Path, sdist: Path, python: str) -> dict[str, Callable[[Path], N
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("folder", type=Path, help="where the wheel and the sdist are")
-    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="the Python to try them with")
-    parser.add_argument("--only", default="", help="what is tried has this in its name")
+    parser.add_argument("folder", type=Path, help="folder of the wheel and the sdist")
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="the Python to test them with")
+    parser.add_argument("--only", default="", help="only checks whose name contains this")
     given = parser.parse_args()
     (wheel,), (sdist,) = given.folder.glob("*.whl"), given.folder.glob("*.tar.gz")
     gone = missing(wheel, sdist)
-    print(*gone, sep="\n") if gone else print("every file that git tracks is packed", flush=True)
+    print(*gone, sep="\n") if gone else print("every file in git is packed", flush=True)
     failed = len(gone)
     for name, attempt in tries(wheel, sdist, given.python).items():
         if given.only not in name:

@@ -1,18 +1,19 @@
-"""Which versions the library works with: the short suite in an environment of each, as a table.
+"""The versions that the library works with: runs the short suite on each, and writes a table.
 
     python campaigns/matrix.py --write docs/compatibility.md
     python campaigns/matrix.py --only "3.13.*jax" --fresh
     python campaigns/matrix.py --only "keras 3.6.*tensorflow 2.16" --whole 3
 
-A cell is a Python, a Keras, and a version of a backend; `CELLS` covers each Python, each Keras on each backend, and of each backend the
-lowest and the newest version that each Keras takes. Cells that differ in Keras alone share an environment, made by uv (`make
-.venv-release/.ready` installs it) and removed again. The library is built as a wheel and installed from it, and the short suite
-(`campaigns/short_suite.py`) runs on it. Where it fails, so may a program without a guard: then the versions do not go together, and the
-cell says so.
+A cell is a Python, a Keras, and a version of a backend. `CELLS` covers each Python, each Keras on
+each backend, and the lowest and the newest version of each backend that each Keras supports. Cells
+that differ only in Keras share a temporary environment, created by uv (`make .venv-release/.ready`
+installs it). The library is built as a wheel and installed from it, and the short suite
+(`campaigns/short_suite.py`) runs on it. If it fails, a program without a guard is tried: if that
+also fails, the versions are incompatible, and the cell states this.
 
-Results stand in `out/matrix`, one file for each cell, so that a run that was cut off goes on: cells that have passed are not run again,
-unless with `--fresh`.
-Exits with 1 where a cell failed. The nightly build of Keras is shown and does not count.
+Results are in `out/matrix`, one file for each cell, so an interrupted run continues: cells that
+have passed are not run again, except with `--fresh`. Exits with 1 if a cell failed. The nightly
+build of Keras is shown and does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PACKAGES = {"tensorflow": "tensorflow-cpu", "jax": "jax", "torch": "torch"}
 NEWEST = "newest"
 
 SHOWN = 2
-"""How many failures of a cell are shown below the table."""
+"""Number of failures of a cell that are listed below the table."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Cell:
         keras: such as `3.9`, `newest` or `nightly`.
         backend: `tensorflow`, `jax` or `torch`.
         version: of the backend, such as `2.16`, or `newest`.
-        more: other requirements, where the newest release of something does not go together with an old backend.
+        more: other requirements, if the newest release of a package is incompatible with an old
+            backend.
     """
 
     python: str
@@ -64,7 +66,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What identifies the cell."""
+        """Identifies the cell."""
         return f"python {self.python}, keras {self.keras}, {self.backend} {self.version}"
 
     @property
@@ -74,7 +76,7 @@ class Cell:
 
     @property
     def requirements(self) -> list[str]:
-        """What is installed beside the library."""
+        """The packages that are installed with the library."""
         keras = "keras" if self.keras == "nightly" else _pinned("keras", self.keras)
         return [keras, _pinned(PACKAGES[self.backend], self.version), *self.more]
 
@@ -84,7 +86,7 @@ def _pinned(package: str, version: str) -> str:
 
 
 OF_ITS_TIME = ("numpy<2.3",)
-"""What backends of 2024 go together with."""
+"""Versions that are compatible with backends of 2024."""
 
 CELLS = (
     Cell("3.10", "3.6", "tensorflow", "2.16"),
@@ -102,7 +104,7 @@ CELLS = (
     Cell("3.11", NEWEST, "torch", "2.3", OF_ITS_TIME),
     *(Cell("3.13", keras, "torch", NEWEST) for keras in ("3.6", "3.9", "3.12", NEWEST, "nightly")),
 )
-"""JAX 0.6.0 is the newest that Keras 3.6 and 3.9 run on."""
+"""JAX 0.6.0 is the newest version that Keras 3.6 and 3.9 support."""
 
 PLAIN = """
 import keras, numpy as np
@@ -116,18 +118,18 @@ model.predict(x, verbose=0)
 model.save("plain.keras")
 keras.saving.load_model("plain.keras")
 """
-"""A program without a guard, which shows whether Keras, the backend and NumPy go together."""
+"""A program without a guard, which tests whether Keras, the backend and NumPy are compatible."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a cell came to.
+    """The result of a cell.
 
     Attributes:
-        versions: what was installed, by package.
+        versions: the installed version of each package.
         state: `passed`, `failed`, `not together` (Keras itself does not run) or `not installed`.
-        passed, skipped: how many tests.
-        failures: what failed, or why nothing ran.
+        passed, skipped: numbers of tests.
+        failures: the failures, or why nothing ran.
         date: when.
     """
 
@@ -140,12 +142,12 @@ class Row:
 
 
 def run(cells: Sequence[Cell], wheel: Path, whole: int = 0) -> Iterator[tuple[Cell, Row]]:
-    """Run the short suite in cells that differ in Keras alone: one environment, in which Keras is exchanged.
+    """Run the short suite in cells that differ only in Keras, in one environment.
 
     Args:
         cells: the cells.
         wheel: the library.
-        whole: run all tests instead, in so many processes.
+        whole: run all tests instead, in this many processes.
     """
     first, left = cells[0], list(cells)
     try:
@@ -160,7 +162,7 @@ def run(cells: Sequence[Cell], wheel: Path, whole: int = 0) -> Iterator[tuple[Ce
 
 
 def _run_in(cell: Cell, python: Path, whole: int) -> Row:
-    """Put the Keras of a cell into an environment, and run the tests there."""
+    """Install the Keras of a cell in an environment, and run the tests there."""
     try:
         _install_keras(cell, python)
     except environments.InstallError as error:
@@ -206,7 +208,7 @@ def path_of(cell: Cell) -> Path:
 
 
 def known(cell: Cell) -> Row | None:
-    """Return the result of a cell that was run, `None` where it was not."""
+    """Return the result of a cell, `None` if it was not run."""
     path = path_of(cell)
     if not path.exists():
         return None
@@ -215,7 +217,7 @@ def known(cell: Cell) -> Row | None:
 
 
 def table(cells: Sequence[Cell] = CELLS) -> str:
-    """Return the table as Markdown, with what failed below it."""
+    """Return the table as Markdown, followed by the failures."""
     lines = ["| Python | Keras | backend | | NumPy | short suite |", "|---|---|---|---|---|---|"]
     notes = []
     for cell in cells:
@@ -232,14 +234,14 @@ def table(cells: Sequence[Cell] = CELLS) -> str:
 
 
 def _notes(cell: Cell, row: Row) -> list[str]:
-    """Return what failed in a cell, the first few of it."""
+    """Return the first failures in a cell."""
     shown = [failure.replace("`", "'") for failure in row.failures[:SHOWN]]
     more = [f"- {cell.name}: {len(row.failures) - SHOWN} more"] if len(row.failures) > SHOWN else []
     return [*(f"- {cell.name}: `{failure}`" for failure in shown), *more]
 
 
 def verdict(row: Row) -> str:
-    """Return what the table says of a cell."""
+    """Return the entry of a cell in the table."""
     if row.state == "passed":
         return f"yes, {row.passed} tests"
     if row.state == "failed" and row.passed:
@@ -253,8 +255,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="page whose table is replaced, after each cell")
     parser.add_argument("--only", default="", help="run the cells whose names match this pattern, such as 'keras 3.6.*jax'")
     parser.add_argument("--wheel", type=Path, help="the wheel to install; built from this tree by default")
-    parser.add_argument("--fresh", action="store_true", help="run again what has been run")
-    parser.add_argument("--whole", type=int, default=0, metavar="WORKERS", help="run all tests, in so many processes; writes no result")
+    parser.add_argument("--fresh", action="store_true", help="also run cells with a result")
+    parser.add_argument("--whole", type=int, default=0, metavar="WORKERS", help="run all tests, in this many processes; writes no result")
     given = parser.parse_args()
     cells = [cell for cell in CELLS if re.search(given.only, cell.name)]
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -270,13 +272,13 @@ def main() -> int:
 
 
 def _built(folder: Path) -> Path:
-    """Build the wheel by way of the sdist, so that nothing stale gets into it."""
+    """Build the wheel from the sdist, so that it contains no stale files."""
     environments.uv("build", "--quiet", "--python", sys.executable, "--out-dir", str(folder), str(ROOT))
     return next(folder.glob("*.whl"))
 
 
 def results(cells: Sequence[Cell], wheel: Path, fresh: bool, whole: int) -> Iterator[tuple[Cell, Row]]:
-    """Give the result of each cell, run now or known."""
+    """Yield the result of each cell, from this or an earlier run."""
     due = [cell for cell in cells if fresh or whole or (row := known(cell)) is None or row.state != "passed"]
     yield from ((cell, row) for cell in cells if cell not in due and (row := known(cell)) is not None)
     for _, group in itertools.groupby(due, lambda cell: (cell.python, cell.backend, cell.version)):

@@ -1,13 +1,14 @@
-"""A guard never ends a run that fits without it: a plain run and a guarded one under the smallest limit under which the plain one ends.
+"""The smallest memory limits under which plain and guarded runs complete.
 
     python campaigns/memory.py [--quick] [--backends tensorflow jax torch] [--sizes 1 2 4] [--write]
 
-A run fits under a limit if it ends there three times of three: what one and the same run takes differs by some 50 MB.
-
-The limit is one of the kernel: a cgroup whose processes are killed when they need more, page cache left out (Linux, as root, where
-`/sys/fs/cgroup` may be written). Each run is a process of its own, of a backend in an environment of its own (`.venv`, `.venv-jax`,
-`.venv-torch`; PYTHON_TENSORFLOW and the like name others). Results are appended to `campaigns/memory.jsonl`; what is there is not run
-again.
+Claim: a guarded run completes under each limit under which the plain run completes. A run fits
+under a limit if it completes three times out of three, because the memory of the same run varies by
+about 50 MB. The limit is a cgroup, whose processes are killed if they need more, not counting the
+page cache (Linux, as root, with write access to `/sys/fs/cgroup`). Each run is a separate process,
+in the environment of its backend (`.venv`, `.venv-jax`, `.venv-torch`; variables such as
+PYTHON_TENSORFLOW name others). Results are appended to `campaigns/memory.jsonl`; runs with a result
+are not repeated.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ GRID = 64 * MB
 """Limits are multiples of it."""
 
 WHAT = {"plain": "", "guarded": "guard", "with a NaN": "guard fault", "with a directory": "guard directory"}
-"""The columns of the table, and what runs in each."""
+"""The columns of the table, and the run of each."""
 
 REPEATS = 3
-"""How often a run has to end under a limit, so that it fits there."""
+"""Number of times that a run must complete under a limit to fit."""
 
 
-# One run, in a process of its own
+# One run, in a separate process
 
 
 def child(backend: str, state: float, guarded: str) -> None:
-    """Train a few steps of a network whose state takes so many GB with Adam, and print what happened."""
+    """Train a network whose state has this size in GB with Adam for a few steps, and print the
+    result.
+    """
     os.environ["KERAS_BACKEND"] = backend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
@@ -109,7 +112,7 @@ def limited(limit: float) -> Iterator[Path]:
 
 
 def run(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any]:
-    """Run once under a limit in bytes; returns what came of it."""
+    """Run once under a limit in bytes; return the result."""
     python = os.environ.get(f"PYTHON_{backend.upper()}") or str(ROOT / BACKENDS[backend] / "bin/python")
     with limited(limit) as group, tempfile.TemporaryDirectory(dir=os.environ.get("CAMPAIGN_FOLDER")) as folder:
         command = ["bash", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "_", python, __file__]
@@ -130,12 +133,12 @@ def run(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any
 
 
 def records() -> list[dict[str, Any]]:
-    """Return everything in the log."""
+    """Return all records of the log."""
     return [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
 
 
 def known(backend: str, state: float, guarded: str, limit: float, repeat: int = 0) -> dict[str, Any]:
-    """Return what came of one run, which is made unless the log has it."""
+    """Return the result of one run, which runs unless the log has its result."""
     key = {"backend": backend, "gb": state, "guarded": guarded, "limit": limit, "repeat": repeat}
     for record in records():
         if all(record.get(name, 0) == value for name, value in key.items()):
@@ -148,7 +151,7 @@ def known(backend: str, state: float, guarded: str, limit: float, repeat: int = 
 
 
 def fits(backend: str, state: float, guarded: str, limit: float) -> bool:
-    """Whether a run ends under a limit each time; the first that is killed is the last."""
+    """Whether a run completes under a limit each time; stops at the first one that is killed."""
     return all(known(backend, state, guarded, limit, repeat)["ended"] for repeat in range(REPEATS))
 
 
@@ -163,7 +166,9 @@ def smallest(backend: str, state: float, guarded: str, first: float) -> float:
 
 
 def measure(backend: str, state: float) -> None:
-    """Find the smallest limit of a plain run, and of a guarded one; then try a fault, and a directory, under that of the plain one."""
+    """Find the smallest limit of a plain run, and of a guarded one; then run with a fault, and with
+    a directory, under the limit of the plain one.
+    """
     peak = known(backend, state, "", math.inf)["peak"]
     plain = smallest(backend, state, "", peak)
     smallest(backend, state, "guard", plain)
@@ -172,7 +177,7 @@ def measure(backend: str, state: float) -> None:
 
 
 def table(earlier: str = "") -> str:
-    """Return the table of the page; rows of an earlier one stay where the log has none in their place."""
+    """Return the table of the page; rows without a result in the log keep their earlier content."""
     head = ("backend", "train state", *(f"{what} ends from" for what in WHAT), "all gradients", "what is said then")
     rows = {(cells[0], float(cells[1].split()[0])): cells for cells in pages.rows(earlier)}
     for backend, state in {(r["backend"], r["gb"]) for r in records()}:
@@ -189,7 +194,7 @@ def _row(backend: str, state: float, found: list[dict[str, Any]]) -> list[str]:
 
 
 def _least(found: list[dict[str, Any]]) -> float:
-    """Return the smallest limit under which each of a kind of runs ended, 0 where none did."""
+    """Return the smallest limit under which all runs of a kind completed, 0 if there is none."""
     limits = {r["limit"] for r in found if math.isfinite(r["limit"])}
     each = {limit: [r["ended"] for r in found if r["limit"] == limit] for limit in limits}
     return min((limit for limit, ended in each.items() if ended.count(True) == REPEATS), default=0.0)
@@ -200,7 +205,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--sizes", nargs="+", type=float, default=[1, 2, 4], help="GB of train state")
     parser.add_argument("--quick", action="store_true", help="a quarter of a GB, on the first backend")
-    parser.add_argument("--write", action="store_true", help="write the table of the page, from all that is in the log")
+    parser.add_argument("--write", action="store_true", help="write the table of the page from the log")
     options = parser.parse_args()
     for state in [0.25] if options.quick else options.sizes:
         for backend in options.backends[: 1 if options.quick else None]:

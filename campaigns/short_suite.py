@@ -1,4 +1,4 @@
-"""The short suite: tests that hold the promise, in about half a minute of processor time, and how they run on an installed package.
+"""The short suite: tests of the main guarantees, which run on an installed package.
 
 `make matrix` runs it in each cell, `make release` on the wheel and on the sdist. The tests are copied elsewhere first, so that the
 package comes from where it is installed.
@@ -19,25 +19,25 @@ __all__ = ["NEEDS", "TESTS", "Result", "run", "tests_of"]
 ROOT = Path(__file__).parents[1]
 
 NEEDS = ("pytest>=8", "pytest-xdist>=3.5", "pyyaml>=6", "hypothesis>=6.100", "matplotlib>=3.7")
-"""What the tests import beside the package and its backend."""
+"""Packages that the tests import in addition to this one and its backend."""
 
 TESTS = (
-    # every name private to Keras that the library uses
+    # every private Keras name that the library uses
     "tests/keras_internals/test_internals.py",
-    # a refused step never happened, bit for bit
+    # a refused step changes nothing, bit for bit
     "tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-graph]",
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
     "tests/transaction/test_guard_model.py::test_results_and_files_are_plain_keras",
-    # what other code writes between two steps
+    # writes of other code between two steps
     "tests/transaction/test_sites.py::TestOutsideWrites::test_seen_and_healed[moving_variance-nan]",
-    # what a policy does
+    # the actions of a policy
     "tests/recovery/test_actions.py::TestRollback::test_newest",
     "tests/recovery/test_actions.py::TestLowerLr::test_rate[plain]",
     "tests/recovery/test_actions.py::TestFixLossScale::test_bounds[0.0-4.0]",
     "tests/recovery/test_actions.py::TestStop::test_restored",
-    # snapshots on disk, and a run that was killed
+    # snapshots on disk, and a killed run
     "tests/recovery/test_snapshots.py::TestResume::test_bit_identical[graph]",
-    # why it happened
+    # diagnosis
     "tests/diagnosis/test_mechanisms.py::test_the_mechanism_is_named_at_once_and_from_its_bundle[nan_in_one_input_row]",
     "tests/diagnosis/test_mechanisms.py::test_the_mechanism_is_named_at_once_and_from_its_bundle[square_root_at_zero]",
     # files of this and of earlier releases, the command line
@@ -52,10 +52,12 @@ WITHOUT_BACKEND = (
     "tests/policy/test_deciding.py",
     "tests/policy/test_files.py::test_each_format_makes_the_same_policy_and_the_way_back",
 )
-"""What is the same on each backend, and run on TensorFlow."""
+"""Tests that are the same on each backend, and run on TensorFlow."""
 
 FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-"""XLA takes a fraction of the time over programs that run for milliseconds."""
+"""With these flags XLA compiles much faster, which is enough for programs that run for
+milliseconds.
+"""
 
 OUTCOME = re.compile(r"^(FAILED|ERROR) (\S+?)(?: - (.*))?$", re.MULTILINE)
 CLOSING = re.compile(r"^.*\d (?:passed|failed|error|skipped).* in [\d.]+s.*$", re.MULTILINE)
@@ -64,11 +66,12 @@ COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 
 @dataclass(frozen=True)
 class Result:
-    """What the short suite came to.
+    """The result of the short suite.
 
     Attributes:
-        passed, failed, skipped: how many tests.
-        failures: of each test that failed its name and the first line of why; or the end of the output, if the suite did not run.
+        passed, failed, skipped: numbers of tests.
+        failures: the name of each failed test and the first line of the reason; or the end of the
+            output, if the suite did not run.
     """
 
     passed: int
@@ -102,10 +105,10 @@ def run(
     Args:
         python: the interpreter of an environment that has the package, a backend and `NEEDS`.
         backend: the backend.
-        folder: where the tests are copied to, and run.
-        tests: those to run instead, by their pytest ids.
-        source: where the tests are: this tree, or an sdist that is unpacked.
-        limit: seconds after which it is ended.
+        folder: the folder to which the tests are copied, and in which they run.
+        tests: tests to run instead, by their pytest ids.
+        source: the folder with the tests: this tree, or an unpacked sdist.
+        limit: time limit in seconds.
     """
     if folder != source:
         shutil.copytree(source / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
@@ -118,7 +121,7 @@ def run(
         )
     except subprocess.TimeoutExpired:
         return Result(0, 0, 0, (f"not done after {limit:.0f} seconds",))
-    closing = (CLOSING.findall(done.stdout) or [""])[-1]  # a backend may print more as it ends
+    closing = (CLOSING.findall(done.stdout) or [""])[-1]  # a backend may print more at exit
     counts = {word: int(number) for number, word in COUNT.findall(closing)}
     failures = tuple(f"{name.split('/')[-1]}: {(why or '?')[:160]}" for _, name, why in OUTCOME.findall(done.stdout))
     if not failures and (done.returncode or not counts.get("passed")):
