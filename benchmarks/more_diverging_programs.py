@@ -39,7 +39,7 @@ def cancer() -> tuple[Any, Any]:
 
 @functools.cache
 def reviews() -> tuple[Any, Any]:
-    """Return 'texts' of 20 words out of 200; each of 4 subjects has words of its own."""
+    """Return 'texts' of 20 words out of 200; each of 4 subjects has its own words."""
     draw = np.random.default_rng(11)
     subjects = draw.integers(4, size=1600)
     common, own = (

@@ -87,7 +87,7 @@ def killed_runs(kills: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]
                 last = at
             else:
                 length = (length + min(time.monotonic() - begin, 2 * length)) / 2 if lives == 1 else length
-        resumed = log.read_text().count("goes on from")
+        resumed = log.read_text().count("resuming from")
         end = {"kind": "end", "backend": backend, "seed": seed, "run": number, "lives": lives, "resumed": resumed}
         yield {**end, "same": same(whole, result)}
         shutil.rmtree(directory, ignore_errors=True)
@@ -104,7 +104,7 @@ def kills(count: int, seed: int) -> None:
 def write() -> None:
     """Write the tables of the page."""
     known = records()
-    head = "| backend | kills | while | runs that ended | lives of a run | with the same bits | newest snapshot lost by a kill |"
+    head = "| backend | kills | while | completed runs | lives of a run | with the same bits | newest snapshot lost by a kill |"
     lines = [head, "|---" * 7 + "|"]
     for backend in ("tensorflow", "jax", "torch"):
         kills = [r for r in known if r["kind"] == "kill" and r["backend"] == backend]
@@ -123,13 +123,13 @@ def write() -> None:
 
 
 def _table_of_faults(found: list[dict[str, Any]]) -> str:
-    lines = ["| what was done | what is said | training | the same bits at the end |", "|---" * 4 + "|"]
+    lines = ["| fault | printed | training | same bits at the end |", "|---" * 4 + "|"]
     single = {r["what"]: r for r in found if ":" not in r["what"] or "trained on" in r["what"]}
     for what, r in single.items():
         said = "; ".join(dict.fromkeys(line.removeprefix("NanGuard: ") for line in r["said"])).replace("|", "/") or "nothing"
-        training = "came to its end" if not r["code"] else "ended with an error"
+        training = "completed" if not r["code"] else "ended with an error"
         lines.append(f"| {what} | {said} | {training} | {'yes' if r['same'] else 'no'} |")
-    lines += ["", "| file of the newest good snapshot | ways it was damaged | seen, said, and passed over |", "|---" * 3 + "|"]
+    lines += ["", "| file of the newest good snapshot | kinds of damage | detected, reported and skipped |", "|---" * 3 + "|"]
     for file in ("state.npz", "snapshot.json", "guard_state.json"):
         ways = {r["what"]: r for r in found if r["what"].startswith(f"{file}: ") and "trained on" not in r["what"]}
         if ways:

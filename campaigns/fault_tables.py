@@ -23,7 +23,7 @@ POINT = 0.01
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
 ROUNDED = {("tensorflow", "XLA"), ("jax", "XLA"), ("jax", "steps")}
-"""Where guarded and plain steps are two programs of XLA, which may round in another way."""
+"""Backends and modes in which guarded and plain steps are two XLA programs, which may round differently."""
 
 CLASSES: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "data": ("NaN or Inf in the arrays", lambda r: r["way"] == "data" and r["kind"] != "overflow"),

@@ -211,7 +211,7 @@ def fuzzed(target: Target, out: Path, seconds: float, seed: int) -> None:
 
 def survived(target: Target, folder: Path, crash: Path, code: int) -> None:
     """Run an input that ended a process again, alone. If that also ends a process, run it with the
-    command line, as users do, where a library that crashes or hangs must be contained.
+    command line, as users do, which must contain a library that crashes or hangs.
     """
     words = ["--again", str(crash), "--child", target.name, "--out", str(folder.parent)]
     if _comes_back(words):

@@ -249,7 +249,7 @@ def _cell(node: Any) -> Any:
     )
 
 
-# Reading of what the library wrote, for the first recipes
+# Reading of files of the library, for the first recipes
 
 
 def read_npz(path: Path) -> list[dict[str, Any]]:

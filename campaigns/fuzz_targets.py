@@ -87,7 +87,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "recording",
             "`recording.sqlite`",
-            "`Recording.read`, `report`, `watch`, a run that goes on",
+            "`Recording.read`, `report`, `watch`, a resumed run",
             ("keras_nanguard._recording.", "keras_nanguard._report."),
             runs.recording_at,
             runs.look_recording,

@@ -178,7 +178,7 @@ def measure(backend: str, state: float) -> None:
 
 def table(earlier: str = "") -> str:
     """Return the table of the page; rows without a result in the log keep their earlier content."""
-    head = ("backend", "train state", *(f"{what} ends from" for what in WHAT), "all gradients", "what is said then")
+    head = ("backend", "train state", *(f"{what} completes from" for what in WHAT), "all gradients", "printed lines")
     rows = {(cells[0], float(cells[1].split()[0])): cells for cells in pages.rows(earlier)}
     for backend, state in {(r["backend"], r["gb"]) for r in records()}:
         rows[backend, state] = _row(backend, state, [r for r in records() if (r["backend"], r["gb"]) == (backend, state)])

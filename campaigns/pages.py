@@ -62,6 +62,6 @@ def _parts(page: Path, name: str) -> tuple[str, str, str]:
     before, first, rest = page.read_text("utf-8").partition(begin)
     text, second, after = rest.partition(end)
     if not first or not second:
-        remedy = "Put them where the table belongs."
+        remedy = "Put them at the place of the table."
         raise SystemExit(f"Expected the lines {begin} and {end}. Received: a page without them, {page}. {remedy}")
     return before, text, after

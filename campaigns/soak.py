@@ -8,10 +8,10 @@ complete there is not run again.
 
     steps       one fit of 100 epochs; nothing is written to disk
     disk        the same with a directory, snapshots on disk and a validation each epoch
-    same        500 fits of one model, each with a guard of its own
+    same        500 fits of one model, each with a new guard
     one-guard   500 fits of one model with one guard
-    fresh       500 fits, each of a model of its own
-    plain       500 fits, each of a model of its own, without a guard: what Keras and the backend keep
+    fresh       500 fits, each of a new model
+    plain       500 fits, each of a new model, without a guard: the memory of Keras and the backend
     unguarded   the same for one fit: the million steps without a guard and without a fault
 
 Each tenth of a run is compared with the first one: memory, threads, open files, live graphs,

@@ -16,7 +16,7 @@ CODE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^ *\2 *$", re.M | re.S)
 
 
 def words(text: str) -> int:
-    """Return how many words a page has."""
+    """Return the number of words of a page."""
     prose = re.sub(r"<!--.*?-->", "", CODE.sub("", text), flags=re.S)
     return sum(any(letter.isalnum() for letter in word) for word in prose.split())
 

@@ -2,7 +2,7 @@
 
     python docs/evidence_tables.py
 
-`tests/docs/test_evidence.py` fails if the page does not show what this writes.
+`tests/docs/test_evidence.py` fails if the page differs from this output.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _of(share: tuple[int, int]) -> str:
 
 
 def peers() -> str:
-    """Return how runs under other tools end."""
+    """Return the results of runs under other tools."""
     head = ["tool", "on", "faults", "finite, and within a point"]
     return table(head, ([cells[0], cells[1], cells[2], f"{numbers(cells[4])[0]} of {cells[2]}"] for cells in raw("campaign", "peers")))
 
@@ -106,7 +106,7 @@ def memory() -> str:
 
 
 def fuzz() -> str:
-    """Return how often each kind of file was read."""
+    """Return the number of executions for each kind of file."""
     head = ["file", "executions", "minutes", "findings"]
     return table(head, ([cells[0], cells[2], cells[3], cells[5].partition(";")[0]] for cells in raw("fuzz", "fuzz")))
 

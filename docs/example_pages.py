@@ -1,6 +1,6 @@
 """The sources of the examples as parts of the site: `docs/conf.py` appends them to their pages.
 
-    python docs/example_pages.py examples_sources    print what is appended to docs/examples_sources.md
+    python docs/example_pages.py examples_sources    print the text that is appended to docs/examples_sources.md
 """
 
 from __future__ import annotations

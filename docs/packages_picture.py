@@ -2,7 +2,7 @@
 
     python docs/packages_picture.py
 
-`tests/test_architecture.py` fails where its arrows are not the imports of the code, or the file is not what this writes.
+`tests/test_architecture.py` fails if its arrows are not the imports of the code, or if the file differs from this output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the Python blocks of documentation pages, and write or compare what they print.
 
     python docs/run_pages.py docs/howto/*.md            compare
-    python docs/run_pages.py --write docs/howto/*.md    write what was printed into the pages
+    python docs/run_pages.py --write docs/howto/*.md    write the output into the pages
 
 The blocks fenced ```python of one page run in order in one fresh namespace, in an empty directory. A block fenced ```text directly after
 one of them has its output. Five comments are recognized:
@@ -213,7 +213,7 @@ def written(text: str, results: Sequence[tuple[Block, str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--write", action="store_true", help="write what was printed into the pages")
+    parser.add_argument("--write", action="store_true", help="write the output into the pages")
     parser.add_argument("--alone", action="store_true", help="run pages that say that another test runs them, too")
     options = parser.parse_args(arguments)
     wrong = 0

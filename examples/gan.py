@@ -1,6 +1,6 @@
 """A GAN with two optimizers and its own train step: one bad batch changes neither network.
 
-Either network trains on what the other one has just become, so half of a step must not commit: the guard refuses both updates.
+Each network trains on the updated other one, so the guard refuses both updates or none.
 
     python examples/gan.py
 """
@@ -72,4 +72,4 @@ print("mean after stock Keras: ", ops.convert_to_numpy(stock.draw(1000)).mean(0)
 print("mean after NanGuard():  ", ops.convert_to_numpy(guarded.draw(1000)).mean(0).round(1))
 print("the same weights as without the bad batch, bit for bit:", same)
 if not same or np.isfinite(stock.get_weights()[0]).all():
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

@@ -56,4 +56,4 @@ with guard.watch(guarded, optimizer):
 print(f"steps skipped: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock):.2f} without a guard, {error(guarded):.2f} with it")
 if np.isfinite(error(stock)) or not error(guarded) < 1.0:
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

@@ -64,4 +64,4 @@ with guard.watch(guarded, optimizer):
 print(f"steps skipped: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock):.2f} without a guard, {error(guarded):.2f} with it")
 if error(stock) < float("inf") or not error(guarded) < 1.2:
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

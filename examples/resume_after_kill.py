@@ -2,7 +2,7 @@
 
     python examples/resume_after_kill.py
 
-The first start is a process of its own that kills itself in its second epoch. The second one is this process.
+The first start is a separate process that kills itself in its second epoch. The second one is this process.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ same = all(np.array_equal(a, b) for a, b in zip(resumed.get_weights(), whole.get
 print(f"first start: killed by signal {-killed.returncode} at step {KILLED_AT} of {EPOCHS * BATCHES}")
 print("the same weights as a run that was never killed, bit for bit:", same)
 if killed.returncode != -signal.SIGKILL or not same:
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

@@ -58,4 +58,4 @@ recalibrate(repaired, x, steps=40)
 third = accuracy(repaired)
 print(f"accuracy: healthy {healthy:.2f}, ruined {first:.2f}, repaired {second:.2f}, recalibrated {third:.2f}")
 if before.ok or not after.ok or third < healthy - 0.03:
-    raise SystemExit("The repair was worth nothing here.")
+    raise SystemExit("The repair did not help here.")

@@ -55,4 +55,4 @@ untouched = all(np.array_equal(a, b) for a, b in zip(before, base.get_weights())
 print(f"accuracy on the new classes: stock Keras {stock:.2f}, NanGuard {guarded:.2f}")
 print(f"the pretrained weights are unchanged, bit for bit: {untouched}")
 if not untouched or guarded < stock + 0.5:
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

@@ -61,4 +61,4 @@ for rate, guard in sorted(guards.items()):
     left_out = f"{sum(i.refused for i in guard.incidents)} of 135 steps skipped"
     print(f"rate {rate}: accuracy {stock[rate]:.2f} with stock Keras, {guarded[rate]:.2f} with NanGuard(), {left_out}")
 if max(stock.values()) > 0.5 or min(guarded.values()) < 0.5:
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

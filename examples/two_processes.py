@@ -66,4 +66,4 @@ if RANK == 0:
     print("weights after stock Keras:", "finite" if np.isfinite(stock[0]).all() else "NaN")
 print(f"process {RANK}: steps skipped {[i.step for i in guard.incidents]}, sum of its weights {sum(w.sum() for w in guarded):.4f}")
 if not all(np.isfinite(w).all() for w in guarded) or incident.diagnosis.samples != (ROW,):
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")

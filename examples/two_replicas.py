@@ -43,4 +43,4 @@ print("replica with the bad row:", *guard.incidents[0].replicas)
 print("weights after stock Keras:", "finite" if np.isfinite(stock.get_weights()[0]).all() else "NaN")
 print("the same weights as without the bad batch, bit for bit:", same)
 if not same or guard.incidents[0].replicas != (1,):
-    raise SystemExit("The guard was worth nothing here.")
+    raise SystemExit("The guard did not help here.")
