@@ -1,4 +1,6 @@
-"""What docs/architecture.md and CONTRIBUTING.md say of the code is so, and the recipe for an action and for a cause is complete."""
+"""docs/architecture.md and CONTRIBUTING.md agree with the code, and the recipes for an action and a
+cause are complete.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,12 @@ BASES = (ROOT, ROOT / "keras_nanguard")
 PLACE = r"(?:(?:[\w.-]+/)+[\w.-]*|[\w.-]+\.(?:py|toml|cfg)|_[a-z]+|Makefile)(?:::[\w.]+)?"
 DOTTED = r"_[a-z]\w*(?:\.\w+)+|[A-Z]\w+\.\w+"
 OURS = r"(?:_[a-z]+|keras_nanguard|tests|benchmarks|examples|docs)/[\w./-]*(?:::[\w.]+)?"
-"""How the two pages name a path or `path::name`, and a module, a name in one or `Class.name`; how the other pages name a path of ours."""
+"""Patterns for a path or `path::name` on the two pages, for a module, a name in one or
+`Class.name`, and for paths of the package on other pages.
+"""
 
 NOT_THERE = {"tests/backends/NAME", "build/scale", "build/soak", "docs/NAME.md", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
-"""What a recipe or a campaign is to make, and what is Keras' own."""
+"""Files that a recipe or a campaign creates, and names of Keras."""
 
 
 @functools.cache
@@ -45,7 +49,7 @@ def text(page: Path) -> str:
 
 
 def section(page: Path, heading: str) -> str:
-    """Return what stands under a heading of the second level."""
+    """Return the text under a heading of the second level."""
     return text(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
@@ -59,14 +63,18 @@ def rows(table: str) -> list[list[str]]:
 
 
 def spans(page: Path) -> set[str]:
-    """Return what stands between backticks on a page, and what its consoles run, with one for each backend in place of NAME."""
+    """Return the texts in backticks on a page, and the commands of its consoles, with one for each
+    backend in place of NAME.
+    """
     prose = re.sub(r"^```.*?^```", "", text(page), flags=re.M | re.S)
     found = {*re.findall(r"`([^`\n]+)`", prose), *re.findall(r"\btests/[\w./]+\.py", text(page))} - NOT_THERE
     return {span.replace("NAME", backend) for span in found for backend in BACKENDS}
 
 
 def references() -> list[str]:
-    """Return each path, `path::name` and dotted name of the two pages, and each path of ours that another page names."""
+    """Return each path, `path::name` and dotted name of the two pages, and each path of the package
+    on other pages.
+    """
     found = {span for page in (ARCHITECTURE, CONTRIBUTING) for span in spans(page) if re.fullmatch(f"{PLACE}|{DOTTED}", span)}
     others = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return sorted(found.union(*({span for span in spans(page) if re.fullmatch(OURS, span)} for page in others)))
@@ -74,7 +82,7 @@ def references() -> list[str]:
 
 @functools.cache
 def names(path: Path) -> frozenset[str]:
-    """Return what a module defines, and `Class.name` for what is within its classes."""
+    """Return the names that a module defines, and `Class.name` for names within its classes."""
 
     def bound(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
         for node in body:
@@ -95,7 +103,9 @@ def located(path: str) -> Path | None:
 
 @pytest.mark.parametrize("reference", references())
 def test_what_the_pages_name_exists(reference):
-    """Each path is there, and what it is said to hold is defined in it; a dotted name is a module or stands in one."""
+    """Each path on the pages exists, and defines the names given for it; a dotted name is a module
+    or is in one.
+    """
     if re.fullmatch(DOTTED, reference):
         everywhere = [f"{module}.{name}".lstrip(".") for module in modules() for name in ("", *names(modules()[module]))]
         assert any(f".{known}.".endswith(f".{reference}.") for known in everywhere), f"there is no {reference}"
@@ -107,7 +117,7 @@ def test_what_the_pages_name_exists(reference):
 
 
 def test_the_commands_of_the_pages_are_targets_of_the_makefile():
-    """Each `make` of the README and of CONTRIBUTING.md is there."""
+    """Each `make` target in the README and in CONTRIBUTING.md exists."""
     targets = set(re.findall(r"^([\w-]+):", text(ROOT / "Makefile"), re.M))
     named = {name for page in (ROOT / "README.md", CONTRIBUTING) for name in re.findall(r"`make ([\w-]+)", text(page))}
     assert len(named) > 8
@@ -118,7 +128,9 @@ def test_the_commands_of_the_pages_are_targets_of_the_makefile():
 
 
 def test_the_table_of_packages_is_the_order_of_the_layout():
-    """One row for each package, from the bottom to the top, and what loads without Keras is what the layout's test loads so."""
+    """One row for each package, from bottom to top; those that load without Keras are the ones that
+    the layout test loads so.
+    """
     table = rows(section(ARCHITECTURE, "Packages"))
     order = [tuple(re.findall(r"`(\w+)`", cells[0])) for cells in table]
     assert sorted(map(sorted, order)) == sorted(map(sorted, ORDER))
@@ -129,7 +141,9 @@ def test_the_table_of_packages_is_the_order_of_the_layout():
 
 
 def test_the_picture_shows_the_imports_that_there_are():
-    """Its arrows are the imports between packages, without those that follow from others; its colours say what loads without Keras."""
+    """The arrows of the picture are the imports between packages, without implied ones; its colours
+    show which packages load without Keras.
+    """
     drawn = load("packages_picture")
     direct: dict[str, set[str]] = {}
     for module in set(modules()) - {""}:
@@ -146,7 +160,9 @@ def test_the_picture_shows_the_imports_that_there_are():
 
 
 def test_the_picture_is_drawn_and_shown():
-    """The file is what `docs/packages_picture.py` writes, with each package and arrow in it, and the page shows it."""
+    """The file is the output of `docs/packages_picture.py`, has each package and arrow, and the
+    page shows it.
+    """
     drawn = load("packages_picture")
     assert text(drawn.PICTURE) == drawn.picture()
     assert all(f">{name}</text>" in drawn.picture() for name in drawn.PLACES)
@@ -158,7 +174,7 @@ def test_the_picture_is_drawn_and_shown():
 
 
 class Obligation(NamedTuple):
-    """What each member of a family has.
+    """A requirement for each member of a family.
 
     Attributes:
         place: the place that the recipe names for it.
@@ -192,7 +208,9 @@ WITH_OWN_WORDS = {"skip", "warn", "rollback", "lower_lr", "stop", "raise_error"}
 """Actions whose words in the printed line depend on their outcome or on the incident."""
 
 ELSEWHERE = {"spike": "tests/diagnosis/test_causes.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
-"""Causes that no program of `mechanisms` fails by: no default check looks for a spike, and `unknown` is what remains."""
+"""Causes without a program in `mechanisms`: no default check looks for a spike, and `unknown` is
+the remaining case.
+"""
 
 
 def _has_program(cause: str) -> bool:
@@ -200,7 +218,9 @@ def _has_program(cause: str) -> bool:
 
 
 def named_in(name: str) -> set[str]:
-    """Return the files of the package that name an action or a cause, without what is generated from them."""
+    """Return the files of the package that name an action or a cause, without files that are
+    generated from them.
+    """
     files = [*(ROOT / "keras_nanguard").rglob("*.py"), *(ROOT / "keras_nanguard").rglob("*.toml")]
     word = re.compile(rf'"{name}"|^\[causes\.{name}\]', re.M)
     return {str(path.relative_to(ROOT / "keras_nanguard")) for path in files if word.search(text(path))}
@@ -214,7 +234,7 @@ def named_in(name: str) -> set[str]:
     ],
 )
 def test_an_action_or_a_cause_is_in_three_places(name, places):
-    """Some others also stand where a policy or a check asks for them."""
+    """Some are also in other places, if a policy or a check uses them."""
     assert named_in(name) == places
 
 
@@ -231,7 +251,7 @@ OF_ACTIONS = {
         lambda name: f"Test{actions.ACTIONS[name].__name__}" in names(ROOT / "tests" / "recovery" / "test_actions.py"),
     ),
 }
-"""What each action of `ACTIONS` has."""
+"""The requirements for each action of `ACTIONS`."""
 
 OF_CAUSES = {
     "rule": Obligation("_diagnose/causes.py::RULES", _has_rule),
@@ -241,13 +261,13 @@ OF_CAUSES = {
     "evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),
     "program in a test": Obligation("tests/diagnosis/mechanisms", _has_program),
 }
-"""What each cause of `CAUSES` has."""
+"""The requirements for each cause of `CAUSES`."""
 
 
 @pytest.mark.parametrize("what", OF_ACTIONS)
 @pytest.mark.parametrize("name", actions.ACTIONS)
 def test_an_action_has_all_that_its_recipe_names(name, what):
-    """Each action has its performer, docs and test, and the recipe names the place of each."""
+    """Each action has its performer, docs and test, in the places that the recipe names."""
     assert OF_ACTIONS[what].met(name), f"the action {name} has no {what}: {OF_ACTIONS[what].place}"
     assert OF_ACTIONS[what].place in section(CONTRIBUTING, "Add an action")
 
@@ -255,7 +275,8 @@ def test_an_action_has_all_that_its_recipe_names(name, what):
 @pytest.mark.parametrize("what", OF_CAUSES)
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_cause_has_all_that_its_recipe_names(name, what):
-    """Each cause has its rule, words, advice, docs and tests, and the recipe names the place of each."""
+    """Each cause has its rule, words, advice, docs and tests, in the places that the recipe names.
+    """
     assert name in TABLE and OF_CAUSES[what].met(name), f"the cause {name} has no {what}: {OF_CAUSES[what].place}"
     assert OF_CAUSES[what].place in section(CONTRIBUTING, "Add a cause")
 
@@ -264,12 +285,14 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
 
 
 ENTERED = {"healthy": 14, "refused": 69}
-"""The most files that a step enters on TensorFlow, with all helpers."""
+"""Maximum number of files that a step enters on TensorFlow, with all helpers."""
 
 
 @pytest.mark.requires_backend("tensorflow", reason="the numbers are of one backend")
 def test_files_that_a_step_enters():
-    """A healthy step and the first refused one are followed; what is imported on first use does not count."""
+    """Counts the files that a healthy step and the first refused one enter, without imports on
+    first use.
+    """
     data = zoo.regression(batches=6)
     zoo.poison(data, 5)
     entered: dict[str, set[str]] = {"healthy": set(), "refused": set()}

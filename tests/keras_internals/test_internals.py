@@ -1,4 +1,6 @@
-"""Every name private to Keras that the library uses still exists: this file fails when a release removes one."""
+"""Every private Keras name that the library uses still exists: this file fails if a release removes
+one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
     "error::DeprecationWarning",
     "ignore:__array__ implementation:DeprecationWarning",  # of Keras on PyTorch
 )
-"""What Keras deprecates is found here first."""
+"""Deprecations of Keras are found here first."""
 
 LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
 
@@ -73,7 +75,9 @@ def test_iteration_that_a_schedule_sees():
 
 @pytest.mark.requires_backend("tensorflow", reason="only TensorFlow mirrors variables")
 def test_the_variable_and_the_strategy_behind(model):
-    """`Variable._value` is what `value` returns, and `_distribution_strategy` is where an optimizer updates."""
+    """`Variable._value` is what `value` returns, and `_distribution_strategy` is the strategy in
+    which an optimizer updates.
+    """
     import tensorflow as tf
 
     weight = model.trainable_variables[0]
@@ -100,7 +104,9 @@ def test_compiled_again():
 
 
 def test_the_width_of_a_progress_bar(capsys):
-    """A progress bar knows how many columns it takes of its line, 0 before it is drawn, and draws itself anew where that is put back."""
+    """A progress bar has the number of columns that it uses, 0 before it is drawn, and is redrawn
+    after this is reset.
+    """
     bar = keras.utils.Progbar(4)
     assert bar._prev_total_width == 0
     bar.update(1)
@@ -113,7 +119,9 @@ def test_the_width_of_a_progress_bar(capsys):
 
 
 def test_arrays_of_a_fit():
-    """While `fit` trains on arrays they are its local variables `x` and `y`, and its data adapter is one for arrays."""
+    """While `fit` trains on arrays, they are its local variables `x` and `y`, and its data adapter
+    is one for arrays.
+    """
     probe = zoo.After(lambda model: fitting.running_arrays())
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -125,7 +133,9 @@ def test_arrays_of_a_fit():
 
 
 def test_writer_of_tensorboard():
-    """`TensorBoard` holds its writers in `_writers`, and makes the one of training in `_train_writer`."""
+    """`TensorBoard` stores its writers in `_writers`, and creates the one of training in
+    `_train_writer`.
+    """
     assert isinstance(keras.callbacks.TensorBoard._train_writer, property)
     assert "_writers" in inspect.getsource(keras.callbacks.TensorBoard)
 
@@ -136,7 +146,9 @@ def test_printing():
 
 
 def test_train_function_protocol(model):
-    """`make_train_function(force)` sets `train_function`, and `jit_compile` can be set on the model."""
+    """`make_train_function(force)` sets `train_function`, and `jit_compile` can be set on the
+    model.
+    """
     assert "force" in inspect.signature(keras.Model.make_train_function).parameters
     before = model.jit_compile
     model.jit_compile = False
@@ -213,7 +225,7 @@ def test_functions_of_a_model_are_created_in_one_place():
 
 
 def test_saves_of_orbax_checkpoints():
-    """`OrbaxCheckpoint._save_checkpoint`, where Keras has this callback."""
+    """`OrbaxCheckpoint._save_checkpoint`, if Keras has this callback."""
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
     assert orbax is None or hasattr(orbax, "_save_checkpoint")
 
@@ -303,7 +315,9 @@ def test_the_graph_of_a_model():
 
 
 def test_compile_arguments():
-    """`Model._compile_metrics`, `LossFunctionWrapper._fn_kwargs` and `Optimizer._learning_rate` keep what was given."""
+    """`Model._compile_metrics`, `LossFunctionWrapper._fn_kwargs` and `Optimizer._learning_rate`
+    store what was passed.
+    """
     rate = keras.optimizers.schedules.CosineDecay(0.5, 10)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
@@ -344,7 +358,9 @@ def test_the_state_of_the_trainer_of_jax():
 @LISTS
 @pytest.mark.requires_backend("jax", reason="the trainer of JAX")
 def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
-    """`_make_function` returns it, and compiles nothing for a model that is not to be compiled: from Keras 3.16 on it otherwise does."""
+    """`_make_function` returns it, and does not compile it for an uncompiled model; from Keras 3.16
+    on it otherwise does.
+    """
     from keras_nanguard._keras import jax_trainer
 
     make, seen = keras.Model._make_function, []
@@ -362,7 +378,7 @@ def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
 
 
 def test_slots_that_tell_gradients():
-    """Each optimizer that `gradient_slots` knows keeps, for each weight, the array that it names."""
+    """Each optimizer that `gradient_slots` knows has, for each weight, the array that it names."""
     for kind in SLOTS:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         optimizer = kind(0.1, momentum=0.9) if kind is keras.optimizers.SGD else kind(0.1)
@@ -372,7 +388,9 @@ def test_slots_that_tell_gradients():
 
 
 def test_second_moments():
-    """Each optimizer that `second_moments` knows keeps, for each weight, the array that it names; it is at least as large as 0."""
+    """Each optimizer that `second_moments` knows has, for each weight, the array that it names; no
+    entry is negative.
+    """
     for kind in (kind for kind, moments in SLOTS.items() if moments.second):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         optimizer = kind(0.1)
@@ -410,7 +428,9 @@ def test_a_policy_is_exchanged_and_put_back():
 
 
 def test_dtypes_are_exchanged_and_put_back():
-    """`Variable._value`, and `_dtype` of variables, losses and symbolic tensors, are what their public names give."""
+    """The private `Variable._value`, and `_dtype` of variables, losses and symbolic tensors, equal
+    their public counterparts.
+    """
     inputs = keras.Input((4,), dtype="float16")
     built = keras.Model(inputs, layers.Dense(1, dtype="float16", activation="tanh")(inputs))
     built.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"), auto_scale_loss=False)
@@ -432,7 +452,7 @@ def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_norm_of_one_slot(dtype):
-    """The norm is that of the gradient, or unknown where the dtype of the slot hides it."""
+    """The norm is that of the gradient, or unknown if the dtype of the slot hides it."""
     rng = np.random.default_rng(0)
     before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
     slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
@@ -447,7 +467,7 @@ def test_norm_of_one_slot(dtype):
 @pytest.mark.parametrize("size", [1, slot_gradients.BLOCK, 2 * slot_gradients.BLOCK + 3])
 @pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e100), ("float64", 1e-100)])
 def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
-    """However many blocks it takes, and however large its entries are."""
+    """The norm is right for any number of blocks, and for entries of any size."""
     rng = np.random.default_rng(0)
     before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
     after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
@@ -459,7 +479,7 @@ def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
 
 
 def test_the_limits_of_files_are_those_of_the_loader_of_keras():
-    """What Keras itself refuses to load as a bomb is refused by a scan, and nothing that it loads."""
+    """A scan rejects exactly the files that Keras itself refuses to load as a bomb."""
     from keras.src.saving import saving_lib
 
     from keras_nanguard._files import opening, stored

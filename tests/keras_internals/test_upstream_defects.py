@@ -1,4 +1,5 @@
-"""Defects of stock Keras that concern one device: each is shown to be there, and then to be gone under the guard."""
+"""Defects of stock Keras on one device: each occurs without the guard, and does not occur with it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def fit(build, data, *callbacks, epochs=1):
 
 
 def test_skipped_update_ruins_batchnorm():
-    """One Inf in mixed_float16: the scaler skips the update, yet stock BatchNorm and the epoch's loss stay NaN."""
+    """After one Inf in mixed_float16 the scaler skips the update, but stock BatchNorm and the
+    epoch's loss stay NaN.
+    """
     data = zoo.poison(zoo.regression(), 3, np.inf)
     model, history = fit(half, data)
     assert np.isnan(history["loss"][0])
@@ -53,7 +56,9 @@ def test_skipped_update_ruins_batchnorm():
 
 
 def test_loss_scale_falls_to_zero():
-    """After 165 bad steps the stock scale is 0 and the next clean batch writes NaN into the weights; ours cannot."""
+    """After 165 bad steps the stock scale is 0, and the next clean batch writes NaN into the
+    weights; the guard prevents this.
+    """
     bad, clean = zoo.regression(batches=170), zoo.regression(batches=1)
     bad.y[:] = np.inf
     data = zoo.Data(np.concatenate([bad.x, clean.x]), np.concatenate([bad.y, clean.y]))
@@ -76,7 +81,9 @@ def _without_batchnorm():
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
 def test_unsound_loss_scale_never_comes_back(value):
-    """A stock scale of 0, Inf or NaN stays so, and nothing is learned or all is lost; the guard starts it again."""
+    """A stock scale of 0, Inf or NaN stays so, and training learns nothing or is lost; the guard
+    resets it.
+    """
 
     data = zoo.regression()
     model, _ = fit(_without_batchnorm, data, zoo.Before(lambda model: model.optimizer.dynamic_scale.assign(value), 3))
@@ -91,7 +98,9 @@ def test_unsound_loss_scale_never_comes_back(value):
 
 
 def test_adam_stands_still_after_a_huge_gradient():
-    """A gradient above 1.8e19 makes Adam's second moment Inf, and that weight never moves again; guarded, it moves."""
+    """A gradient above 1.8e19 makes Adam's second moment Inf, and that weight never changes again;
+    with the guard it does.
+    """
 
     def build():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1, use_bias=False)])

@@ -1,4 +1,4 @@
-"""Each action as data: its name, its parameters, and the two forms that files have of it."""
+"""Each action as data: its name, its parameters, and its two forms in files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER = {
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_action_comes_back_from_a_file_as_it_was(name):
-    """By its name alone, and as a table of all of its parameters."""
+    """By name alone, and as a table of all of its parameters."""
     kind = ACTIONS[name]
     assert set(OTHER[name]) == set(kind.model_fields)
     for given in (REQUIRED.get(name, {}), OTHER[name]):
@@ -48,7 +48,7 @@ def test_an_action_comes_back_from_a_file_as_it_was(name):
 
 
 def test_an_action_needs_its_required_parameter():
-    """A call without a function is a mistake at the place where it is written."""
+    """A call without a function is an error at the place where it is written."""
     with pytest.raises(PolicyError, match="Call: function: expected a value, received nothing"):
         Call()
     with pytest.raises(PolicyError, match="floor <= ceiling = 2"):

@@ -1,4 +1,4 @@
-"""Rules, bounds and budgets: what a policy of a user's own may ask for, and what the engine adds."""
+"""Rules, bounds and budgets: what a custom policy may request, and what the engine adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bad(step, site="loss", kind="nonfinite", refused=True, cause=None, path="", 
 
 
 def run(policy, incidents):
-    """Return the names that were decided about each incident, without `warn`, and the state."""
+    """Return the names of the actions decided for each incident, without `warn`, and the state."""
     state, found = PolicyState(), []
     for incident in incidents:
         decision, state = decide(policy, state, incident)
@@ -38,7 +38,9 @@ def rules(*rules, **sections):
 
 
 def test_a_rule_decides_in_place_of_the_escalation():
-    """What a rule does is all that is done; incidents that it does not match are answered as before."""
+    """Only the actions of the rule are done; incidents that it does not match are decided as
+    before.
+    """
     policy = rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}})
     assert run(policy, [bad(5, cause="loss_domain"), bad(9, cause="unknown")])[0] == [
         ["clip"],
@@ -47,7 +49,7 @@ def test_a_rule_decides_in_place_of_the_escalation():
 
 
 def test_a_rule_that_only_reports_adds_to_the_escalation():
-    """`call`, `quarantine` and `warn` do not keep the guard from recovering."""
+    """`call`, `quarantine` and `warn` do not prevent a recovery."""
     policy = rules({"do": ["quarantine", {"call": {"function": "page"}}]})
     done = run(policy, [bad(n) for n in (5, 6, 7)])[0]
     assert done[0] == ["quarantine", "call", "skip"]
@@ -86,7 +88,9 @@ def test_the_first_rule_that_is_due_decides():
     ],
 )
 def test_a_rule_matches_what_meets_every_field(fields, matches):
-    """A rule applies if one finding meets site, kind and layer, and the diagnosis its cause."""
+    """A rule applies if one finding matches site, kind and layer, and the diagnosis matches the
+    cause.
+    """
     (rule,) = rules({**fields, "do": "stop"}).rules
     assert rule.matches(bad(5, cause="loss_domain", path="model/dense/kernel")) is matches
 
@@ -102,7 +106,7 @@ def test_a_rule_matches_what_meets_every_field(fields, matches):
     ],
 )
 def test_a_glob_matches_a_run_of_the_parts_of_a_path(glob, path, matches):
-    """The parts of a path between slashes are matched, in any number."""
+    """A glob matches consecutive parts of a path between slashes."""
     assert matches_path(path, glob) is matches
 
 
@@ -110,14 +114,14 @@ def test_a_glob_matches_a_run_of_the_parts_of_a_path(glob, path, matches):
 
 
 def test_no_rule_can_keep_training_from_ending():
-    """A policy that only skips ends at `max_consecutive_refused` all the same."""
+    """A policy that only skips still ends at `max_consecutive_refused`."""
     policy = rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7)
     done = run(policy, [bad(n) for n in range(20)])[0]
     assert done[6] == ["stop"] and done[:6] == [["skip"]] * 6
 
 
 def test_the_end_is_that_of_the_escalation():
-    """A bound raises where the escalation raises."""
+    """A bound raises if the escalation raises."""
     policy = Policy.load(escalation=["skip"] * 20 + ["raise_error"])
     assert run(policy, [bad(n, "inputs") for n in range(12)])[0][-1] == ["raise_error"]
 
@@ -130,14 +134,14 @@ def test_the_budget_counts_each_action_of_rules_too():
 
 
 def test_an_escalation_of_fewer_stages_stays_at_its_last():
-    """Without an ending of its own the last stage repeats, as far as budget and bounds allow."""
+    """Without a final action the last stage repeats within budget and bounds."""
     policy = Policy.load(escalation=["skip", "rollback"], action_budget=3)
     done = run(policy, [bad(n) for n in range(50, 60)])[0]
     assert done[:5] == [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]]
 
 
 def test_a_stage_that_changed_nothing_is_not_repeated():
-    """What was skipped is passed over until a good step has come between."""
+    """A skipped action is omitted until a good step has occurred."""
     policy, state = Policy.load(), PolicyState()
     done = []
     for step in (50, 51, 52, 53, 54, 55, 60, 61, 62):
@@ -149,7 +153,8 @@ def test_a_stage_that_changed_nothing_is_not_repeated():
 
 
 def test_tables_of_a_policy_are_the_defaults_of_its_actions():
-    """`[lower_lr]` applies where `lower_lr` stands alone; parameters of an item have precedence."""
+    """`[lower_lr]` applies if `lower_lr` has no parameters; parameters of an item have precedence.
+    """
     item = {"lower_lr": {"min_lr": 0.5}}
     policy = Policy.load(escalation=["lower_lr", item], lower_lr={"factor": 0.3, "min_lr": 0.1})
     _, state = decide(policy, PolicyState(), bad(50))
@@ -160,13 +165,15 @@ def test_tables_of_a_policy_are_the_defaults_of_its_actions():
 
 
 def test_actions_run_by_phase():
-    """Reports come first, then the rollback, then other changes; `skip` goes if something is changed."""
+    """Reports come first, then the rollback, then other changes; `skip` is omitted if something is
+    changed.
+    """
     policy = rules({"do": ["skip", "clip", "rollback", "quarantine"]})
     assert run(policy, [bad(5)])[0] == [["quarantine", "rollback", "clip"]]
 
 
 def test_a_limit_applies_to_the_paths_that_its_glob_matches():
-    """The last matching limit wins; without one there is none."""
+    """The last matching limit applies; without a match there is no limit."""
     limits = [
         {"site": "weights", "max_abs": 5.0},
         {"site": "weights", "max_abs": 9.0, "layer": "head*"},
@@ -182,7 +189,7 @@ def test_a_limit_applies_to_the_paths_that_its_glob_matches():
 
 
 def test_the_state_survives_as_json():
-    """A policy state is rebuilt from its JSON as it was."""
+    """A policy state survives the conversion to JSON."""
     policy = rules({"site": "loss", "after": 3, "do": "clip"})
     _, state = run(policy, [bad(n) for n in (5, 6, 7, 90, 91)])
     state = state.performed([Outcome("clip", "skipped", "why")])
@@ -203,13 +210,13 @@ def test_the_state_survives_as_json():
     ],
 )
 def test_a_damaged_state_is_refused(data):
-    """A state of another format, or with a field of another type, is an error and nothing else."""
+    """A state of another format, or with a field of another type, raises an error."""
     with pytest.raises(FileFormatError, match="policy state of format 2"):
         PolicyState.from_dict(data)
 
 
 def test_a_new_fit_starts_with_budgets_and_without_streaks():
-    """What was done counts on against the budget; the next bad step is the first of its streak."""
+    """Past actions still count against the budget; the next bad step is the first of its streak."""
     policy = Policy.load(action_budget=1)
     _, state = run(policy, [bad(n) for n in (4000, 4001, 4002)])
     resumed = state.resumed()
@@ -222,7 +229,8 @@ def test_a_new_fit_starts_with_budgets_and_without_streaks():
 
 
 def test_replayed_steps_count_as_later_ones():
-    """After a rollback with a replay the same step numbers come again; a streak still grows."""
+    """After a rollback with a replay the same step numbers occur again, and a streak still grows.
+    """
     policy = Policy.load()
     _, state = run(policy, [bad(n) for n in (50, 51, 52)])
     state = state.rewound()
@@ -233,7 +241,7 @@ def test_replayed_steps_count_as_later_ones():
 
 
 def test_a_step_that_left_nan_in_the_state_is_bad():
-    """NaN in a training site is a bad step also if it committed; NaN in a metric is not."""
+    """NaN in a training site makes a step bad even if it committed; NaN in a metric does not."""
     assert is_bad_step(bad(5, "weights", refused=False)) and is_bad_step(bad(5))
     assert not is_bad_step(bad(5, "validation", refused=False))
     assert not is_bad_step(bad(5, "loss", kind="spike", refused=False))
@@ -276,7 +284,9 @@ POLICIES = st.builds(
 
 @given(POLICIES, INCIDENTS)
 def test_whatever_a_policy_says_the_engine_keeps_its_promises(policy, events):
-    """For any policy and any incidents: pure, data that prints as JSON, bounded, and never a lost refusal."""
+    """For any policy and any incidents the decision is pure, prints as JSON, is bounded, and never
+    loses a refusal.
+    """
     state, step, done = PolicyState(), 0, {}
     for gap, site, kind, cause, refused, committed in events:
         step += gap

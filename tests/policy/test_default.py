@@ -1,4 +1,4 @@
-"""What the default policy promises, sentence by sentence, and what the other presets do."""
+"""The guarantees of the default policy, one by one, and the other presets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decisions(policy, incidents):
 
 
 def names(policy, incidents):
-    """Return the names of the actions that were decided about each incident, without `warn`."""
+    """Return the names of the actions decided for each incident, without `warn`."""
     found = [[action["action"] for action in one.actions] for one in decisions(policy, incidents)]
     return [[name for name in one if name != "warn"] for one in found]
 
@@ -44,20 +44,20 @@ def parameters(decision, name):
 
 
 def test_one_bad_batch_is_skipped_with_one_line():
-    """One bad step: skipped, reported, nothing else."""
+    """One bad step is skipped and reported, nothing else."""
     (decision,) = decisions("recover", [bad(40)])
     assert [action["action"] for action in decision.actions] == ["warn", "skip"]
     assert (decision.rule, decision.terminal) == ("escalation", False)
 
 
 def test_scattered_bad_steps_are_skipped_for_ever():
-    """A bad step in fifty never leads to more than skipping it: a good step ends the climb."""
+    """One bad step in fifty is only ever skipped, because a good step resets the escalation."""
     assert names("recover", [bad(step) for step in range(0, 100_000, 50)]) == [["skip"]] * 2000
 
 
 @pytest.mark.parametrize("cause", [*CAUSES, None])
 def test_three_bad_steps_in_a_row(cause):
-    """The third rolls back. The rate is lowered only if the cause is one that a lower rate can cure."""
+    """The third rolls back. The rate is lowered only if a lower rate can cure the cause."""
     done = names("recover", [bad(step, cause=cause, committed=50) for step in (50, 51, 52)])
     third = ["rollback", "lower_lr"] if cause is None or cause in RATE_CURES else ["rollback"]
     assert done == [["skip"], ["skip"], ["skip"] if cause in BAD_DATA else third]
@@ -74,14 +74,14 @@ def test_endless_bad_steps_end_training(cause):
 
 @pytest.mark.parametrize("cause", [*CAUSES, None])
 def test_bad_steps_from_the_first_on_end_training_without_a_rollback(cause):
-    """Before any step has committed there is nothing to roll back to."""
+    """Before any step has committed, there is nothing to restore."""
     done = names("recover", [bad(step, cause=cause, committed=0) for step in range(30)])
     assert done[-1] == ["stop"] and len(done) <= BOUND
     assert not any("rollback" in one for one in done)
 
 
 def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
-    """Rollbacks go further back on repetition; only the first reduction is temporary."""
+    """Repeated rollbacks go further back; only the first reduction is temporary."""
     found = decisions(
         "recover", [bad(step, cause="unknown", committed=50) for step in range(50, 59)]
     )
@@ -92,7 +92,9 @@ def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
 
 
 def test_a_divergence_goes_back_before_its_onset_and_replays():
-    """Steps refused for a divergence lead to before its onset, at a rate that stays lowered."""
+    """Steps refused for a divergence lead to a snapshot from before its onset, at a permanently
+    lower rate.
+    """
     *_, third = decisions(
         "recover", [bad(step, cause="divergence", committed=50) for step in (50, 51, 52)]
     )
@@ -102,13 +104,17 @@ def test_a_divergence_goes_back_before_its_onset_and_replays():
 
 
 def test_half_of_the_steps_refused_ends_training():
-    """Every other step bad is never a streak: training ends at half of the last 200 steps."""
+    """If every other step is bad there is no streak: training ends when half of the last 200 steps
+    are refused.
+    """
     done = names("recover", [bad(step, "inputs") for step in range(0, 1000, 2)])
     assert done[-1] == ["stop"] and len(done) == 100
 
 
 def test_each_change_has_a_budget():
-    """Six streaks within 5000 steps lead to a rollback, the seventh ends training; seldom ones never do."""
+    """Six streaks within 5000 steps lead to rollbacks, the seventh ends training; rare ones never
+    do.
+    """
     often = [bad(start + n) for start in range(0, 9000, 300) for n in range(3)]
     done = names("recover", often)
     assert sum("rollback" in one for one in done) == 6
@@ -119,7 +125,9 @@ def test_each_change_has_a_budget():
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_bad_state_is_rolled_back_at_once(refused):
-    """NaN that a committed step left, or other code wrote: at once back, and the good steps again."""
+    """NaN from a committed step or other code leads to an immediate rollback, and the good steps
+    are replayed.
+    """
     site = "state" if refused else "weights"
     steps = range(40, 400, 20)
     found = decisions("recover", [bad(n, site, refused=refused, committed=40) for n in steps])
@@ -130,12 +138,12 @@ def test_a_bad_state_is_rolled_back_at_once(refused):
 
 
 def test_a_model_that_is_bad_before_training_stops():
-    """A model that comes with NaN cannot be trained, and there is no snapshot to restore."""
+    """A model with NaN cannot be trained, and there is no snapshot to restore."""
     assert names("recover", [bad(0, "state", refused=False, committed=0)]) == [["stop"]]
 
 
 def test_a_finite_divergence_is_acted_on_at_once():
-    """The detector proves that the run is lost: back to before the onset, slower, and replayed."""
+    """A proven divergence leads to a rollback before its onset, a lower rate, and a replay."""
     (decision,) = decisions("recover", [bad(90, "loss", kind="divergence", refused=False)])
     assert parameters(decision, "rollback")["before_onset"]
     assert parameters(decision, "lower_lr")["recover_after"] == 0
@@ -146,7 +154,7 @@ def test_a_finite_divergence_is_acted_on_at_once():
 
 @pytest.mark.parametrize("kind", ["spike", "stuck"])
 def test_a_finite_anomaly_is_at_most_reported(kind):
-    """A spike leads to a line, three times in 1000 steps, and to nothing else."""
+    """A spike is reported at most three times in 1000 steps, without any action."""
     found = decisions("recover", [bad(n, "loss", kind=kind, refused=False) for n in range(500)])
     assert [action["action"] for one in found for action in one.actions] == ["warn"] * 3
 
@@ -177,7 +185,7 @@ def test_stop_and_raise_end_at_the_first_bad_step(preset):
 
 
 def test_observe_never_does_more_than_report():
-    """Under `observe` nothing is refused and nothing changed, whatever happens."""
+    """Under `observe` nothing is refused and nothing is changed."""
     policy = Policy.load("observe")
     assert not policy.refuse and policy.snapshot.every == 0
     incidents = [bad(n, site, refused=False) for n in range(50) for site in ("loss", "weights")]
@@ -187,7 +195,7 @@ def test_observe_never_does_more_than_report():
 
 
 def test_tune_ends_a_hopeless_trial_with_the_worst_values():
-    """Three bad steps in a row end a trial, so that no tuner takes it for the best one."""
+    """Three bad steps in a row end a trial, so that no tuner chooses it as the best one."""
     *_, last = decisions("tune", [bad(n, committed=9) for n in (9, 10, 11)])
     assert parameters(last, "stop") == {
         "action": "stop",

@@ -1,4 +1,4 @@
-"""The docs and the published JSON Schema have each member of each family."""
+"""The docs and the published JSON Schema list each member of each family."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_preset_is_valid_by_the_schema(name):
 
 
 def test_the_folder_holds_the_presets_and_the_schema():
-    """Nothing else lies among the presets."""
+    """The folder contains only presets and the schema."""
     files = {*(f"{name}.toml" for name in PRESETS), "policy.schema.json"}
     assert {path.name for path in FOLDER.iterdir()} == files
 
@@ -86,7 +86,7 @@ def test_the_folder_holds_the_presets_and_the_schema():
     ],
 )
 def test_the_schema_refuses_what_the_library_refuses(document):
-    """An editor that knows the schema marks what the library would refuse."""
+    """An editor with the schema marks everything that the library would reject."""
     with pytest.raises(PolicyError):
         Policy.load(document)
     with pytest.raises(jsonschema.ValidationError):

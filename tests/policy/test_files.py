@@ -1,4 +1,4 @@
-"""Policy files: three formats, one form; how they change a preset; and what is wrong with them."""
+"""Policy files: three formats of one form, how they change a preset, and their errors."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_each_format_makes_the_same_policy_and_the_way_back(tmp_path, suffix):
 
 @pytest.mark.parametrize("name", listed("preset"))
 def test_a_preset_is_a_policy_file(name):
-    """The file of a preset makes the preset, which prints as TOML that makes it again."""
+    """The file of a preset gives the preset, which prints as TOML that gives it again."""
     policy, file = Policy.load(name), Policy.load(FOLDER / f"{name}.toml")
     assert policy.preset == name and policy.to_dict() == {**file.to_dict(), "preset": name}
     assert loaded(str(policy)) == policy
 
 
 def test_the_file_of_the_default_shows_every_default():
-    """`recover.toml` is what the fields have by default."""
+    """`recover.toml` has the default of every field."""
     assert Policy.load(FOLDER / "recover.toml").to_dict() == Policy().to_dict()
 
 
@@ -119,7 +119,9 @@ def test_sections_are_merged_field_by_field():
 
 
 def test_a_rule_replaces_the_rule_of_the_same_name_whole():
-    """Nothing of the preset's rule is left; rules of other names are kept, after the new ones."""
+    """A rule replaces the preset's rule of the same name as a whole; other rules are kept, after
+    the new ones.
+    """
     (before,) = Policy.load("long-run").rules
     new = {"name": before.name, "do": "warn"}
     (after,) = Policy.load("long-run", rules=[new]).rules
@@ -129,7 +131,7 @@ def test_a_rule_replaces_the_rule_of_the_same_name_whole():
 
 
 def test_a_policy_is_made_of_records_too():
-    """The fields of a policy take the same records that it holds."""
+    """The fields of a policy can be passed as records."""
     actions = keras_nanguard.actions
     policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(depth=2)])
     assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
@@ -137,7 +139,9 @@ def test_a_policy_is_made_of_records_too():
 
 
 def test_a_snapshot_is_verified_no_later_than_the_next_one():
-    """`verify_after` follows `every` and `keep`: else no snapshot would ever count as verified."""
+    """`verify_after` is limited by `every` and `keep`; otherwise no snapshot would ever be
+    verified.
+    """
     assert Policy.load(snapshot={"every": 3}).snapshot.good_steps == 3
     assert Policy.load(snapshot={"keep": 1}).snapshot.good_steps == 0
     assert Policy.load(snapshot={"every": 0}).snapshot.good_steps == 10
@@ -147,7 +151,7 @@ def test_a_snapshot_is_verified_no_later_than_the_next_one():
 
 
 def test_all_problems_are_told_at_once_with_path_and_nearest_word():
-    """Each problem has its path, what was expected and what was received, and a word that is near."""
+    """Each problem has its path, the expected and the received value, and a similar word."""
     document = {
         "snapshto": {},
         "snapshot": {"every": -1, "storage": "dsik", "kep": 3},
@@ -208,7 +212,7 @@ def test_a_problem_says_what_was_expected(document, words):
 
 
 def test_a_record_in_code_is_validated_like_a_file():
-    """A mistake in Python gets the sentence that one in a file gets."""
+    """A mistake in Python gets the same sentence as one in a file."""
     with pytest.raises(PolicyError, match=r"LowerLr: factor: expected a number < 1, received 2.0"):
         LowerLr(factor=2.0)
     with pytest.raises(PolicyError, match=r"did you mean 'factor'"):
@@ -242,7 +246,7 @@ def test_a_policy_of_version_1_gets_the_new_form():
     ],
 )
 def test_what_is_not_a_policy_is_told(source, words):
-    """Anything but a preset, file, dict or policy is one clear error."""
+    """Anything but a preset, file, dict or policy gives one clear error."""
     with pytest.raises(PolicyError, match=words):
         Policy.load(source)
 
@@ -277,7 +281,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_gets_one_clear_error(tmp_path, monkeypatch, name):
-    """No file does anything but raise a `PolicyError` in printable text."""
+    """Any such file only raises a `PolicyError` with printable text."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name
     path.write_bytes(HOSTILE[name])
@@ -303,7 +307,7 @@ def test_numbers_and_words_of_yaml():
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path):
-    """Editors of Windows write one."""
+    """Editors on Windows write one."""
     path = tmp_path / "policy.toml"
     path.write_bytes(b"\xef\xbb\xbfversion = 2\n")
     assert Policy.load(path) == Policy()
@@ -321,7 +325,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(WORDS, VALUES, max_size=4))
 def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
-    """Whatever a document holds, it is a valid policy that comes back from its dict, or an error."""
+    """Any document gives a valid policy, which survives the conversion to a dict, or an error."""
     try:
         policy = Policy.load(document)
     except PolicyError as error:
@@ -335,7 +339,7 @@ def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
     st.one_of(st.text(max_size=60), st.binary(max_size=60).map(lambda raw: raw.decode("latin-1"))),
 )
 def test_no_text_gets_anything_but_a_policy_or_a_policy_error(suffix, text):
-    """Whatever a file holds, it is a policy or an error."""
+    """Any text gives a policy or an error."""
     try:
         assert isinstance(loaded(text, suffix), Policy)
     except PolicyError as error:

@@ -1,4 +1,6 @@
-"""The page in a real browser: it opens quickly and without errors, asks for nothing, and mouse and keyboard reach everything."""
+"""The page in a real browser: it opens fast and without errors, loads nothing else, and mouse and
+keyboard reach everything.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = [
 ]
 
 SECONDS = 2.0
-"""Of processor time, in which a page has to be there: what else the machine does has no part in it."""
+"""Maximum processor time to open a page, which other work on the machine does not affect."""
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +61,7 @@ def pages(tmp_path_factory):
 
 
 def opened(browser, path, width=1280, height=900, dark=False):
-    """Open a page and return the processor time that its thread took for that."""
+    """Open a page and return the processor time of its thread."""
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}, {"name": "prefers-reduced-motion", "value": "reduce"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -85,7 +87,9 @@ DRAWN = """return [...document.querySelectorAll(".plot canvas")].map(canvas => {
 
 @pytest.mark.parametrize("name", ["usual", "healthy", "large", "hostile"])
 def test_it_opens(browser, pages, name):
-    """In under two seconds, with every chart drawn, no error, no request but for itself, nothing wider than the window; light and dark."""
+    """In under two seconds, with every chart drawn, no error, no other request, nothing wider than
+    the window; light and dark.
+    """
     for width, dark in product((1280, 390), (False, True)):
         took = opened(browser, pages[name], width, dark=dark)
         assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
@@ -109,7 +113,9 @@ return [box.left, box.top, box.width, box.height]"""
 
 
 def test_a_click_opens_the_card(browser, pages):
-    """A click on a mark opens the card of its kind, says which incident it was, and the focus is there."""
+    """A click on a mark opens the card of its kind, shows which incident it was, and moves the
+    focus there.
+    """
     opened(browser, pages["usual"])
     assert browser.execute_script("return document.querySelectorAll('details.card[open]').length") == 0
     left, top, width, height = browser.execute_script(CLICK)
@@ -124,7 +130,8 @@ def test_a_click_opens_the_card(browser, pages):
 
 
 def test_zoom(browser, pages):
-    """The buttons and a drag zoom all charts together, and a double click shows everything again."""
+    """The buttons and a drag zoom all charts together, and a double click shows everything again.
+    """
     opened(browser, pages["usual"])
     said = "return document.getElementById('said').textContent"
     browser.execute_script("document.querySelector('[data-zoom=in]').click()")
@@ -144,7 +151,9 @@ FOCUSED = """const e = document.activeElement; return e.className + "|" + (e.dat
 
 
 def test_the_keyboard_reaches_everything(browser, pages):
-    """Tab comes to each button, chart, card and list; arrows and Enter open an incident, which is said aloud."""
+    """Tab reaches each button, chart, card and list; arrows and Enter open an incident, which is
+    announced.
+    """
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -172,7 +181,9 @@ TOLD = """return [...document.querySelectorAll(".plot")].every(p =>
 
 
 def test_a_screen_reader_has_names(browser, pages):
-    """Every control and picture has a name, headings skip no level, each chart is reported in words, table heads have a scope."""
+    """Every control and picture has a name, headings skip no level, each chart has a description,
+    table heads have a scope.
+    """
     opened(browser, pages["usual"])
     assert browser.execute_script(UNNAMED) == []
     levels = browser.execute_script("return [...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1])")

@@ -1,4 +1,4 @@
-"""What other callbacks, History and the screen are reported."""
+"""What other callbacks, History and the console receive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_nanguard import NanGuard, NanGuardModel
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps every log that Keras hands out, and whether the model was finite then."""
+    """Stores all logs of Keras, and whether the model was finite at that time."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def fit(data, *callbacks, epochs=2, model=None, **kwargs):
 
 
 class Threads(keras.callbacks.Callback):
-    """Notes in which threads it is reported of batches, and does not mind which."""
+    """Records the threads in which it is called for batches, and works in any."""
 
     async_safe = True
 
@@ -52,7 +52,9 @@ class Threads(keras.callbacks.Callback):
 
 
 def test_callbacks_are_called_in_the_thread_that_keras_chooses():
-    """Stock Keras calls callbacks for a batch in other threads on JAX and PyTorch; the guard changes nothing about it."""
+    """Stock Keras calls callbacks for a batch in other threads on JAX and PyTorch; the guard does
+    not change this.
+    """
     stock, ours, of_model = Threads(), Threads(), Threads()
     fit(zoo.regression(), stock)
     fit(zoo.regression(), NanGuard(verbose=0), ours)
@@ -66,7 +68,9 @@ def test_callbacks_are_called_in_the_thread_that_keras_chooses():
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_no_callback_sees_a_nan(guard_first):
-    """Wherever the guard stands in the list, no other callback sees a NaN in the logs or in the model."""
+    """At any position of the guard in the list, no other callback receives NaN in the logs or in
+    the model.
+    """
     recorder, guard = Recorder(), NanGuard(verbose=0)
     fit(zoo.poison(zoo.regression(), 3), *((guard, recorder) if guard_first else (recorder, guard)))
     values = [v for logs in (*recorder.batches, *recorder.epochs) for v in logs.values()]
@@ -74,7 +78,7 @@ def test_no_callback_sees_a_nan(guard_first):
 
 
 def test_healthy_history_is_untouched():
-    """But for what the guard adds History has the keys of an unguarded run, and the same values."""
+    """Except for the guard's own keys, History has the keys and values of an unguarded run."""
     data = zoo.regression()
     history = fit(data, NanGuard(verbose=0))[1]
     assert zoo.plain_logs(history) == fit(data)[1] and history["refused_steps"] == [0, 0]
@@ -84,7 +88,7 @@ def test_healthy_history_is_untouched():
 
 
 def test_stock_callbacks_beside_the_guard(tmp_path):
-    """CSVLogger, EarlyStopping, ReduceLROnPlateau, TerminateOnNaN: none of them is led astray."""
+    """CSVLogger, EarlyStopping, ReduceLROnPlateau and TerminateOnNaN work correctly."""
     data = zoo.poison(zoo.regression(), 3)
     early = keras.callbacks.EarlyStopping(monitor="loss", patience=5, restore_best_weights=True)
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)
@@ -100,7 +104,9 @@ def test_stock_callbacks_beside_the_guard(tmp_path):
 
 
 def test_one_line_for_each_incident(capsys):
-    """A line for an incident, one at the end of an epoch with left-out steps, one that names a new bad row, and the table."""
+    """A line for an incident, one at the end of an epoch with skipped steps, one for a new bad row,
+    and the table.
+    """
     guard = NanGuard()
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
     out = capsys.readouterr().out.splitlines()
@@ -122,7 +128,9 @@ def test_silence(capsys):
 
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_ordinary_overflows(capsys, verbose):
-    """Dynamic loss scaling skips steps until gradients no longer overflow: a healthy run, so no line but at `verbose=2`."""
+    """Dynamic loss scaling skips steps until gradients no longer overflow. This is a healthy run,
+    so lines are printed only at `verbose=2`.
+    """
     keras.config.set_dtype_policy("mixed_float16")
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.0**24)
     model = zoo.plain(scaled, dropout=False)
@@ -132,7 +140,9 @@ def test_ordinary_overflows(capsys, verbose):
 
 
 def test_overflows_down_to_a_small_scale(capsys):
-    """Gradients in the thousands need a loss scale below 16: more overflows in a row than are left untested, and all are ordinary."""
+    """Gradients in the thousands need a loss scale below 16: more overflows in a row than remain
+    untested, and all are ordinary.
+    """
     keras.config.set_dtype_policy("mixed_float16")
 
     def run(*callbacks):
@@ -149,7 +159,7 @@ def test_overflows_down_to_a_small_scale(capsys):
 
 
 def test_printing_follows_keras(capsys, caplog):
-    """Where Keras' interactive logging is off, the lines go where Keras' own lines go."""
+    """If Keras' interactive logging is off, the lines go to Keras' log."""
     keras.config.disable_interactive_logging()
     try:
         fit(zoo.poison(zoo.regression(), 3), NanGuard(), epochs=1)
@@ -159,7 +169,8 @@ def test_printing_follows_keras(capsys, caplog):
 
 
 def test_summary_and_reports(tmp_path):
-    """Summary and reports tell every incident, and a report is written whole or not at all."""
+    """Summary and reports contain every incident, and a report is written completely or not at all.
+    """
     import json
 
     guard = NanGuard(verbose=0)
@@ -174,7 +185,8 @@ def test_summary_and_reports(tmp_path):
 
 
 def test_a_summary_is_of_all_fits():
-    """Steps, refused steps and incidents are counted over the same fits; an evaluation adds none."""
+    """Steps, refused steps and incidents are counted over the same fits; an evaluation adds none.
+    """
     guard, data = NanGuard(verbose=0, diagnose=False), zoo.poison(zoo.regression(), 3)
     for fits in (1, 2):
         model, _ = fit(data, guard, epochs=1)
@@ -183,7 +195,9 @@ def test_a_summary_is_of_all_fits():
 
 
 def test_the_same_rows_in_each_epoch(capsys):
-    """What comes again in each epoch has one line, and is counted in the table at the end; `verbose=2` prints each."""
+    """An incident that recurs in each epoch has one line, and is counted in the final table;
+    `verbose=2` prints each.
+    """
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
     guard = NanGuard(diagnose=False)
     fit(data, guard, epochs=3)

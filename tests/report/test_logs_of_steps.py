@@ -1,4 +1,6 @@
-"""What steps log that are not the usual means: dicts, text, the loss of one batch. Committed steps log it as with stock Keras."""
+"""Unusual logs of steps (dicts, text, the loss of one batch): committed steps log them as with
+stock Keras.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Extremes(keras.metrics.Metric):
 
 
 class Own(keras.Model):
-    """A train step of its own in the idiom of each backend, which logs what `logged` says of its loss."""
+    """A custom train step in the idiom of each backend, which logs its loss as `logged` defines."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +71,7 @@ class Own(keras.Model):
 
 
 class Noisy(Own):
-    """Logs more than one number of its batch, and numbers that are whole."""
+    """Logs several numbers of its batch, including whole numbers."""
 
     def logged(self, loss):
         return {"loss": loss, "twice": 2.0 * loss, "rows": ops.cast(zoo.BATCH, "int32")}
@@ -127,7 +129,9 @@ def several(data):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_metric_whose_result_is_a_dict(mode):
-    """It is logged as Keras logs it, of several outputs and in validation, too; a refused step leaves it as it was."""
+    """It is logged as in Keras, with several outputs and in validation; a refused step does not
+    change it.
+    """
     data, one = several(zoo.regression()), zoo.regression(batches=1)
     more = {"validation_data": (one.x, {"a": one.y, "b": one.y})}
     stock = fitted(lambda: with_dicts(**MODES[mode]), data, **more)
@@ -142,7 +146,9 @@ def test_a_metric_whose_result_is_a_dict(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Own, Noisy])
 def test_the_loss_of_one_batch(kind, mode):
-    """A committed step logs what it returned, also under the name of a metric; a refused one what the last committed one did."""
+    """A committed step logs its own result, also under the name of a metric; a refused one logs
+    that of the last committed step.
+    """
     stock, guarded = (fitted(lambda: own(kind, **MODES[mode]), zoo.regression(), *more) for more in ((), (NanGuard(verbose=0),)))
     assert guarded.batches == stock.batches and guarded.epochs == stock.epochs
     assert len({logs["loss"] for logs in stock.batches}) > 5
@@ -160,7 +166,7 @@ def test_the_loss_of_one_batch(kind, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_text(mode):
-    """Text comes through as with stock Keras, wherever that takes it."""
+    """Text is logged as in stock Keras, if Keras accepts it."""
     if zoo.BACKEND == "jax" and mode != "eager":
         pytest.skip("a compiled step of JAX returns no text")
     try:
@@ -181,7 +187,7 @@ HUGE = 3.4028234663852886e38
 
 
 class Batches(keras.utils.PyDataset):
-    """Epochs of three batches, every row of which is NaN in the epochs `bad`."""
+    """Epochs of three batches; in the epochs `bad` every row is NaN."""
 
     def __init__(self, bad):
         super().__init__()
@@ -200,7 +206,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def scored(y_true, y_pred):
-    """A metric of which Keras knows no direction."""
+    """A metric without a direction known to Keras."""
     return ops.mean(ops.abs(y_true - y_pred)) + 1.0
 
 
@@ -213,7 +219,7 @@ def measuring():
 
 
 def trained(bad, *callbacks, model=None, epochs=4):
-    """Return History of a fit over epochs of which these are bad, and the model."""
+    """Return History of a fit with these bad epochs, and the model."""
     keras.utils.set_random_seed(0)
     model = model or measuring()
     data = Batches(bad)
@@ -240,7 +246,7 @@ COMPARED = [("loss", "auto"), ("mae", "min"), ("mae", "auto"), ("scored", "min")
 @pytest.mark.filterwarnings("ignore:.*not available")
 @pytest.mark.filterwarnings("ignore:.*conditioned on metric")
 def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
-    """Callbacks that compare pass over an epoch that has measured nothing, and then do what they do without it."""
+    """Callbacks that compare ignore an epoch without measurements."""
     (tmp_path / "stock").mkdir(), (tmp_path / "guarded").mkdir()
     stock, guarded = comparing(monitor, mode, tmp_path / "stock"), comparing(monitor, mode, tmp_path / "guarded")
     without, plain = trained((), *stock.values(), epochs=3)
@@ -257,7 +263,9 @@ def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
 
 
 def test_what_stands_where_nothing_was_measured(tmp_path, capsys):
-    """A number that is finite, that nobody takes for a measurement, and worse than any; and a line that says so."""
+    """The logs have a finite number that is not a plausible measurement and is worse than any, and
+    a line reports this.
+    """
     import csv
     import json
 
@@ -276,7 +284,9 @@ def test_what_stands_where_nothing_was_measured(tmp_path, capsys):
 
 
 def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
-    """What the last committed step logged stands for an epoch that has none, in each of its batches, too."""
+    """An epoch without a committed step has the logs of the last committed one, also in each of its
+    batches.
+    """
     recorder = Recorder()
     history, _ = trained((1,), NanGuard(diagnose=False), recorder, epochs=3)
     assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
@@ -286,7 +296,9 @@ def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
 
 
 def test_a_first_epoch_without_a_step_logs_a_loss_that_is_finite(capsys):
-    """Where only the gradients are bad the loss of a refused step is a measurement; no earlier step is spoken of."""
+    """If only the gradients are bad, the loss of a refused step is a measurement; the line does not
+    mention an earlier step.
+    """
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones((24, 4), "float32")
@@ -298,7 +310,7 @@ def test_a_first_epoch_without_a_step_logs_a_loss_that_is_finite(capsys):
 
 
 def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():
-    """Where the state is bad from the start, History shows no metric of 0."""
+    """If the state is bad from the start, History has no metric of 0."""
     model = measuring()
     model.layers[-1].bias.assign([np.nan])
     history, _ = trained((), NanGuard(verbose=0, diagnose=False), model=model)
@@ -309,7 +321,9 @@ def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():
 
 
 def test_batches_passed_over_are_no_steps():
-    """An epoch whose batches were all passed over after a rollback shows what the one before ended with."""
+    """An epoch whose batches were all skipped after a rollback has the final logs of the previous
+    epoch.
+    """
     guard = NanGuard(verbose=0, diagnose=False)
 
     class PassOver(keras.callbacks.Callback):
@@ -338,7 +352,9 @@ class Spoils(keras.callbacks.Callback):
 @pytest.mark.parametrize("mode", ["auto", "min"])
 @pytest.mark.filterwarnings("ignore:.*conditioned on metric")
 def test_a_validation_that_is_not_finite_saves_no_best_model(tmp_path, mode):
-    """What has been saved as the best stays, a file name that holds the metric can be made, and a rate that is logged stays."""
+    """The saved best model is kept, a file name with the metric can be formatted, and a logged rate
+    is kept.
+    """
     data = zoo.regression(batches=2)
     path = str(tmp_path / "{epoch}-{val_loss:.1f}.weights.h5")
     best = keras.callbacks.ModelCheckpoint(path, "val_loss", mode=mode, save_best_only=True, save_weights_only=True)

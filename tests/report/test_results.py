@@ -1,4 +1,6 @@
-"""`evaluate`, `predict` and validation under guard: what is not finite is reported with the layer where it begins."""
+"""`evaluate`, `predict` and validation under guard: results that are not finite are reported with
+the first bad layer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from support import zoo
 from keras_nanguard import NanGuard
 
 RUINS = {"nan": np.nan, "negative": -1.0, "inf": np.inf}
-"""Moving variances with which inference mode alone comes to NaN (or, for Inf, to a network that says nothing)."""
+"""Moving variances with which only inference mode gives NaN (or, for Inf, constant outputs)."""
 
 
 def ruin(model, value):
@@ -23,7 +25,9 @@ def ruin(model, value):
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 @pytest.mark.parametrize("how", ["nan", "negative"])
 def test_first_bad_layer(call, how):
-    """One incident names the layer and its statistics, and nothing is changed: not even the learning rate."""
+    """One incident names the layer and its statistics, and nothing is changed, not even the
+    learning rate.
+    """
     data, guard = zoo.regression(), NanGuard(verbose=0)
     model = zoo.plain()
     model.fit(*data.all, verbose=0)
@@ -40,7 +44,9 @@ def test_first_bad_layer(call, how):
 
 
 def test_what_only_inference_shows_is_found_at_the_first_validation():
-    """Training looks well while a moving variance is ruined: the first validation tells, with the layer."""
+    """Training looks fine while a moving variance is bad: the first validation reports it, with the
+    layer.
+    """
 
     class Ruin(keras.callbacks.Callback):
         def on_test_begin(self, logs=None):
@@ -55,7 +61,7 @@ def test_what_only_inference_shows_is_found_at_the_first_validation():
 
 
 def test_loss_of_the_validation():
-    """Outputs that are finite under a loss that is not: the loss is to blame."""
+    """Finite outputs with a loss that is not: the loss is to blame."""
 
     def reckless(y_true, y_pred):
         return ops.mean(ops.log(y_true), axis=-1) + ops.mean(ops.square(y_pred), axis=-1)
@@ -70,7 +76,9 @@ def test_loss_of_the_validation():
 
 
 def test_inputs_of_a_prediction():
-    """A row that is not finite is the input's fault, whichever batch it stands in; a generator is not read twice."""
+    """A row that is not finite is the fault of the input, in any batch; a generator is not read
+    twice.
+    """
     x, read = zoo.draw(), []
     x[19, 0] = np.nan
     guard = NanGuard(verbose=0)
@@ -89,7 +97,7 @@ def test_inputs_of_a_prediction():
 
 
 def test_healthy_results_are_silent():
-    """Finite results are no incident, and no batch is run a second time."""
+    """Finite results are not an incident, and no batch is run a second time."""
     data, guard = zoo.regression(), NanGuard(verbose=0)
     model = zoo.plain()
     model.fit(*data.all, verbose=0, validation_data=data.all, callbacks=[guard])

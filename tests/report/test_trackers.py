@@ -1,4 +1,6 @@
-"""Numbers in the epoch logs, which every tracker takes, and incidents in the trackers that a run uses: each the real one."""
+"""Numbers in the epoch logs for every tracker, and incidents in the trackers that a run uses,
+tested with the real ones.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def fit(*callbacks, data=None, epochs=3, **more):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_every_callback_sees_them_from_the_first_epoch_on(tmp_path, first):
-    """CSVLogger keeps the columns of its first epoch: they are there, whether it stands before or after the guard."""
+    """CSVLogger keeps the columns of its first epoch: they are present, before or after the guard.
+    """
     epochs, guard, log = [], NanGuard(verbose=0, diagnose=False), keras.callbacks.CSVLogger(tmp_path / "log.csv")
     sees = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(dict(logs)))
     history = fit(*([guard, log, sees] if first else [log, sees, guard])).history
@@ -44,7 +47,7 @@ def test_every_callback_sees_them_from_the_first_epoch_on(tmp_path, first):
 
 
 def test_switched_off():
-    """With `logs=False` there are none but the number of refused steps."""
+    """With `logs=False` only the number of refused steps is logged."""
     history = fit(NanGuard(verbose=0, diagnose=False, logs=False)).history
     assert not NAMES & set(history) and history["refused_steps"] == [1, 1, 1]
     with pytest.raises(ValueError, match="logs"):
@@ -53,7 +56,9 @@ def test_switched_off():
 
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_progress_bar_shows_none_of_them(capsys, verbose):
-    """The progress bar shows the metrics of the user, and refused steps where there are any."""
+    """The progress bar shows the metrics of the user, and the number of refused steps if there are
+    any.
+    """
     fit(NanGuard(verbose=0), data=zoo.regression(), epochs=1, verbose=verbose)
     healthy = capsys.readouterr().out
     assert "nanguard" not in healthy and "refused" not in healthy and "mae" in healthy
@@ -63,7 +68,7 @@ def test_progress_bar_shows_none_of_them(capsys, verbose):
 
 
 def test_an_epoch_without_a_committed_step():
-    """Where nothing was measured the last gradient norm stands, and all numbers are finite."""
+    """Without measurements the last gradient norm is repeated, and all numbers are finite."""
     data = zoo.regression()
     data.x[:] = np.nan
     history = fit(NanGuard(verbose=0, diagnose=False), data=data, epochs=1).history
@@ -75,7 +80,9 @@ def test_an_epoch_without_a_committed_step():
 
 @pytest.mark.requires_backend("tensorflow", reason="Keras' TensorBoard writes with TensorFlow")
 def test_tensorboard(tmp_path):
-    """The event files of Keras' TensorBoard hold the numbers as scalars, and each incident as text, in the run of training."""
+    """The event files of Keras' TensorBoard have the numbers as scalars, and each incident as text,
+    in the run of training.
+    """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -98,7 +105,9 @@ def test_tensorboard(tmp_path):
 
 
 def in_a_process(code, folder):
-    """Run a program that trains, in a process of its own: a tracker changes the process that it is imported into."""
+    """Run a training program in a separate process, because a tracker changes the process that
+    imports it.
+    """
     before = "import keras, sys\nsys.path[:0] = ['tests', '.']\nfrom report.test_trackers import fit\nfrom keras_nanguard import NanGuard\n"
     store = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/m.db", "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
     command = [sys.executable, "-c", before + code, str(folder)]
@@ -170,7 +179,7 @@ def test_wandb(tmp_path):
 
 
 class Fake:
-    """A tracker that a program has imported, and in which a run is active or not."""
+    """A tracker that a program has imported, with or without an active run."""
 
     def __init__(self, active):
         self.run = self if active else None
@@ -191,7 +200,7 @@ class Fake:
 
 @pytest.mark.parametrize("active", [False, True])
 def test_only_where_a_run_is_active(monkeypatch, capsys, active):
-    """Imported is not enough: without a run nothing is handed on, and nothing is imported by the guard."""
+    """Without an active run nothing is sent, and the guard imports nothing."""
     wandb, mlflow = Fake(active), Fake(active)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -203,7 +212,7 @@ def test_only_where_a_run_is_active(monkeypatch, capsys, active):
 
 
 def test_a_run_that_raises(monkeypatch):
-    """A fit that ends in an exception hands on what it has."""
+    """A fit that ends in an exception sends its incidents."""
     mlflow = Fake(True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     with pytest.raises(ArithmeticError):
@@ -214,7 +223,9 @@ def test_a_run_that_raises(monkeypatch):
 @pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
 @pytest.mark.parametrize("policy", ["recover", "raise"])
 def test_a_model_that_guards_itself(monkeypatch, policy):
-    """`NanGuardModel` hands on what a callback does, also where its fit ends in an exception, once for each fit."""
+    """`NanGuardModel` sends the same as a callback, also if its fit ends in an exception, once for
+    each fit.
+    """
     mlflow = Fake(True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     inputs = keras.Input((6,))
@@ -240,7 +251,7 @@ def test_a_healthy_run_hands_on_no_incident(monkeypatch):
 
 
 def test_a_tracker_that_fails_is_said_once(monkeypatch, capsys):
-    """What a tracker raises ends no training; one line says so."""
+    """An error in a tracker does not end training; one line reports it."""
     wandb = Fake(True)
     monkeypatch.setattr(wandb, "alert", lambda **alert: 1 / 0)
     monkeypatch.setitem(sys.modules, "wandb", wandb)

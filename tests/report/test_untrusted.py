@@ -1,4 +1,6 @@
-"""Whatever is in a log or a recording, nothing of it commands a terminal or acts in a page, and each form of it is made or refused."""
+"""No content of a log or a recording controls a terminal or becomes active in a page; each form of
+it is written or rejected.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ESCAPE = "\x1b]0;owned\x07"
 
 
 def log(folder, **changes):
-    """Write a log of one incident, some fields of which are others."""
+    """Write a log of one incident with some fields replaced."""
     plain = {**recordings.incident(3, 0, 3).to_dict(), **changes}
     (folder / "incidents.jsonl").write_text(json.dumps(plain) + "\n")
     return str(folder)
@@ -49,7 +51,7 @@ FIELDS = {
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("form", ([], ["--json"]))
 def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
-    """Neither a report nor the sentence that refuses it holds a control character of the file."""
+    """Neither a report nor the error for it contains a control character of the file."""
     main(["report", log(tmp_path, **FIELDS[name]), *form])
     main(["report", str(tmp_path), str(tmp_path)])
     main(["watch", "--once", str(tmp_path)])
@@ -59,7 +61,7 @@ def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
 
 
 def test_the_dashboard_shows_status_and_epochs_as_text():
-    """What a recording says of itself is a name like any other."""
+    """Status and epochs of a recording are treated like any other name."""
     recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
     screen = io.StringIO()
     Console(file=screen, width=80).print(watch.frame(recording, ()))
@@ -67,7 +69,9 @@ def test_the_dashboard_shows_status_and_epochs_as_text():
 
 
 def test_lists_in_lists_are_refused(tmp_path, capsys):
-    """What is read can be written again: nothing is so deep that writing it runs out of stack."""
+    """Everything that can be read can be written again: nesting is limited so that writing does not
+    exhaust the stack.
+    """
     deep: list = []
     for _ in range(900):
         deep = [deep]
@@ -80,7 +84,9 @@ def test_lists_in_lists_are_refused(tmp_path, capsys):
 
 
 def test_depth_is_counted_exactly():
-    """As many levels as are allowed are read, one more is not, and neither are more than Python can follow."""
+    """The allowed number of levels is read, one more is rejected, and so are more than Python can
+    handle.
+    """
     assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     for levels in (MAX_DEPTH + 2, 100_000):
         with pytest.raises(ValueError, match="deeper"):
@@ -89,20 +95,20 @@ def test_depth_is_counted_exactly():
 
 
 def test_the_sentence_that_refuses_a_file_is_short(tmp_path):
-    """A field of any length is quoted in part."""
+    """A long field is quoted only in part."""
     with pytest.raises(GuardError) as caught:
         files.read(log(tmp_path, values={"loss": "9" * 1_000_000 + "x"}))
     assert len(str(caught.value)) < 1000
 
 
 def test_a_path_that_no_file_has(capsys):
-    """A NUL is a mistake of whoever types, not of the program."""
+    """A NUL in a path is an error of the user, not of the program."""
     assert main(["report", "a\0b"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_summaries_are_printable():
-    """The head of a report, which counts what was done, quotes names of the file."""
+    """The head of a report, which counts actions, quotes names of the file."""
     one = recordings.incident(3, 0, 3)
     odd = Incident.from_dict({**one.to_dict(), **FIELDS["an action"]})
     assert "owned" in (text := console.summary([odd], 1, 1, 0)) and "\x1b" not in text
@@ -120,7 +126,8 @@ def bundle(tmp_path):
 
 
 def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
-    """A page shows nothing from outside of the directory of its run, and waits for nobody."""
+    """A page shows nothing from outside of the directory of its run, and does not wait for a pipe.
+    """
     assert cards.layer_table(bundle) == "a table" and len(cards.shown(bundle, (0,))) == 1
     (tmp_path / "secret.txt").write_text("secret")
     np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
@@ -144,14 +151,16 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_members_that_are_no_arrays_are_left_out(bundle, name):
-    """A member with a broken header, one that declares more than there is memory, and one that is no array: the page goes without them."""
+    """A member with a broken header, one that declares more than the free memory, and one that is
+    not an array: the page omits them.
+    """
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
     assert cards.shown(bundle, (0,)) == []
 
 
 def test_a_link_in_place_of_the_export(tmp_path):
-    """A directory from elsewhere cannot make a run write to another file: the link is replaced."""
+    """A foreign directory cannot make a run write to another file: the link is replaced."""
     (tmp_path / "mine.txt").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "incidents.jsonl").symlink_to(tmp_path / "mine.txt")
@@ -163,7 +172,8 @@ def test_a_link_in_place_of_the_export(tmp_path):
 
 
 def test_markdown_holds_no_markup_of_the_file():
-    """What shows Markdown may show HTML in it: names become neither tags nor links, and end no block of code."""
+    """Markdown viewers may render HTML: names become neither tags nor links, and end no code block.
+    """
     name = "</script><script>x</script> [y](javascript:z)\n```"
     odd = Incident.from_dict(
         {
@@ -184,7 +194,9 @@ MARKUP = ["http://", "www.", "WWW.", "@", "a@b.example", "[x](y)", "![", "<b>", 
 
 @given(st.lists(st.sampled_from(MARKUP), max_size=7).map("".join))
 def test_markdown_shows_any_name_as_it_is(name):
-    """Rendered, the text is the name, without a link or a tag, and nothing that a viewer would make a link of by itself."""
+    """The rendered text is the name, without a link or a tag, and without anything that a viewer
+    turns into a link.
+    """
     shown = markdown_text(name)
     rendered = MarkdownIt("commonmark").render(f"x {shown} y")
     assert " ".join(text_of_html.unescape(re.sub("</?(p|code)>", "", rendered)).split()) == " ".join(f"x {name} y".split())
@@ -197,7 +209,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["site"]), inner, max_size=3),
     max_leaves=8,
 )
-"""Whatever JSON can hold, and some of what an incident has in it."""
+"""Any JSON value, and parts of an incident."""
 
 WHOLE = recordings.incident(3, 0, 3).to_dict()
 SEVERAL = settings(max_examples=60)
@@ -206,7 +218,9 @@ SEVERAL = settings(max_examples=60)
 @SEVERAL
 @given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
 def test_an_incident_is_taken_or_refused(name, value, within):
-    """With anything in place of a field, or of one within it, an incident is refused in a sentence, or shown and written in each form."""
+    """With any value in place of a field an incident is rejected with one sentence, or shown and
+    written in each form.
+    """
     data = json.loads(json.dumps(WHOLE))
     inner = data[name][0] if isinstance(data[name], list) and data[name] else data[name]
     if within and isinstance(inner, dict) and inner:
@@ -233,7 +247,8 @@ COLUMNS = {"meta": 2, "steps": 11, "bins": 17, "events": 7, "layers": 7, "sample
 @SEVERAL
 @given(st.sampled_from(sorted(COLUMNS)), st.data())
 def test_a_recording_is_taken_or_refused(table, data):
-    """With any row in any table a recording is refused in a sentence, or shown in each form."""
+    """With any row in any table a recording is rejected with one sentence, or shown in each form.
+    """
     row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))
     if table == "meta":
         known = ("model", "status", "written", "began", "base", "epochs", "budgets", "versions", "backend", "policy", "since")
