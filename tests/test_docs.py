@@ -1,4 +1,6 @@
-"""The docs cannot drift: every link leads somewhere, every public name exists. What the pages show is run by tests/docs."""
+"""The docs stay correct: every link has a target, every public name exists. tests/docs runs the
+code of the pages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ PAGES = [*FIRST, *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" no
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Every relative link of a page names a file that is there, and a heading in it."""
+    """Every relative link of a page names an existing file, and a heading in it."""
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
         file = page.parent / target if target else page
         assert file.exists(), f"{page.name} links to {target}"
@@ -24,19 +26,21 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_to_the_repository_name_files(page):
-    """A link to the repository by its address, which PyPI needs, names a file that is there, and a heading in it."""
+    """A link to the repository by its address, which PyPI needs, names an existing file, and a
+    heading in it.
+    """
     for target, anchor in re.findall(rf"{REPOSITORY}([^)#]+)#?([^)]*)\)", page.read_text(encoding="utf-8")):
         assert (ROOT / target).is_file(), f"{page.name} links to {target}"
         assert not anchor or anchor in _anchors(ROOT / target), f"{page.name} links to {target}#{anchor}"
 
 
 def test_the_readme_has_no_relative_links():
-    """PyPI shows the README without the files beside it."""
+    """PyPI shows the README without the other files."""
     assert re.findall(r"\]\((?!https?:)[^)]*\)", FIRST[0].read_text(encoding="utf-8")) == []
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
+    """Return the anchors of the headings of a page on GitHub."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Every example runs, shows what the guard was worth, and prints what docs/examples.md says."""
+"""Every example runs, shows the benefit of the guard, and prints what docs/examples.md shows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGE = ROOT / "docs" / "examples.md"
 BACKEND = os.environ["KERAS_BACKEND"]
 
 ON = {"own_loop_jax.py": "jax", "two_processes.py": "jax", "own_loop_torch.py": "torch"}
-"""Examples of one backend; all others run on TensorFlow."""
+"""Examples for one backend; all others run on TensorFlow."""
 
 ALONE = {"two_replicas.py"}
-"""Needs a process of its own: it makes virtual devices, before TensorFlow starts."""
+"""Needs a separate process, because it creates virtual devices before TensorFlow starts."""
 
 NOT_RUN = {"pictures.py"}
-"""Makes the pictures of a report, with a browser."""
+"""Creates the pictures of a report, with a browser."""
 
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in NOT_RUN)
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
@@ -34,13 +34,15 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def table() -> dict[str, list[str]]:
-    """Return what the page says that each example prints."""
+    """Return the output of each example on the page."""
     rows = re.findall(r"^\| \[`?([\w.]+)`?\]\(\.\./examples/\1\) \| .* \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     return {name: re.findall(r"`([^`]+)`", printed) for name, printed in rows}
 
 
 def agrees(one: str, other: str) -> bool:
-    """Whether two lines are the same, numbers to 5 %: processors round differently."""
+    """Whether two lines are the same, with a tolerance of 5 % for numbers, because processors round
+    differently.
+    """
     if NUMBER.sub("#", one.strip()) != NUMBER.sub("#", other.strip()):
         return False
     pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)))
@@ -54,7 +56,7 @@ def test_the_page_lists_all():
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if ON.get(name, "tensorflow") == BACKEND])
 def test_script(name, tmp_path, monkeypatch, capfd):
-    """It ends without an error, and prints what the page says."""
+    """It ends without an error, and prints the output on the page."""
     if "keras_tuner" in (EXAMPLES / name).read_text(encoding="utf-8"):
         pytest.importorskip("keras_tuner", reason="KerasTuner is not installed")
     monkeypatch.chdir(tmp_path)
@@ -72,7 +74,7 @@ def test_script(name, tmp_path, monkeypatch, capfd):
 
 
 def _run(path: Path) -> object:
-    """Run a script in this process; return what it exits with."""
+    """Run a script in this process; return its exit code."""
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
@@ -83,7 +85,7 @@ def _run(path: Path) -> object:
 @pytest.mark.requires_backend("tensorflow", reason="the notebooks are on TensorFlow")
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook(name, tmp_path, monkeypatch):
-    """Run from the start in a kernel of its own, it prints and shows what is stored in it."""
+    """Run from the start in a separate kernel, it gives its stored output."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     import nbformat
@@ -102,11 +104,11 @@ def test_notebook(name, tmp_path, monkeypatch):
 
 
 def _kinds(cell: object) -> list[str]:
-    """Return what a cell shows besides text: pictures and tables."""
+    """Return the kinds of output of a cell besides text: pictures and tables."""
     return sorted(kind for output in cell.outputs for kind in output.get("data", {}))
 
 
 def _text(cell: object) -> list[str]:
-    """Return the lines that a cell has printed, without those that only a slow machine prints."""
+    """Return the printed lines of a cell, without those that only a slow machine prints."""
     printed = "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
     return tidied(printed).splitlines()

@@ -1,5 +1,4 @@
-"""Small model files, made with h5py alone where that will do, and with Keras once a session where
-it will not."""
+"""Small model files, made with h5py if possible, and otherwise with Keras once per session."""
 
 import contextlib
 import io
@@ -19,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 @contextlib.contextmanager
 def within(request):
-    """Read a file in this process, which takes a tenth of the time of a process of its own."""
+    """Read a file in this process, which takes a tenth of the time of a separate one."""
     lines, folder = queue.SimpleQueue(), os.getcwd()
     write = lambda message: lines.put(json.dumps(message).encode() + b"\n")  # noqa: E731
     write({})
@@ -30,14 +29,14 @@ def within(request):
 
 @pytest.fixture(autouse=True)
 def in_this_process(request, monkeypatch):
-    """Read files in this process, except in a test that takes the fixture `own_process`."""
+    """Read files in this process, except in a test with the fixture `own_process`."""
     if "own_process" not in request.fixturenames:
         monkeypatch.setattr(reading, "_worker", within)
 
 
 @pytest.fixture
 def own_process():
-    """In this test each file is read in a process of its own, as for a user."""
+    """In this test each file is read in a separate process, as for a user."""
 
 
 def fill_weights(file, bad=None):

@@ -60,7 +60,7 @@ def agrees(array, limit=None):
 @given(data=st.data())
 @settings(max_examples=40)
 def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
-    """Any bytes at all, read as any float dtype, are counted as NumPy counts them."""
+    """Any bytes, read as any float dtype, are counted as by NumPy."""
     kind = named_dtype(dtype)
     raw = data.draw(st.binary(min_size=0, max_size=64 * kind.itemsize))
     array = np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], kind)
@@ -79,8 +79,7 @@ def test_every_sixteen_bit_float_is_counted(dtype):
     ("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")]
 )
 def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
-    """One bad value alone is found at the first, the last and every inner border of the pieces that
-    are counted."""
+    """One bad value is found at the first, the last and every inner border of the pieces."""
     size = scanner._PIECE_VALUES * 2 + 3
     for place in (
         0,
@@ -97,8 +96,9 @@ def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
 
 
 def test_large_finite_values_are_not_taken_for_infinities():
-    """A sum that overflows says nothing: values near the largest float are finite, and their mean
-    is right."""
+    """A sum that overflows proves nothing: values near the largest float are finite, and their mean
+    is right.
+    """
     array = np.full(1000, np.finfo(np.float32).max, np.float32)
     found = agrees(array)
     assert found.nonfinite == 0
@@ -107,7 +107,7 @@ def test_large_finite_values_are_not_taken_for_infinities():
 
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
 def test_the_mean_is_that_of_the_finite_values(dtype):
-    """The mean leaves NaN and Inf out and agrees with float64 to the precision of float32."""
+    """The mean excludes NaN and Inf and agrees with float64 to the precision of float32."""
     array = np.random.default_rng(0).normal(3.0, 1.0, 200_000).astype(named_dtype(dtype))
     array[::1000] = np.nan
     finite = array.astype(np.float64)[np.isfinite(array.astype(np.float64))]
@@ -116,7 +116,8 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
 
 def test_constant_and_all_zero_are_reported():
     """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN
-    spoils both."""
+    makes it neither.
+    """
     assert statistics(np.full(5, 2.5)).constant
     assert statistics(np.array([0.0, -0.0])).all_zero
     assert not statistics(np.array([1.0, 2.0])).constant
@@ -140,7 +141,7 @@ def test_only_floats_can_be_non_finite():
 @given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7))
 @settings(max_examples=100)
 def test_tiles_cover_an_array_once(data, shape):
-    """Every value is in one tile, whatever the shape of the tiles."""
+    """Every value is in one tile, for any shape of the tiles."""
     tile = tuple(data.draw(st.integers(1, length + 1)) for length in shape)
     met = np.zeros(shape, int)
     for part in tiles(shape, tile):
@@ -150,7 +151,9 @@ def test_tiles_cover_an_array_once(data, shape):
 
 
 def test_saved_arrays_keep_their_names_and_dtypes(tmp_path):
-    """Any name is one of an array, and nothing else is in the file; NumPy before 2.1 reads it, too."""
+    """An array may have any name, and nothing else is in the file; NumPy before 2.1 can also read
+    it.
+    """
     arrays = {"file": np.ones(2), "0": np.ones(3, ml_dtypes.bfloat16), "a/b": np.array("text")}
     save_arrays(tmp_path / "saved.npz", arrays)
     with np.load(tmp_path / "saved.npz", allow_pickle=False) as found:

@@ -1,4 +1,4 @@
-"""The pages on files and on the command line say what the code does."""
+"""The pages on files and on the command line agree with the code."""
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def test_every_problem_and_every_choice_stands_on_the_page():
-    """The tables name each problem and each choice of a repair."""
+    """The tables list each problem and each choice of a repair."""
     text = (DOCS / "files.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for code in listed("problem of a file"):
@@ -24,7 +24,7 @@ def test_every_problem_and_every_choice_stands_on_the_page():
 
 
 def test_the_runs_on_the_page_are_accepted_by_the_parser(capsys):
-    """Each typical run is a command with options that its help names."""
+    """Each example is a command with options from its help."""
     runs = re.findall(r"^    keras-nanguard (.*)$", (DOCS / "cli.md").read_text(), re.MULTILINE)
     assert len(runs) >= 9
     for run in runs:

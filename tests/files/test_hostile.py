@@ -1,5 +1,6 @@
 """A file is never trusted: it gives a result or one sentence, and nothing in it is followed,
-unpickled or run."""
+unpickled or run.
+"""
 
 import io
 import json
@@ -22,7 +23,7 @@ zoo.once()
 
 
 def refusal(path):
-    """Return the sentence with which a file is refused."""
+    """Return the sentence with which a file is rejected."""
     with pytest.raises(FileFormatError) as caught:
         scan(path)
     sentence = str(caught.value)
@@ -32,7 +33,7 @@ def refusal(path):
 
 
 def unread(path):
-    """Return why each array that was not read was not read."""
+    """Return the reason for each array that was not read."""
     report = scan(path)
     assert not report.ok
     assert not report.finite
@@ -67,7 +68,7 @@ def zipped(make, members, name="any.zip"):
 @pytest.mark.parametrize("share", (0.1, 0.5, 0.9, 0.999))
 @pytest.mark.parametrize("kind", ("keras", "weights", "npz"))
 def test_a_truncated_file_is_refused_or_its_rest_is_reported_missing(make, kind, share):
-    """A file that was cut off never passes for clean."""
+    """A truncated file never counts as clean."""
     made = make.npz(a=np.arange(500.0)) if kind == "npz" else getattr(make, kind)()
     with open(made, "rb") as file:
         data = file.read()
@@ -78,7 +79,7 @@ def test_a_truncated_file_is_refused_or_its_rest_is_reported_missing(make, kind,
 
 
 def test_no_pickle_is_loaded(make, tmp_path):
-    """An object array in an `.npz` is named and left alone; its payload does not run."""
+    """An object array in an `.npz` is reported and not read; its payload does not run."""
     mark = tmp_path / "ran"
 
     class Payload:
@@ -94,7 +95,7 @@ def test_no_pickle_is_loaded(make, tmp_path):
 
 
 def test_links_that_lead_out_of_a_file_are_not_followed(make, tmp_path):
-    """Soft, external, virtual and externally stored arrays are named, not opened."""
+    """Soft, external, virtual and externally stored arrays are reported, not opened."""
     secret = tmp_path / "secret.h5"
     with h5py.File(secret, "w") as file:
         file["x"] = np.full(4, np.nan)
@@ -115,7 +116,7 @@ def test_links_that_lead_out_of_a_file_are_not_followed(make, tmp_path):
 
 
 def test_a_loop_of_links_ends(tmp_path):
-    """A group that holds itself is entered once."""
+    """A group that contains itself is entered once."""
     path = tmp_path / "loop.weights.h5"
     with h5py.File(path, "w") as file:
         group = file.create_group("a/b")
@@ -126,7 +127,8 @@ def test_a_loop_of_links_ends(tmp_path):
 
 
 def test_groups_without_end_are_cut_off_loudly(tmp_path):
-    """More groups within groups than any model has are not descended into, and the scan says so."""
+    """Groups that are nested deeper than in any model are not entered, and the scan reports this.
+    """
     path = tmp_path / "deep.weights.h5"
     with h5py.File(path, "w") as file:
         group = file
@@ -184,7 +186,7 @@ def test_a_member_that_lies_about_its_place_is_refused(make):
 
 
 def test_an_encrypted_member_is_refused(make):
-    """Encryption is reported as such."""
+    """Encryption is reported."""
     with open(make.keras(), "rb") as file:
         data = bytearray(file.read())
     at = data.rfind(b"PK\x01\x02")
@@ -203,7 +205,7 @@ def test_a_shard_outside_of_its_folder_is_refused(make, name):
 
 
 def test_a_missing_shard_is_reported_by_name(make):
-    """A shard that is not there is an error, not a smaller model."""
+    """A missing shard is an error, not a smaller model."""
     path = make.sharded()
     os.unlink(make.folder / "model_00001.weights.h5")
     assert "model_00001.weights.h5" in refusal(path)
@@ -211,7 +213,8 @@ def test_a_missing_shard_is_reported_by_name(make):
 
 def test_names_from_a_file_are_safe_to_print(make):
     """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they
-    reach the terminal."""
+    reach the terminal.
+    """
     path = make.folder / "names.weights.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset(b"\xff\xfe", data=np.full(3, np.nan))
@@ -227,8 +230,9 @@ def test_names_from_a_file_are_safe_to_print(make):
 
 
 def test_a_hostile_configuration_costs_names_and_nothing_else(make):
-    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, and
-    a note reports it."""
+    """Broken, foreign, deeply nested or huge JSON next to good weights: the weights are scanned,
+    and a note reports it.
+    """
     for config in (
         b"\xff{",
         b"[" * 100_000,
@@ -277,8 +281,7 @@ def lambda_config(**layer):
     ],
 )
 def test_code_in_a_legacy_file_is_never_run(make, layer, capsys):
-    """Not every version of Keras refuses it in its safe mode: the file is refused before Keras sees
-    it."""
+    """Some versions of Keras run it in safe mode: the file is rejected before Keras reads it."""
     path = make.weights(name="model.h5")
     with h5py.File(path, "r+") as file:
         file.attrs["model_config"] = lambda_config(**layer)
@@ -301,7 +304,7 @@ def test_ten_thousand_layers_are_a_result(tmp_path):
 
 
 def odd_worker(monkeypatch, code):
-    """Have files read by a program that starts as the worker does, and then does something else."""
+    """Read files with a program that starts like the worker, and then runs other code."""
     program = f"print(chr(123) + chr(125), flush=True); input(); {code}"
     start, command = subprocess.Popen, [sys.executable, "-c", program]
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(command, **options))
@@ -320,7 +323,7 @@ def odd_worker(monkeypatch, code):
 def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(
     code, reason, monkeypatch, set_limit, make, own_process
 ):
-    """The file is read in another process: if that ends or falls silent, the program continues."""
+    """The file is read in another process: if that ends or hangs, the program continues."""
     path = make.weights()
     with monkeypatch.context() as briefly:
         odd_worker(briefly, code.replace("'pipe'", repr(str(make.folder / "pipe"))))
@@ -332,7 +335,7 @@ def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(
 
 
 def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make, own_process):
-    """A process that waits for a dead disk, where even killing it has no effect, is left behind."""
+    """A process that waits for a dead disk, and cannot be killed, is abandoned."""
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)
     set_limit("seconds until a reader is abandoned", 0.1)
     set_limit("seconds until a reader hangs", 0.5)
@@ -342,7 +345,7 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make
 
 
 def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process):
-    """A worker is given a second more for each MiB of the file."""
+    """A worker gets one more second for each MiB of the file."""
     odd_worker(
         monkeypatch, 'import time; time.sleep(3); print(\'{"refused": "late"}\', flush=True)'
     )
@@ -352,8 +355,9 @@ def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process):
 
 
 def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_process):
-    """Modules that lie beside a model, in the current folder, are not those of the process that
-    reads it."""
+    """Modules next to a model, in the current folder, are not imported by the process that reads
+    it.
+    """
     for name in ("json", "numpy", "h5py", "keras_nanguard", "ml_dtypes"):
         (make.folder / f"{name}.py").write_text(f"open({str(make.folder / 'ran')!r}, 'w')")
     make.weights(name="model.weights.h5")
@@ -363,7 +367,7 @@ def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own
 
 
 def test_progress_crosses_from_the_child(make, own_process):
-    """Progress comes in bytes, rises and ends at the total."""
+    """Progress is reported in bytes, increases, and ends at the total."""
     seen = []
     scan(make.weights(), progress=lambda done, total: seen.append((done, total)))
     assert seen
@@ -384,14 +388,14 @@ def test_a_header_of_any_length_is_read_in_part(make, monkeypatch):
 
 
 def test_a_header_without_end_is_a_reason(make):
-    """NumPy reads a header of an older kind token by token, and raises an error of its own where it
-    ends too early."""
+    """NumPy reads an older header token by token, and raises its own error if it ends too early."""
     header = b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n"
     assert "EOF" in unread(zipped(make, {"a.npy": header, "b.npy": header}, "headers.npz"))["a"]
 
 
 def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, set_limit):
-    """A small archive may name one member any number of times; older versions of Python read each."""
+    """A small archive may list one member any number of times; older versions of Python read each.
+    """
     set_limit("bytes that any file may declare", 1 << 21)
     set_limit("times its size that a file may declare", 1)
     buffer = io.BytesIO()

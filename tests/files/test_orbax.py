@@ -1,4 +1,4 @@
-"""Orbax checkpoints are read through TensorStore alone, and without it refused in one sentence."""
+"""Orbax checkpoints are read with TensorStore alone, and rejected with one sentence without it."""
 
 import json
 import subprocess
@@ -22,8 +22,7 @@ def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_pa
 
 
 def test_a_shape_without_values_costs_nothing(tmp_path):
-    """A few hundred bytes that declare a terabyte are a reason, at once; what is really there is
-    read."""
+    """A few hundred bytes that declare a terabyte are rejected at once; existing data is read."""
     tensorstore = pytest.importorskip("tensorstore")
     tree = tmp_path / "run" / "1" / "pytree"
     write(
@@ -51,7 +50,7 @@ def test_a_shape_without_values_costs_nothing(tmp_path):
 
 
 def write(tensorstore, folder, arrays, packed=True):
-    """Write a step of a checkpoint as Orbax lays it out."""
+    """Write a step of a checkpoint in the layout of Orbax."""
     folder.mkdir(parents=True)
     (folder / "_METADATA").write_text(json.dumps({"use_ocdbt": packed, "use_zarr3": True}))
     store = (
@@ -69,8 +68,9 @@ def write(tensorstore, folder, arrays, packed=True):
 
 @pytest.mark.parametrize("packed", (True, False))
 def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
-    """Arrays come by the names of the state tree, from the step with the highest number, in either
-    layout."""
+    """Arrays have the names of the state tree, from the step with the highest number, in either
+    layout.
+    """
     tensorstore = pytest.importorskip("tensorstore")
     import ml_dtypes
 

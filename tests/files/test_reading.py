@@ -76,8 +76,7 @@ def renormalizes(keras):
 
 @pytest.fixture(scope="module")
 def zoo(keras, tmp_path_factory):
-    """Return a model with one layer of every class whose variables have names of their own, and its
-    file."""
+    """Return a model with one layer of every class whose variables have names, and its file."""
     layers = keras.layers
     image, text = keras.Input((8, 8, 4)), keras.Input((6,), dtype="int32")
     x = layers.SeparableConv2D(4, 3, padding="same")(image)
@@ -107,8 +106,7 @@ def zoo(keras, tmp_path_factory):
 
 
 def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
-    """With a configuration, every variable of every layer class that Keras brings gets its own
-    name."""
+    """With a configuration, every variable of every Keras layer class gets its own name."""
     model, path = zoo
     assert paths(scan(path)) == paths(scan(model))
 
@@ -116,8 +114,9 @@ def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
 def test_a_file_without_names_beside_its_variables_is_named_from_its_configuration(
     keras, zoo, tmp_path
 ):
-    """Files of older Keras versions carry no layer names: the configuration gives them, counting as
-    Keras counts."""
+    """Files of older Keras versions have no layer names: the configuration gives them, numbered
+    like Keras.
+    """
     model, path = zoo
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path)
@@ -133,8 +132,9 @@ def test_a_file_without_names_beside_its_variables_is_named_from_its_configurati
 
 
 def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
-    """Layers in attributes, lists and dicts of a subclassed model bear their own names, and
-    BatchNorm is recognised."""
+    """Layers in attributes, lists and dicts of a subclassed model have their own names, and
+    BatchNorm is recognised.
+    """
 
     class Sub(keras.Model):
         def __init__(self):
@@ -171,15 +171,17 @@ def test_bfloat16_is_read_by_the_name_beside_it(make, tmp_path):
     "compression", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 )
 def test_weights_are_read_however_the_archive_stores_them(make, compression):
-    """A stored member is read in place, a compressed one through a temporary file: with the same
-    result."""
+    """A stored member is read in place, a compressed one through a temporary file, with the same
+    result.
+    """
     report = scan(make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression))
     assert [entry.path for entry in report.bad] == ["backbone/second_bn/moving_variance"]
 
 
 def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path):
-    """Every value of every layout is seen: chunked, compressed, big-endian, scalar, empty, more
-    than one piece."""
+    """Every value of every layout is read: chunked, compressed, big-endian, scalar, empty, more
+    than one piece.
+    """
     draw = np.random.default_rng(0)
     arrays = {
         "chunked": {"data": draw.normal(size=(300, 70)), "chunks": (7, 70), "compression": "gzip"},
@@ -203,7 +205,7 @@ def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path)
 
 
 def test_npz_is_read_in_either_order_and_without_pickle(make):
-    """Arrays of an `.npz` come out as NumPy loads them, C or Fortran order, compressed or not."""
+    """Arrays of an `.npz` equal those of NumPy, in C or Fortran order, compressed or not."""
     matrix = np.asfortranarray(np.arange(12.0).reshape(3, 4))
     path = make.npz(a=matrix, b=np.array([np.nan, 1.0]), c=np.arange(3))
     report = scan(path)
@@ -215,8 +217,9 @@ def test_npz_is_read_in_either_order_and_without_pickle(make):
 
 
 def test_a_variable_that_two_answers_fit_keeps_its_number(make):
-    """Without a configuration a BatchNorm of three variables has gamma or beta: that one stays a
-    number."""
+    """Without a configuration a BatchNorm of three variables has gamma or beta: that one keeps its
+    number.
+    """
     with h5py.File(make.folder / "x.weights.h5", "w") as file:
         for place in range(3):
             file[f"layers/batch_normalization/vars/{place}"] = np.ones(4)

@@ -1,4 +1,4 @@
-"""Recalibrating estimates the statistics that the data has, and moves nothing else."""
+"""Recalibrating estimates the statistics of the data, and changes nothing else."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,7 @@ def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
 
 
 def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nested, task):
-    """With statistics from one batch, a model says about that batch in inference what it says in
-    training."""
+    """With statistics from one batch, inference on this batch agrees with training."""
     backbone, x = nested().get_layer("backbone"), task[0]
     recalibrate(backbone, x, batch_size=len(x))
     inference, training = (
@@ -36,8 +35,9 @@ def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nes
 
 
 def test_nothing_else_moves(keras, task):
-    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, Dropout stays
-    off."""
+    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, and Dropout
+    is off.
+    """
     layers = keras.layers
     model = chain(
         keras,
@@ -87,8 +87,9 @@ def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
 
 
 def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras):
-    """BatchNormalization that the model calls with `training=True` gets the estimate and not its
-    own moving average."""
+    """BatchNormalization that the model calls with `training=True` gets the estimate, not its own
+    moving average.
+    """
     inputs = keras.Input((4,))
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(inputs, training=True))
     x = np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
@@ -98,7 +99,7 @@ def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras)
 
 
 def test_masked_positions_are_left_out(keras):
-    """Padding does not enter the statistics of a layer that is given a mask."""
+    """Padding is excluded from the statistics of a layer with a mask."""
     inputs = keras.Input((6, 2))
     x = keras.layers.Masking(mask_value=0.0)(inputs)
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(x))
@@ -115,7 +116,8 @@ def test_masked_positions_are_left_out(keras):
 
 def test_any_source_of_batches_will_do(keras):
     """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate;
-    `batches` stops early."""
+    `batches` stops early.
+    """
     x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 
     class Data(keras.utils.PyDataset):
@@ -158,7 +160,8 @@ def test_only_chosen_layers_are_estimated(nested, task):
 
 def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
     """NaN in the data, no data, an interrupted run: the error names the layer and the statistics
-    are as they were."""
+    are unchanged.
+    """
     model = nested()
     inner = model.get_layer("backbone")
     before = [v.numpy() for v in model.variables]

@@ -1,4 +1,4 @@
-"""A repair takes out what is bad, keeps every bit of what is not, and says both."""
+"""A repair replaces bad values, keeps every bit of the others, and reports both."""
 
 import errno
 import hashlib
@@ -36,7 +36,8 @@ def digest(path):
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_only_the_bad_values_change(make, kind):
     """One NaN channel of a variance becomes 1; every other value of the file keeps its bits; the
-    old file stays."""
+    old file is kept.
+    """
     path = getattr(make, kind)({make.SECOND_VARIANCE: [2.0, np.nan, 2.0, 3e7]})
     before, old = values(path), digest(path)
     report = repair(path)
@@ -54,8 +55,7 @@ def test_only_the_bad_values_change(make, kind):
 
 
 def test_a_negative_variance_is_bad(make):
-    """A variance below 0 is replaced, however small it is in magnitude; a mean below 0 is none of
-    it."""
+    """A variance below 0 is replaced, for any magnitude; a mean below 0 is not."""
     report = repair(
         make.keras({make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0})
     )
@@ -65,8 +65,9 @@ def test_a_negative_variance_is_bad(make):
 
 
 def test_everything_else_in_an_archive_is_carried_over(make):
-    """Configuration, metadata and assets of a `.keras` file come through bit for bit, compressed or
-    not."""
+    """Configuration, metadata and assets of a `.keras` file are copied bit for bit, compressed or
+    not.
+    """
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         path = make.keras(
             {make.SECOND_VARIANCE: np.nan},
@@ -84,8 +85,9 @@ def test_everything_else_in_an_archive_is_carried_over(make):
 
 
 def test_weights_are_kept_unless_asked_for(make):
-    """A bad weight is not made up: without a choice it is skipped with the reason, and the report
-    is not clean."""
+    """A bad weight is not invented: without a choice it is skipped with the reason, and the report
+    is not clean.
+    """
     path = make.keras({make.KERNEL: np.nan})
     report = repair(path)
     assert not report.ok
@@ -106,8 +108,9 @@ def test_weights_become_what_was_chosen(make, weights, value):
 
 
 def test_a_good_file_gives_whole_variables(make):
-    """From a source the whole variable is taken, so that its values belong together; what is good
-    stays."""
+    """The whole variable is taken from a source, because its values belong together; good variables
+    are kept.
+    """
     good = make.keras({make.FIRST_MEAN: 0.75, make.KERNEL: 7.0}, name="good.keras")
     bad = make.weights({make.FIRST_MEAN: [0.5, np.nan, 0.5, 0.5]})
     report = repair(bad, source=good)
@@ -117,8 +120,7 @@ def test_a_good_file_gives_whole_variables(make):
 
 
 def test_a_source_that_does_not_fit_is_a_reason(make):
-    """A missing variable, another shape and a source that is bad itself are skipped, each with its
-    reason."""
+    """A missing variable, another shape and a bad source are skipped, each with its reason."""
     bad = make.weights({make.KERNEL: np.nan, make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
     source = make.npz(
         **{
@@ -144,7 +146,7 @@ def test_a_dry_run_writes_nothing_and_tells_the_same(make):
 
 
 def test_in_place_keeps_the_old_file(make):
-    """The old file is kept under a free name each time."""
+    """The old file is kept under a new name each time."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     old = digest(path)
     report = repair(path, in_place=True)
@@ -158,7 +160,8 @@ def test_in_place_keeps_the_old_file(make):
 
 
 def test_what_cannot_be_rewritten_is_refused_with_what_to_do(make):
-    """Each shard can be repaired by itself; the index and the folder are refused, and unchanged."""
+    """Each shard can be repaired separately; the index and the folder are rejected, and unchanged.
+    """
     index = make.sharded({make.SECOND_VARIANCE: np.nan})
     with pytest.raises(FileFormatError, match="repair each shard"):
         repair(index, in_place=True)
@@ -175,8 +178,9 @@ def test_what_cannot_be_rewritten_is_refused_with_what_to_do(make):
 )
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
-    """A file that cannot be written never bears the final name, nothing half-written is left, and
-    the error names it."""
+    """A file that cannot be written never gets the final name, no partial file remains, and the
+    error names it.
+    """
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     before = os.listdir(make.folder)
     code = (
@@ -197,8 +201,9 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and permissions of POSIX")
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_in_place_through_a_link(make, kind):
-    """The target of a link is replaced and the link stays; a private file, and a repaired copy of
-    it, stay private."""
+    """The target of a link is replaced and the link is kept; a private file, and its repaired copy,
+    stay private.
+    """
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     os.chmod(path, 0o600)
     link = make.folder / ("latest" + os.path.basename(path))
@@ -212,7 +217,7 @@ def test_in_place_through_a_link(make, kind):
 
 
 def test_contradictions_are_refused_before_anything_is_read(make):
-    """An output that exists, two outputs, a choice that does not exist, a source that is none."""
+    """An existing output, two outputs, an unknown choice, an invalid source."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     (make.folder / "taken.keras").touch()
     for options in (
@@ -239,8 +244,9 @@ def test_only_what_matches_is_repaired(make):
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and pipes")
 @pytest.mark.parametrize("kind", ["a link to the input", "a folder", "a pipe"])
 def test_an_output_that_is_no_other_file_is_refused(make, tmp_path, kind):
-    """Neither the input, named by a link, nor anything but a file is replaced, overwritten or
-    not."""
+    """Neither the input, named by a link, nor anything but a file is replaced, with `overwrite` or
+    without.
+    """
     path, output = make.keras({make.KERNEL: np.nan}), tmp_path / "output.keras"
     if kind == "a link to the input":
         output.symlink_to(path)
@@ -270,8 +276,9 @@ def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
 
 
 def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
-    """An array of more than one piece, a compressed one, a big-endian one and a scalar come out as
-    they should."""
+    """An array of more than one piece, a compressed one, a big-endian one and a scalar are written
+    correctly.
+    """
     path = tmp_path / "layouts.weights.h5"
     draw = np.random.default_rng(0)
     arrays = {
@@ -309,7 +316,8 @@ def test_npz_keeps_order_and_compression(make):
 
 def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
     """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep
-    their bits."""
+    their bits.
+    """
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
     model.optimizer.variables[5].assign(np.full(model.optimizer.variables[5].shape, np.inf))
@@ -333,7 +341,7 @@ def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
     "name", ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta")
 )
 def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
-    """Every optimizer whose slots a file repair sets to 0 starts with slots of 0 in Keras."""
+    """Every optimizer whose slots a file repair sets to 0 has initial slots of 0 in Keras."""
     from keras_nanguard._files.repair_stored import _ZERO_SLOTS
 
     assert name in _ZERO_SLOTS
@@ -347,7 +355,7 @@ def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
 
 
 def test_slots_that_do_not_start_at_zero_are_left_alone(make):
-    """An optimizer that keeps averages, or that the file does not name, is not reset blindly."""
+    """An optimizer that keeps averages, or that the file does not name, is not reset."""
     for optimizer, word in (
         ({"class_name": "Adagrad", "config": {}}, "Adagrad"),
         ({"class_name": "Adam", "config": {"use_ema": True}}, "averages"),
@@ -387,7 +395,7 @@ def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
 
 
 def test_a_live_model_is_repaired_where_it_stands(nested, task):
-    """Statistics become initial values, slots those of a fresh optimizer; nothing else moves."""
+    """Statistics become initial values, slots those of a fresh optimizer; nothing else changes."""
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
     post = model.get_layer("backbone").get_layer("post_bn")
@@ -449,7 +457,7 @@ INITIALISERS = (
 )
 @pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
 def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, shape):
-    """Mean, spread and bounds of what is drawn with NumPy agree with what Keras draws."""
+    """Mean, spread and bounds of values drawn with NumPy agree with those of Keras."""
     config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
     drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
     theirs = np.asarray(
@@ -466,8 +474,9 @@ def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, s
 
 
 def test_what_has_no_first_value_is_a_reason():
-    """An unknown variable, an unknown initialiser and nonsense in its configuration are sentences,
-    not guesses."""
+    """An unknown variable, an unknown initializer and an invalid configuration give sentences, not
+    guesses.
+    """
     draw = np.random.default_rng(0)
     assert isinstance(initial_value("kernel", (2,), {}, draw), str)
     for node in (

@@ -1,4 +1,4 @@
-"""A scan says what is wrong, where, and how bad, worst first, in text and in JSON."""
+"""A scan reports each problem, its place and its severity, worst first, as text and JSON."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def judged(name, role, values, layer_class="", **options):
 
 @pytest.mark.parametrize("code", sorted(set(PROBLEMS) - {"unread"}))
 def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
-    """Each problem of the table has a smallest example in which it, and nothing else, is found."""
+    """Each problem of the table has a minimal example in which only this problem is found."""
     name, role, values, options = CASES[code]
     (found,) = judged(name, role, values, **options)
     assert (found.code, found.severity) == (code, PROBLEMS[code][0])
@@ -75,8 +75,7 @@ def test_what_is_in_order_is_not_reported(name, role, values, layer_class):
 
 
 def test_the_worst_layer_and_the_worst_problem_come_first(make):
-    """Errors stand before warnings, warnings before notes, and the larger share before the
-    smaller."""
+    """Errors come before warnings, warnings before notes, and larger shares before smaller ones."""
     report = scan(
         make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7, make.KERNEL: 0.0})
     )
@@ -90,7 +89,7 @@ def test_the_worst_layer_and_the_worst_problem_come_first(make):
 
 
 def test_notes_do_not_spoil_a_clean_report(make):
-    """A model with harmless oddities is clean, and says how much was looked at."""
+    """A model with harmless oddities is clean, and the report has the number of scanned values."""
     report = scan(make.keras({make.KERNEL: 0.0}))
     assert report.ok
     assert report.finite
@@ -112,7 +111,7 @@ def test_float16_layers_are_reported_by_the_configuration(make):
 
 
 def test_the_limit_holds_for_every_float_but_counters(make):
-    """`limit` is a bound on weights, slots and statistics alike."""
+    """`limit` applies to weights, slots and statistics alike."""
     report = scan(make.keras(), limit=1.5)
     assert {entry.path for entry in report.bad} == {
         "head/kernel",
@@ -134,7 +133,7 @@ def test_a_limit_that_cannot_be_one_is_refused(make, limit):
 
 
 def test_the_json_form_is_strict_numbered_and_whole(make):
-    """`to_dict` is plain JSON with a format number, names every variable and holds no NaN."""
+    """`to_dict` is plain JSON with a format number, names every variable and contains no NaN."""
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     document = json.loads(json.dumps(scan(path).to_dict(), allow_nan=False))
     assert document["format"] == 1
@@ -147,8 +146,9 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
 
 
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
-    """Variables that no layer lists are scanned, too: slots, metrics, the states of a stateful
-    layer."""
+    """Variables that no layer lists are also scanned: slots, metrics, the states of a stateful
+    layer.
+    """
     if keras.backend.backend() == "torch":
         pytest.skip(
             "Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need"
@@ -173,8 +173,9 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
 
 
 def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
-    """Metrics that hold NaN, those of the model's own as well, are a note: the model is clean, and
-    nothing is to be repaired."""
+    """Metrics with NaN, including those of the model itself, are notes: the model is clean, and
+    nothing needs repair.
+    """
 
     class Tracking(keras.Sequential):
         def __init__(self, layers):
@@ -198,7 +199,7 @@ def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
 
 
 def test_what_is_no_model_is_refused(keras):
-    """Something that is neither a path nor a built model is reported."""
+    """Anything but a path or a built model is rejected."""
     with pytest.raises(GuardError, match="Expected a Keras model"):
         scan(3)
     with pytest.raises(GuardError, match="built"):

@@ -1,5 +1,4 @@
-"""The case that the library began with: ruined BatchNorm statistics in a model nested in a model,
-found and healed."""
+"""The original use case: bad BatchNorm statistics in a nested model are found and repaired."""
 
 import json
 
@@ -21,8 +20,9 @@ def ruin(backbone, nan, huge):
 def test_a_small_nested_model_is_healed_in_python_and_by_command_line(
     keras, nested, task, tmp_path, capsys
 ):
-    """`scan` names both layers, `repair` makes the predictions finite, `recalibrate` brings the
-    accuracy back."""
+    """`scan` names both layers, `repair` makes the predictions finite, `recalibrate` restores the
+    accuracy.
+    """
     model = nested()
     model.fit(*task, epochs=25, verbose=0)
     recalibrate(model, task[0])

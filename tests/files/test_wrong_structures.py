@@ -1,5 +1,6 @@
-"""What is built wrong, as what is damaged: each gives a result or one sentence, in little memory
-and little time."""
+"""Files with a wrong structure, like damaged ones, give a result or one sentence, with little
+memory and time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from support.wrong_files import WRONG
 zoo.once()
 
 MEMORY = 1 << 30
-"""Bytes that a process may take which scans, repairs and names one of these files; the largest of
-them has 2 MB."""
+"""Maximum memory of a process that scans, repairs and names one of these files, in bytes; the
+largest of them has 2 MB.
+"""
 
 SECONDS = 180
 
@@ -58,8 +60,8 @@ print(json.dumps({"found": found, "memory": memory()}))
 
 
 def outcome(path):
-    """Scan, name and repair a file in a process of its own; returns what each gave, and the memory
-    that it took."""
+    """Scan, name and repair a file in a separate process; return each result, and the memory used.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=SECONDS
     )
@@ -71,7 +73,8 @@ def outcome(path):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     """Scan, repair and the names for a policy: no other error, less than a gigabyte, less than a
-    minute."""
+    minute.
+    """
     path = WRONG[name](tmp_path)
     assert path.stat().st_size < 2 << 20
     found, memory = outcome(path)
@@ -84,8 +87,9 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     not sys.platform.startswith("linux"), reason="only Linux tells how much a process holds"
 )
 def test_what_hdf5_reserves_is_bounded(tmp_path):
-    """The process that reads a file cannot exceed its memory limit, whatever a library requests; a
-    large file gets more."""
+    """The process that reads a file cannot exceed its memory limit, for any request of a library; a
+    large file gets more.
+    """
     code = (
         "import sys, numpy as np; from keras_nanguard._files import worker\n"
         "worker.MAX_MEMORY = 200 << 20; worker._limit_memory(sys.argv[1])\n"

@@ -1,5 +1,6 @@
-"""Each rule finds its hazard in its own sample and nothing in the sample put right; good models are
-left in peace."""
+"""Each rule finds its hazard in its sample and nothing in the corrected one; good models have no
+hazards.
+"""
 
 import functools
 import json
@@ -22,7 +23,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "lint.md").read_text(encodi
 
 
 class Rule(NamedTuple):
-    """A rule as its section in the docs describes it."""
+    """A rule as described in its section of the docs."""
 
     code: str
     title: str
@@ -39,7 +40,7 @@ RULES = [
 
 
 def section(rule):
-    """Return what the page in the docs says of a rule."""
+    """Return the section of a rule in the docs."""
     return PAGE.partition(f"\n## {rule.code}\n\n")[2].partition("\n## ")[0]
 
 
@@ -50,14 +51,14 @@ def samples(rule):
 
 @pytest.fixture(autouse=True)
 def plain_dtypes():
-    """Give the dtype policy back that a sample sets."""
+    """Restore the dtype policy that a sample sets."""
     before = keras.config.dtype_policy()
     yield
     keras.config.set_dtype_policy(before)
 
 
 def examine(program):
-    """Run a sample and lint what it made."""
+    """Run a sample and lint its model."""
     made = {"keras": keras, "np": np}
     exec(program, made)
     return lint(made["model"], made.get("x"), made.get("y"))
@@ -65,7 +66,7 @@ def examine(program):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_sample_put_right(rule):
-    """The samples that stand in the docs do what the docs say."""
+    """The samples in the docs do what the docs describe."""
     invalid, valid = samples(rule)
     found = examine(invalid).hazards
     assert rule.code in {hazard.code for hazard in found}
@@ -76,7 +77,7 @@ def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_sample_put_rig
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
-    """Leaving a rule out takes its hazards, and only its, out of the report."""
+    """Ignoring a rule removes its hazards, and only these, from the report."""
     made = {"keras": keras, "np": np}
     exec(samples(rule)[0], made)
     model, data = made["model"], (made.get("x"), made.get("y"))
@@ -127,8 +128,9 @@ def head(activation, loss, units=3, **options):
     ],
 )
 def test_loss_and_last_activation(activation, loss, codes):
-    """Every pairing that Keras' documentation shows is silent, every one that takes a log of the
-    wrong thing is not."""
+    """Every pairing in Keras' documentation has no hazard; every one that takes a log of the wrong
+    values has one.
+    """
     assert head(activation, loss) == codes
 
 
@@ -174,8 +176,9 @@ def test_targets_are_compared_with_what_the_loss_accepts(loss, targets, activati
 
 
 def test_the_last_activation_is_found_behind_other_layers():
-    """Nested models, Activation layers, Softmax, reshapes and operations on the way do not hide
-    it."""
+    """Nested models, Activation layers, Softmax, reshapes and other operations in between do not
+    hide it.
+    """
     inner_input = keras.Input((4,))
     inner = keras.Model(inner_input, layers.Dense(3, activation="softmax")(inner_input))
     outer_input = keras.Input((4,))
@@ -192,7 +195,7 @@ def test_the_last_activation_is_found_behind_other_layers():
 
 
 def test_each_output_is_held_against_its_own_loss_and_targets():
-    """With several outputs, losses and targets are matched by name or by place."""
+    """With several outputs, losses and targets are matched by name or by position."""
     inputs = keras.Input((4,))
     outputs = {
         "a": layers.Dense(2, activation="softmax", name="a")(inputs),
@@ -212,14 +215,14 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)],
 )
 def test_learning_rates(rate, bad):
-    """Zero, negative, NaN and absurd rates are reported; what is merely large is not."""
+    """Zero, negative, NaN and extreme rates are reported; merely large ones are not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile(keras.optimizers.Adam(rate), "mse")
     assert bool(lint(model).hazards) is bad
 
 
 def test_schedules_are_looked_at_along_their_way():
-    """A warm-up from 0 is in order; a schedule that goes negative is not."""
+    """A warm-up from 0 is valid; a schedule that becomes negative is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     schedules = keras.optimizers.schedules
     model.compile(
@@ -252,7 +255,8 @@ def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
 
 def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_seen():
     """Lint does not fail on models without a graph, a loss or an optimizer, and does not change
-    what it looks at."""
+    them.
+    """
 
     class Sub(keras.Model):
         def __init__(self):
@@ -285,7 +289,7 @@ def test_the_report_is_json_with_a_format_number():
 
 
 def test_wrong_arguments_are_refused():
-    """No model, and a rule that does not exist."""
+    """An argument that is not a model, and a rule that does not exist."""
     with pytest.raises(GuardError, match="Keras model"):
         lint(3)
     with pytest.raises(GuardError, match="nonsense"):
@@ -310,20 +314,21 @@ def application_is_silent(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_well_known_models_are_left_in_peace(name):
-    """Architectures that are known to train give no hazard at all."""
+    """Well-known architectures have no hazards."""
     application_is_silent(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_every_keras_application_is_left_in_peace(name):
-    """Silent on every model of `keras.applications`, compiled as its documentation says."""
+    """No hazards in any model of `keras.applications`, compiled as documented."""
     application_is_silent(name)
 
 
 def test_what_is_infinite_on_purpose_is_no_hazard():
     """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance
-    and a bad slot are."""
+    and a bad slot are.
+    """
 
     class Masked(layers.Layer):
         def build(self, shape):

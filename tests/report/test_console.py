@@ -1,4 +1,6 @@
-"""What a run prints, as a terminal shows it and as a log file holds it: one line a kind, the progress bar whole, a table at the end."""
+"""The output of a run on a terminal and in a log file: one line per kind, an intact progress bar, a
+table at the end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ EPOCHS = 3
 
 
 class Stream(io.StringIO):
-    """A standard output that is a terminal, or is none."""
+    """A standard output that is or is not a terminal."""
 
     encoding = "utf-8"
 
@@ -51,21 +53,23 @@ def train(monkeypatch, stream, bad=True, guard=None, **arguments):
 
 
 def fitted(monkeypatch, terminal, **arguments):
-    """Return what is written during a fit with two bad rows."""
+    """Return the output of a fit with two bad rows."""
     stream = Stream(terminal)
     train(monkeypatch, stream, **arguments)
     return stream.getvalue()
 
 
 def shown(written, columns=400):
-    """Return the lines that a terminal shows."""
+    """Return the lines that a terminal displays."""
     screen = pyte.Screen(columns, 80)
     pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
     return [line.rstrip() for line in screen.display if line.strip()]
 
 
 def test_on_a_terminal(monkeypatch):
-    """The bar is drawn whole below each line, none of it stays above, and each epoch has one; the table comes last."""
+    """The bar is redrawn below each line, without remains above, once per epoch; the table comes
+    last.
+    """
     monkeypatch.setenv("COLUMNS", "150")
     lines = shown(fitted(monkeypatch, True))
     starts = [re.match(r"\w+|.", line).group() for line in lines]
@@ -78,7 +82,7 @@ def test_on_a_terminal(monkeypatch):
 
 
 def test_in_a_log_file(monkeypatch):
-    """Each line of ours stands alone in its line, with no colours in it."""
+    """Each line of the guard is a separate line, without colours."""
     written = fitted(monkeypatch, False)
     ours = [line for line in written.split("\n") if "NanGuard" in line]
     assert len(ours) == 4 and all(line.startswith("NanGuard: ") and line.isprintable() for line in ours)
@@ -89,7 +93,7 @@ def test_in_a_log_file(monkeypatch):
 
 
 def test_in_a_notebook(monkeypatch):
-    """A notebook, which is no terminal, clears the line in the same way."""
+    """A notebook, which is not a terminal, clears the line in the same way."""
     monkeypatch.setitem(sys.modules, "ipykernel", object())
     lines = shown(fitted(monkeypatch, False))
     assert sum("━" in line for line in lines) == EPOCHS
@@ -104,7 +108,7 @@ def incidents(count):
 
 
 def test_the_table(monkeypatch):
-    """Names are text and never markup or commands; what was done is counted; what does not fit is counted, too."""
+    """Names are text and never markup or commands; actions are counted, and so are omitted rows."""
     monkeypatch.setattr(sys, "stdout", Stream(False))
     text = table_text(incidents(2), "[red]head")
     monkeypatch.undo()
@@ -116,7 +120,7 @@ def test_the_table(monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
-    """It takes at most 80 columns, and long paths lose their beginning."""
+    """It uses at most 80 columns, and long paths are shortened at the beginning."""
     place = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
     advice = "Compile with keras.optimizers.Adam(0.001,clipnorm=1.0) and train it again."
     diagnosis = Diagnosis("batchnorm_statistics", place, advice=(advice,))
@@ -144,7 +148,7 @@ def test_the_table_where_only_ascii_can_be_written(monkeypatch):
 
 
 class Tee:
-    """What stands in the place of the standard output and cannot say what it is."""
+    """A replacement of the standard output without `isatty`."""
 
     def __init__(self):
         self.text = ""
@@ -158,7 +162,7 @@ class Tee:
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
-    """A standard output that is no file is one that is no terminal."""
+    """A standard output that is not a file is not a terminal."""
     tee = Tee()
     train(monkeypatch, tee, verbose=verbose)
     assert "skipped 6 of 30 steps, 6 incidents" in tee.text
@@ -166,7 +170,9 @@ def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
 
 
 def test_a_name_from_the_data():
-    """What a row is called comes from the data: it stands in one line, and commands no terminal."""
+    """The name of a row comes from the data: it is printed in one line, and does not control the
+    terminal.
+    """
     recorder = Recorder()
     recorder.sample(BadSample("scan\x1b[2J\r\n7.png", 7, "ab" * 32, 1, (3,), "3 NaN of 64 in x"))
     assert BadRows(recorder, None).line() == "NanGuard: 1 distinct bad row so far: scan\ufffd[2J 7.png"

@@ -1,4 +1,4 @@
-"""What notebooks show of guards, incidents and reports, and figures."""
+"""Guards, incidents, reports and figures in notebooks."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def incident(name):
 
 @pytest.mark.parametrize("number", range(3), ids=["incident", "scan", "repair"])
 def test_names_are_escaped(number, tmp_path):
-    """The same tags with a hostile name as with a harmless one, and the name as text."""
+    """A hostile name gives the same tags as a harmless one, and appears as text."""
     shown = [(incident(name), *reports(name, tmp_path))[number]._repr_html_() for name in (HOSTILE, "net")]
     one, other = map(Tags, shown)
     assert one.tags == other.tags and "table" in one.tags and "owned" in one.text
 
 
 def test_a_guard():
-    """A guard shows its kinds of trouble and its bad rows; its curves are a figure."""
+    """A guard shows its kinds of incidents and its bad rows; its curves are a figure."""
     import keras
 
     x = np.ones((64, 3), "float32")
@@ -74,7 +74,9 @@ def test_a_guard():
 
 
 def test_a_notebook_shows_figures():
-    """In a kernel that has not drawn anything yet, a figure is shown as a picture: that takes a backend that is loaded."""
+    """In a kernel that has not drawn anything yet, a figure is displayed as an image, which
+    requires a loaded backend.
+    """
     code = (
         "import sys, types; sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
         "from keras_nanguard import NanGuard\n"
@@ -93,7 +95,7 @@ def test_the_figure_of_an_incident(tmp_path):
 
 
 def test_without_matplotlib(monkeypatch):
-    """A clear error says what to install, and the library is not loaded before."""
+    """A clear error names the package to install, which is not loaded before."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(GuardError, match="pip install 'keras-nanguard\\[plot\\]'"):
         incident("net").plot()

@@ -1,4 +1,4 @@
-"""Nothing that a guard prints, writes or hands on raises into training."""
+"""No error in printing, writing or tracking is raised into training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_nanguard import Incident, NanGuard, Recording
 
 
 class Full:
-    """A stream whose disk is full; its text stays in the buffer, so each `flush` fails again."""
+    """A stream with a full disk; its text stays in the buffer, so each `flush` fails again."""
 
     encoding = "utf-8"
 
@@ -31,14 +31,14 @@ class Broken(Full):
 
 
 class Tee:
-    """A logger of a script: it can write, and nothing else."""
+    """A logger of a script that only supports writing."""
 
     def write(self, text):
         pass
 
 
 class Closed(Full):
-    """What a closed file answers to all questions."""
+    """The errors of a closed file."""
 
     def write(self, text):
         raise ValueError("I/O operation on closed file")
@@ -62,14 +62,15 @@ def trained(guard, epochs=2):
 @pytest.mark.parametrize("stream", [Full(), Broken(), Tee(), Closed(), None], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_standard_output(monkeypatch, stream, verbose):
-    """Training goes on whatever has become of the standard output."""
+    """Training continues with any broken standard output."""
     monkeypatch.setattr(sys, "stdout", stream)
     trained(NanGuard(verbose=verbose))
 
 
 @pytest.mark.parametrize("what", ["line", "table", "epoch"])
 def test_text_that_cannot_be_made(monkeypatch, what, capsys):
-    """A fault in the text of a line or of the table ends no training, and is reported once."""
+    """An error in the text of a line or of the table does not end training, and is reported once.
+    """
 
     def broken(*args, **kwargs):
         raise UnicodeEncodeError("ascii", "x", 0, 1, "no")
@@ -81,7 +82,9 @@ def test_text_that_cannot_be_made(monkeypatch, what, capsys):
 
 
 def test_export_of_incidents(tmp_path, capsys):
-    """If the incidents cannot be exported at the end of a fit, a line says so, and the recording is whole."""
+    """If the incidents cannot be exported at the end of a fit, a line reports this, and the
+    recording is complete.
+    """
     (tmp_path / "incidents.jsonl" / "in the way").mkdir(parents=True)
     trained(NanGuard(directory=tmp_path))
     assert capsys.readouterr().out.count("NanGuard: incidents.jsonl is not written: ") == 1
@@ -90,7 +93,7 @@ def test_export_of_incidents(tmp_path, capsys):
 
 @pytest.mark.parametrize("where", ["opened", "thread"])
 def test_recording(monkeypatch, tmp_path, where, capsys):
-    """The recording cannot be written: something else is in its place, or there is no thread."""
+    """The recording cannot be written: another file has its name, or there is no thread."""
     if where == "opened":
         (tmp_path / "recording.sqlite").mkdir()
     else:
@@ -109,7 +112,7 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
 
 
 def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
-    """An incident without a form in JSON is still in `guard.incidents`."""
+    """An incident that cannot be converted to JSON is still in `guard.incidents`."""
     monkeypatch.setattr(Incident, "to_json", lambda self: 1 / 0)
     monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
     guard = NanGuard(directory=tmp_path, diagnose=False)
@@ -118,7 +121,9 @@ def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
 
 
 def test_layer_that_cannot_be_saved(tmp_path, capsys):
-    """A snapshot on disk holds the variables, so a layer whose own saving fails has one like any other."""
+    """A snapshot on disk stores the variables, so a layer that cannot be saved has a snapshot like
+    any other.
+    """
 
     @keras.saving.register_keras_serializable("output_gone")
     class Unsaved(keras.layers.Dense):

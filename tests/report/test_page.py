@@ -1,4 +1,6 @@
-"""The page of a run: what stands in it, that it needs nothing else, that no name becomes markup, and what is read for it."""
+"""The page of a run: its content, its independence of other files, the escaping of names, and the
+files it reads.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_a_healthy_run():
 
 
 def test_before_the_first_step():
-    """A guard that has not been used says so, and claims nothing."""
+    """The page of an unused guard states this, and claims nothing."""
     text = " ".join(Elements(html.page(Recorder().recording, [], "")).text)
     assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
@@ -87,7 +89,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_names(name):
-    """The same elements and attributes as with a harmless name; the text is there as text; all of it can be written."""
+    """The same elements and attributes as with a harmless name; the name appears as text;
+    everything can be encoded.
+    """
     one, other = (Elements(page_of(synthetic(600, 8, name=called))) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found]
     assert [sorted(attributes) for _, attributes in one.found] == [sorted(attributes) for _, attributes in other.found]
@@ -99,7 +103,7 @@ def test_hostile_names(name):
 
 
 def test_it_needs_nothing_else():
-    """No element asks for another file, and the policy of the page forbids it."""
+    """No element loads another file, and the content security policy forbids it."""
     found = Elements(page_of(synthetic(600, 4))).found
     links = [a[key] for _, a in found for key in ("src", "href", "action", "data", "poster") if key in a]
     assert links and all(link.startswith(("#", "data:")) for link in links)
@@ -119,7 +123,9 @@ def test_the_data_of_the_script():
 
 
 def test_steps_count_as_in_the_recording():
-    """Incidents of a second fit count from its beginning; on the timeline they stand where the recording has them."""
+    """Incidents of a second fit count from its beginning; on the timeline they are at the steps of
+    the recording.
+    """
     recording = synthetic(600, 4)
     later = [replace(event, step=event.step + 7) for event in recording.events]
     raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
@@ -127,7 +133,9 @@ def test_steps_count_as_in_the_recording():
 
 
 def test_a_log_that_is_ahead_of_the_recording():
-    """What the recording knows stands where it has it; what is only in the log belongs to the fit that runs."""
+    """Incidents in the recording have its steps; incidents that are only in the log belong to the
+    running fit.
+    """
     recording = synthetic(600, 4)
     incidents = incidents_of(recording)
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
@@ -137,7 +145,7 @@ def test_a_log_that_is_ahead_of_the_recording():
 
 
 def test_what_was_undone_has_a_line_of_its_own():
-    """Of steps that ran again the curve shows the last run; the first one has a curve of its own."""
+    """The curve shows the last run of replayed steps; the first one has a separate curve."""
     back, again = 40, 10
     count = back + again
     columns = {name: np.zeros(count, dtype) for name, dtype in STEP_COLUMNS.items()}
@@ -154,7 +162,7 @@ def test_what_was_undone_has_a_line_of_its_own():
 
 
 def test_a_refused_step_of_an_abandoned_run():
-    """Its values are drawn with the undone steps, because no step was run again under its number."""
+    """Its values are drawn with the undone steps, because no step with its number was replayed."""
     columns = {name: values.copy() for name, values in synthetic(8, 0).steps.items()}
     columns["step"][:] = [0, 1, 2, 3, 0, 2, 3, 4]
     columns["loss"][:] = [9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]
@@ -164,7 +172,8 @@ def test_a_refused_step_of_an_abandoned_run():
 
 
 def test_what_was_undone_in_a_long_run():
-    """Both courses of a run that is longer than the points of a curve lie on the same steps, without holes where there are none."""
+    """In a run longer than the points of a curve, both courses use the same steps, without holes.
+    """
     recording = synthetic(8000, 0)
     recording.steps["undone"][3000:5000] = True
     chart = html._chart(recording, "loss")
@@ -174,7 +183,9 @@ def test_what_was_undone_in_a_long_run():
 
 
 def test_overflows_of_all_steps_are_marked():
-    """Those that are only known by their bin, too: one mark each bin, and the legend counts them all."""
+    """Also those that are only known by their bin: one mark per bin, and the legend counts all of
+    them.
+    """
     recording = synthetic(30_000, 0)
     recording.bins["overflows"][3] = 5
     raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
@@ -185,7 +196,9 @@ def test_overflows_of_all_steps_are_marked():
 
 
 def test_a_directory_that_several_fits_share():
-    """The page shows all fits of the recording: their incidents, and rollbacks from where their own fit began."""
+    """The page shows all fits of the recording: their incidents, and rollbacks from the start of
+    their own fit.
+    """
     first = synthetic(600, 4)
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
@@ -196,7 +209,7 @@ def test_a_directory_that_several_fits_share():
 
 
 def test_the_command_can_be_pasted():
-    """Whatever the folder is called, the shell takes it for one argument."""
+    """The shell takes any folder name as one argument."""
     name = "runs/a b; rm -rf $HOME"
     (found,), _ = cards.cards([Incident(3, 0, 3, (), bundle=name)])
     assert shlex.split(found["replay"]) == ["keras-nanguard", "replay", name]
@@ -209,14 +222,14 @@ def test_many_kinds_have_one_card_in_common():
 
 
 def test_how_layers_went_up_to_an_incident():
-    """Up to the step and not further; what grew tenfold comes first."""
+    """Only up to the step; values that grew tenfold come first."""
     layers = {"a": {"step": np.arange(5), "gradient_norm": np.ones(5)}, "b": {"step": np.arange(5), "gradient_norm": 10.0 ** np.arange(5)}}
     (found,), _ = cards.cards([Incident(3, 0, 3, ())], layers=layers)
     assert found["before"] == [("b", "gradient norm", "1 → 10 → 100 → 1e+03", True), ("a", "gradient norm", "1 → 1 → 1 → 1", False)]
 
 
 def test_code_to_paste():
-    """Each piece of code is Python, and takes no name from the data that is none."""
+    """Each piece of code is valid Python, and uses only identifiers from the data."""
     for cause in CAUSES:
         for culprit in ("inputs/age", "inputs/a'; import os", ""):
             code = snippet(Diagnosis(cause, culprit))
@@ -240,7 +253,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("cause", ("divergence", "spike", "float16_underflow", "optimizer_domain"))
 def test_code_that_rebuilds_the_optimizer_runs(cause, name, precision):
-    """It takes nothing but the model, and keeps what it does not change: the class, the loss, a schedule of the rate."""
+    """It needs only the model, and keeps everything that it does not change: the class, the loss, a
+    schedule of the rate.
+    """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(precision)
     try:
@@ -272,7 +287,7 @@ class TestBlamedRows:
         return folder
 
     def test_pictures(self, folder):
-        """An image is a PNG of its own pixels, and what is not finite is magenta."""
+        """An image is a PNG of its own pixels, with NaN and Inf in magenta."""
         x = np.linspace(0, 1, 3 * 8 * 8).reshape(3, 8, 8, 1).astype("float32")
         x[1, 2, 3] = np.nan
         save_batch(folder, x, np.zeros(3, int))
@@ -284,7 +299,8 @@ class TestBlamedRows:
         assert png.startswith(b"\x89PNG") and pixels[2, 3].tolist() == [255, 0, 200] and (pixels[..., 0] != 255).sum() == 63
 
     def test_columns(self, folder):
-        """Other rows are a table, the columns that stand out first, beside their range in the other rows."""
+        """Other rows are a table with unusual columns first, next to their range in the other rows.
+        """
         x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
         x[2, 4], x[2, 1] = np.inf, 900.0
         save_batch(folder, x)
@@ -293,7 +309,9 @@ class TestBlamedRows:
         assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
 
     def test_of_several_arrays_the_one_to_blame(self, folder):
-        """What is not finite in that row, else what the diagnosis names; by the name that the user knows, bfloat16 included."""
+        """The array that is not finite in that row, else the one in the diagnosis, by the user's
+        name, bfloat16 included.
+        """
         image, age, weight = np.zeros((3, 8, 8, 1), "float32"), np.zeros((3, 2), "float32"), np.ones((3, 1), "float32")
         age[1, 0], weight[2] = np.nan, np.inf
         bits = (weight.view("uint32") >> 16).astype("uint16")
@@ -340,7 +358,9 @@ class TestBlamedRows:
         assert cards.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
-        """Whatever path an incident names, its bundle is looked for in the run's own directory, by its last name."""
+        """The bundle of an incident is read from the run's own directory by its last name, for any
+        path.
+        """
         (tmp_path / "secret").mkdir()
         assert cards.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
         assert cards.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
@@ -351,7 +371,7 @@ class TestBlamedRows:
 
 
 def test_uplot_is_what_was_published():
-    """The library in the folder is uPlot 1.6.32 as npm has it, with its licence."""
+    """The library in the folder is uPlot 1.6.32 as published on npm, with its licence."""
     digests = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -373,7 +393,9 @@ class TestSeveralRuns:
         return found
 
     def test_what_they_have_in_common(self):
-        """Causes with how many of the runs they hit, what sets the bad ones apart, rows that were to blame in several."""
+        """Causes with the number of affected runs, differences of the failed ones, and rows to
+        blame in several.
+        """
         reported = compare.common(self.seen())
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported

@@ -1,4 +1,4 @@
-"""What has no effect in a policy with the model at hand is reported once, before the first step."""
+"""Parts of a policy without effect on the model are reported once, before the first step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EMBEDDING = {"name": "embedding", "site": "gradients", "layer": "embed*", "do": 
 
 
 def said(capsys) -> list[str]:
-    """Return the lines that the guard has printed of its policy."""
+    """Return the lines that the guard has printed about its policy."""
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("NanGuard: Rule")]
 
 
 def model():
-    """Return a small compiled model with names that do not depend on what was made before."""
+    """Return a small compiled model whose names do not depend on earlier models."""
     made = keras.Sequential([keras.Input((6,)), layers.Dense(4, name="hidden"), layers.Dense(1, name="head")], name="net")
     made.compile("adam", "mse")
     return made
 
 
 def test_rules_without_effect_are_reported_once(capsys):
-    """One line each at the first fit: a rule that comes too late, and a glob that matches nothing."""
+    """One line each at the first fit: a rule that never becomes due, and a glob without a match."""
     data, net = zoo.regression(batches=2), model()
     guard = NanGuard(rules=[LATE, EMBEDDING])
     net.fit(data.x, data.y, verbose=0, callbacks=[guard])
@@ -44,7 +44,7 @@ def test_rules_without_effect_are_reported_once(capsys):
 
 @pytest.mark.parametrize("policy", ["recover", "stop", "observe", "tune"])
 def test_a_preset_says_nothing(policy, capsys):
-    """The presets are made for any model, and nothing is said of them."""
+    """The presets fit any model, so there are no warnings about them."""
     data = zoo.regression(batches=2)
     model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(policy)])
     assert "NanGuard:" not in capsys.readouterr().out
@@ -58,7 +58,9 @@ def test_nothing_is_said_with_verbose_0(capsys):
 
 
 def test_loops_and_models_say_it_too(capsys):
-    """A watched loop and a `NanGuardModel` say it as `fit` does; a model that is not built says nothing of its layers."""
+    """A watched loop and a `NanGuardModel` print the same as `fit`; there are no warnings about the
+    layers of an unbuilt model.
+    """
     net = model()
     guard = NanGuard(rules=[LATE, EMBEDDING])
     with guard.watch(net, net.optimizer):
@@ -85,7 +87,9 @@ def test_loops_and_models_say_it_too(capsys):
 
 
 def test_what_the_guard_lacks_is_said(capsys):
-    """A function that was not given and a directory that is missing are said before training, not at the first incident."""
+    """A missing function and a missing directory are reported before training, not at the first
+    incident.
+    """
     rule = {"name": "mine", "do": ["quarantine", {"call": {"function": "notify"}}]}
     data = zoo.regression(batches=2)
     model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(rules=[rule])])
@@ -95,7 +99,7 @@ def test_what_the_guard_lacks_is_said(capsys):
 
 @pytest.mark.parametrize("where", ["divergence", "loss_scale"])
 def test_what_the_guard_lacks_for_a_finite_fault_is_said(where):
-    """The actions for a divergence and for a bad loss scale are looked at as those of rules are."""
+    """The actions for a divergence and for a bad loss scale are checked like those of rules."""
     policy = Policy(**{where: {"action": ["quarantine", {"call": {"function": "notify"}}]}})
     folder, function = warnings_about(policy, guard=NanGuard(policy))
     assert folder == f"quarantine in {where}.action saves nothing: NanGuard has no directory."
@@ -105,7 +109,7 @@ def test_what_the_guard_lacks_for_a_finite_fault_is_said(where):
 @pytest.mark.parametrize("kind", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
 def test_a_file_names_what_the_model_names(tmp_path, ending, kind, capsys):
-    """Every path of the live model is matched in its file by the same globs."""
+    """The same globs match every path of the live model in its file."""
     keras.config.set_dtype_policy(kind)
     encoder = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization()], name="encoder")
     inputs = keras.Input((6,))

@@ -1,4 +1,6 @@
-"""`keras-nanguard watch`: what it shows of a run, from its files alone, while it goes on and afterwards."""
+"""`keras-nanguard watch`: its display of a run, from the files alone, during the run and
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def text_of(recording, incidents=(), width=110, **arguments):
 
 
 def test_a_frame():
-    """Model, status, step and epoch, curves with their last value, each kind of trouble with its count."""
+    """Model, status, step and epoch, curves with their last value, each kind of incident with its
+    count.
+    """
     recording = synthetic(900, 8)
     text = text_of(recording, incidents_of(recording))
     assert "net: finished, step 900, epoch 9 of 9, 8 incidents, 2 bad rows" in text
@@ -53,7 +57,7 @@ def test_curve():
 
 
 def test_budgets():
-    """What is left of each limit of a rule that changes something; what another program wrote there is passed over."""
+    """The remaining budget of each rule with a change; entries of other programs are ignored."""
     one = {"rule": "own", "do": ["warn", "rollback"], "used": 2, "times": 3, "per_steps": None}
     entries = [one, {**one, "used": 9}, {**one, "do": ["warn"]}, {"rule": "own"}, 7, {**one, "times": "many"}]
     assert watch.budgets(Recording({"budgets": entries})) == [("own", "warn and rollback", 1, 3), ("own", "warn and rollback", 0, 3)]
@@ -86,7 +90,7 @@ def test_command(tmp_path, capsys):
 
 
 class Screen(Console):
-    """A terminal that does something to the run each time after it has shown it."""
+    """A terminal that changes the run after each frame."""
 
     def __init__(self, *after):
         super().__init__(file=io.StringIO(), force_terminal=True, width=110)
@@ -99,7 +103,8 @@ class Screen(Console):
 
 @pytest.mark.parametrize("half", [b"", b"SQLite format 3\x00" + bytes(52) + b"nang" + bytes(28)], ids=["empty", "without tables"])
 def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
-    """It is nothing yet, at the beginning and later; what is there as soon as it is whole is shown."""
+    """An unfinished recording counts as empty, at the beginning and later; a complete one is shown.
+    """
     (tmp_path / database.NAME).write_bytes(half)
     assert files.recorded(tmp_path).meta == {} and files.read(tmp_path) == []
     ended = synthetic(300, 2)
@@ -115,7 +120,8 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
 
 
 def test_what_cannot_be_read_later(tmp_path, monkeypatch):
-    """It keeps what it has seen, says what is wrong, and goes on once that is gone."""
+    """It keeps the last display, reports the error, and continues when the file can be read again.
+    """
     run = synthetic(300, 2)
     written(tmp_path, replace(run, meta={**run.meta, "status": "running"}))
     file = tmp_path / database.NAME
@@ -135,7 +141,7 @@ def test_what_cannot_be_read_later(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
-    """The curves are of ASCII, and names have question marks."""
+    """The curves are in ASCII, and names have question marks."""
     run = synthetic(300, 2, name="n\u0119t")
     written(tmp_path, run)
     assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)
@@ -149,7 +155,7 @@ def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
 
 
 def test_it_follows_a_run_to_its_end(tmp_path):
-    """Begun while training goes on it shows later steps, and returns by itself when the run has ended."""
+    """Started during training, it shows later steps, and returns when the run has ended."""
     import keras
 
     stream, begun, threads = io.StringIO(), threading.Event(), []

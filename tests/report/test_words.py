@@ -1,4 +1,4 @@
-"""What is printed and what Python shows of records and reports: one line, counted one way, short where it is a `repr`."""
+"""Printed texts and the `repr` of records and reports: one line, one way of counting, short."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def incident(step=5, epoch=0, batch=5, findings=FOUND, **fields):
 
 
 def test_findings():
-    """A finding reads as a sentence would have it."""
+    """A finding reads like a part of a sentence."""
     assert str(Finding("loss", nan=1, inf=0, size=1)) == "loss: NaN"
     assert str(Finding("gradients", path="d/k", nan=3, inf=1, size=9)) == "gradients of d/k: 3 NaN and 1 Inf of 9"
     assert str(Finding("loss", "spike", value=12345.6)) == "loss: spike (1.235e+04)"
@@ -53,14 +53,18 @@ def test_findings():
     ],
 )
 def test_when(given, moment):
-    """Steps, epochs and batches of a line all count from 1; a result belongs to its call and not to a step."""
+    """Steps, epochs and batches of a line count from 1; a result belongs to its call, not to a
+    step.
+    """
     assert given.moment == moment
     assert str(given).startswith(f"{moment} refused: " if given.refused else f"{moment}: ")
     assert f"## {moment[0].upper()}{moment[1:]}" in markdown([given], "")
 
 
 def test_line():
-    """The line of an incident: what, cause, place and index in the batch, what was done, and what was not."""
+    """The line of an incident: finding, cause, place and index in the batch, and the done and
+    skipped actions.
+    """
     slower = Outcome("lower_lr", "skipped", "the rate is at min_lr=0")
     assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, SKIPPED))) == (
         "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
@@ -144,14 +148,14 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
     ],
 )
 def test_brief_line(given, samples, line):
-    """The line of a run leads with what was done and why, and fits into 120 characters."""
+    """The line of a run starts with action and reason, and has at most 120 characters."""
     assert brief_line(given, samples, DETAILS) == f"NanGuard: {line}"
     assert len(line) <= 110
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_brief_lines_of_all_causes_fit(cause):
-    """However long names and texts are, a line has at most 120 characters."""
+    """With names and texts of any length a line has at most 120 characters."""
     long = Diagnosis(cause, LONG, (3, 4), ("Seen. " * 40,), ("Do. " * 60,))
     outcomes = tuple(Outcome(action, "done", "detail " * 30) for action in ("rollback", "lower_lr", "clip"))
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
@@ -169,7 +173,7 @@ def test_advice_where_it_is_the_users_turn():
 
 
 def test_diagnosis():
-    """A diagnosis prints on several lines: the cause, what was seen, what to do; layers keep their own names."""
+    """A diagnosis prints on several lines: cause, evidence, advice; layers keep their own names."""
     assert str(DIAGNOSIS).splitlines() == [
         "Cause: input_nonfinite in 'x/age', at index 12 of the batch.",
         "  evidence: Seen one.",
@@ -181,7 +185,7 @@ def test_diagnosis():
 
 
 def test_short_reprs():
-    """The `repr` of a record or report fits on a line, however much it holds; printed, it reads."""
+    """The `repr` of any record or report fits on a line; `print` shows the content."""
     long = Diagnosis("divergence", "model/dense/kernel", (3,), ("Much was seen. " * 40,), ("Much to do. " * 40,), 0.8)
     found = incident(diagnosis=long, findings=tuple(Finding("gradients", path=f"layer_{n}/kernel") for n in range(60)))
     scanned = ScanReport("model.keras", "keras", ())
@@ -198,7 +202,7 @@ def test_short_reprs():
 
 
 def test_a_guard_prints_its_summary():
-    """`print(guard)` is the summary, and its `repr` the policy and how much has happened."""
+    """`print(guard)` shows the summary, and its `repr` the policy and the number of incidents."""
     from keras_nanguard import NanGuard
 
     guard = NanGuard("observe", verbose=0)
@@ -208,19 +212,23 @@ def test_a_guard_prints_its_summary():
 
 class TestLines:
     def test_one_of_a_kind(self):
-        """Of one kind of trouble the first has a line of its own; the same place with another cause is another kind."""
+        """The first incident of a kind has a line; the same place with another cause is another
+        kind.
+        """
         lines = Lines()
         assert [bool(lines.line(incident(step, 0, step))) for step in range(8)] == [True] + [False] * 7
         assert lines.line(incident(9, diagnosis=DIAGNOSIS)) and not lines.line(incident(10, diagnosis=DIAGNOSIS))
 
     def test_other_rows_of_the_same_kind(self):
-        """One cause in one place is one kind, whichever rows it takes and wherever it shows first."""
+        """One cause in one place is one kind, for any rows and any first finding."""
         lines = Lines()
         found = [incident(diagnosis=DIAGNOSIS), incident(findings=(Finding("loss"),), diagnosis=replace(DIAGNOSIS, samples=(3,)))]
         assert [bool(lines.line(one)) for one in found] == [True, False]
 
     def test_what_is_changed_is_always_said(self):
-        """Where the run was changed, and outside of training, each incident has its line; where a batch was only kept it has not."""
+        """Every incident that changes the run, or is outside of training, has a line; one that only
+        saves a batch has not.
+        """
         back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "quarantine"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
             lines = Lines()
@@ -229,31 +237,35 @@ class TestLines:
         assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept))) for step in range(9)) == 1
 
     def test_round_numbers(self):
-        """In a loop without epochs the 10th, the 100th and the 1000th of a kind have a line, which says so."""
+        """In a loop without epochs the 10th, the 100th and the 1000th incident of a kind have a
+        line, with this number.
+        """
         lines = Lines()
         reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
         assert list(reported) == [1, 10, 100, 1000] and " 100th incident of this kind." in reported[100]
 
     def test_every(self):
-        """With `every` each incident and each epoch with refused steps has its line."""
+        """With `every`, each incident and each epoch with refused steps has a line."""
         lines = Lines(every=True)
         assert all(lines.line(incident(5, epoch, 5)) and lines.epoch(epoch, 1, 4) for epoch in range(20)) and not lines.epoch(21, 0, 5)
 
     def test_epochs(self):
-        """An epoch has a line if it is the first with refused steps, has twice as many as the last that had one, or no other steps."""
+        """An epoch has a line if it is the first with refused steps, has twice as many as the last
+        one with a line, or only refused steps.
+        """
         lines = Lines()
         reported = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
         assert reported == [False, True, False, False, False, True, False, False]
         assert lines.epoch(8, 3, 0, ["loss"]) and lines.epoch(9, 3, 0, ["loss"])
 
     def test_control_characters(self):
-        """No name commands the terminal."""
+        """No name controls the terminal."""
         line = Lines().line(incident(diagnosis=replace(DIAGNOSIS, culprit="\x1b]0;owned\x07\x1b[2J")))
         assert line.isprintable() and "owned" in line
 
 
 def test_kinds():
-    """Incidents by kind of trouble, the most frequent first."""
+    """Incidents by kind, the most frequent first."""
     back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
     reported = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
     assert [(len(group), why(group[0]), group[0].step) for group in reported] == [
