@@ -1,4 +1,6 @@
-"""The public surface is frozen: what is in `tests/public_api.txt` stays, and what is added is added on purpose."""
+"""The public interface is fixed: everything in `tests/public_api.txt` stays, and additions are
+deliberate.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ FROZEN = Path(__file__).with_name("public_api.txt").read_text("utf-8").splitline
 
 
 def test_nothing_has_changed():
-    """Names, arguments, fields, commands, words and format numbers are those that were released."""
+    """Names, arguments, fields, commands, words and format numbers are those of the release."""
     changed = public_api.difference(FROZEN, public_api.lines())
     assert not changed, changed
 
 
 def test_no_fact_stands_there_twice():
-    """Each line says one thing, so that a comparison of two lists misses nothing."""
+    """Each line has one fact, so that comparing two lists misses nothing."""
     assert len(set(FROZEN)) == len(FROZEN) > 600
 
 
@@ -39,13 +41,13 @@ def test_no_fact_stands_there_twice():
     ],
 )
 def test_what_is_gone_is_named(fact):
-    """A fact that is no longer there is named, with what has to be done first."""
+    """A removed fact is reported, with the required steps."""
     assert fact in FROZEN
     changed = public_api.difference(FROZEN, [line for line in FROZEN if line != fact])
     assert f"  - {fact}\n" in changed and "deprecate it first" in changed
 
 
 def test_what_is_added_is_named():
-    """A new fact is named, and is no breach."""
+    """A new fact is reported, and is allowed."""
     changed = public_api.difference(FROZEN, [*FROZEN, "name keras_nanguard.heal"])
     assert "  + name keras_nanguard.heal" in changed and "deprecate" not in changed

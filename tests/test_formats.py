@@ -1,5 +1,6 @@
-"""The library of today reads what earlier releases wrote: each folder of `tests/formats` holds the
-files of one."""
+"""The current library reads the files of earlier releases; each folder of `tests/formats` has those
+of one.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +48,14 @@ def release(request, tmp_path) -> Path:
 
 
 def test_there_is_a_release():
-    """The files of the first release are there."""
+    """The files of the first release exist."""
     assert "v1.0" in RELEASES
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_documented_with_its_number(name):
-    """`docs/formats.md` has a row for each format, with the number that is written today."""
+    """`docs/formats.md` has a row for each format, with its current number."""
     module, constant = FORMATS[name]
     number = getattr(importlib.import_module(f"keras_nanguard.{module}"), constant)
     rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} |")]
@@ -62,7 +63,7 @@ def test_every_format_is_documented_with_its_number(name):
 
 
 def test_policies(release):
-    """The three forms of a policy file give one policy, and it is written as it was."""
+    """The three forms of a policy file give one policy, which is written unchanged."""
     policies = [Policy.load(release / f"policy.{suffix}") for suffix in ("toml", "json", "yaml")]
     assert policies[0] == policies[1] == policies[2]
     assert (
@@ -77,8 +78,9 @@ def test_policies(release):
 
 
 def test_incidents(release):
-    """The log, the two forms of a report, the bundle, the recording and the quarantine hold the
-    same incident."""
+    """The log, the two forms of a report, the bundle, the recording and the quarantine have the
+    same incident.
+    """
     paths = [
         "run/incidents.jsonl",
         "incidents.json",
@@ -127,7 +129,7 @@ def test_recording(release):
 
 
 def test_bundle(release):
-    """A bundle is read whole."""
+    """A bundle is read completely."""
     found = bundles.read(release / BUNDLE)
     assert found.incident.step == 9 and len(found.state) > 8
     assert np.isnan(found.batch[0][0]).sum() == 1
@@ -135,7 +137,7 @@ def test_bundle(release):
 
 @pytest.mark.requires_backend("tensorflow", reason="the bundle was written there")
 def test_bundle_replays(release):
-    """The step of a bundle goes bad again, for the same reason."""
+    """The step of a bundle is bad again, with the same cause."""
     again = replay(release / BUNDLE, make.model())
     assert (
         again.reproduced
@@ -148,7 +150,7 @@ def test_bundle_replays(release):
     "tensorflow", reason="a run goes on where it began, and these were written there"
 )
 def test_snapshots(release):
-    """A run goes on from the snapshots, with what the policy had changed."""
+    """A run resumes from the snapshots, with the changes of the policy."""
     written = snapshots.written(release / "run" / "snapshots")
     assert [snapshots.read(path).step for path in written] == [8, 12]
     guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
@@ -172,7 +174,7 @@ REPORTS = {"scan": scan, "lint": lint}
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_reports(release, name):
-    """What a report said under a number it says today: no field is gone."""
+    """A report still has every field of earlier releases under the same number."""
     model = make.model()
     model.get_layer("norm").moving_variance.assign(np.full(3, np.nan))
     assert (
@@ -185,8 +187,9 @@ def test_reports(release, name):
 
 
 def _missing(old, new, path="") -> list[str]:
-    """Return the fields that were there and are not, in dictionaries at any depth and in the first
-    entry of each list."""
+    """Return the fields that are missing, in dictionaries at any depth and in the first entry of
+    each list.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         gone = [f"{path}.{key}" for key in old if key not in new]
         return gone + [
@@ -214,8 +217,9 @@ NEWER = {
 
 @pytest.mark.parametrize("name", NEWER)
 def test_a_newer_format_is_refused(release, name):
-    """A file with a higher number is refused with an error of the library that names the number; it
-    is not misread."""
+    """A file with a higher number gives an error of the library that names the number; it is not
+    misread.
+    """
     path, (read, error) = release / name, NEWER[name]
     if name.endswith("snapshot.json"):  # sealed with a checksum
         atomic_files.write_json(path, {**atomic_files.read_json(path), "format": 7})
@@ -228,7 +232,7 @@ def test_a_newer_format_is_refused(release, name):
 
 
 def test_a_newer_recording_is_refused(release):
-    """The same of the SQLite file, whose number is its `user_version`."""
+    """The same for the SQLite file, whose number is its `user_version`."""
     path = release / "run" / "recording.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 7")
@@ -238,7 +242,7 @@ def test_a_newer_recording_is_refused(release):
 
 
 def test_the_sample_says_who_wrote_it(release):
-    """The version that wrote a folder is in its recording: the one that its name says."""
+    """The recording in a folder has the version that wrote it, which is the name of the folder."""
     written = Recording.read(release / "run").meta["versions"]["keras_nanguard"]
     assert f"v{'.'.join(written.split('.')[:2])}" == release.name
     assert tuple(map(int, written.split(".")[:2])) <= tuple(

@@ -1,4 +1,6 @@
-"""The architecture, read off the imports: strictly downward, lazy ones included; one room knows Keras, one package each backend."""
+"""The architecture, from the imports: strictly downward, lazy ones included; one package uses Keras
+internals, and one each backend.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ ORDER = (
     ("_cli",),
     ("__main__",),
 )
-"""The packages from the bottom to the top: each may import what stands before it, and nothing that stands after it."""
+"""The packages from bottom to top: each may import only earlier ones."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
 WITHIN_BACKENDS = (("interface", "current"), ("processes",), ("shared",), BACKENDS)
-"""The same within `_backends`. The packages of two backends know nothing of one another."""
+"""The same within `_backends`. The packages of two backends do not import each other."""
 
 KNOW_NO_KERAS = ("_version", "_core", "_recording", "_policy", "_report", "errors", "actions")
-"""What can be loaded and used where neither Keras nor a backend is installed."""
+"""Modules that can be loaded and used without Keras and a backend."""
 
 NOT_OF_KERAS = {
     *("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_actions"),  # Python
@@ -73,7 +75,7 @@ def tree(module: str) -> ast.Module:
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
-    """Return the full names of all that a module imports, at load or within a function."""
+    """Return the full names of all imports of a module, at load or within a function."""
     found = set()
     name = f"keras_nanguard.{module}".rstrip(".")
     package = name if modules()[module].name == "__init__.py" else name.rpartition(".")[0]
@@ -100,7 +102,7 @@ def rank(name: str, order: tuple[tuple[str, ...], ...]) -> int:
 
 
 def test_every_module_has_its_place():
-    """Every package and every backend that the order names is there, and nothing else is."""
+    """Exactly the packages and backends of the order exist."""
     tops = {module.partition(".")[0] for module in modules()} - {""}
     assert tops == {name for names in ORDER for name in names}
     inside = {module.split(".")[1] for module in modules() if module.startswith("_backends.")}
@@ -109,7 +111,9 @@ def test_every_module_has_its_place():
 
 @pytest.mark.parametrize("module", sorted(set(modules()) - {""}))
 def test_imports_go_down(module):
-    """A module imports nothing that stands above it; only the package itself, which hands names out on first use, may."""
+    """A module does not import a later one; only the package itself, which imports names on first
+    use, may.
+    """
     own = rank(module.partition(".")[0], ORDER)
     assert [other for other in edges(module) if other and rank(other.partition(".")[0], ORDER) > own] == []
     assert "" not in edges(module), "nothing inside imports the package itself"
@@ -122,7 +126,7 @@ def test_imports_go_down(module):
 
 
 def test_no_circles():
-    """No module imports a module that imports it, lazily or not, at any distance."""
+    """No module imports a module that imports it, directly or indirectly, lazily or not."""
     done: set[str] = set()
     circles: list[str] = []
 
@@ -140,7 +144,7 @@ def test_no_circles():
 
 
 def test_loads_no_backend():
-    """Loading the package, or all that needs no Keras, loads neither Keras nor a backend."""
+    """Loading the package, or any module that needs no Keras, loads neither Keras nor a backend."""
     names = [f"keras_nanguard.{m}".rstrip(".") for m in modules() if m.partition(".")[0] in ("", *KNOW_NO_KERAS)]
     code = (
         f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"
@@ -152,14 +156,16 @@ def test_loads_no_backend():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_stay_at_home(backend):
-    """A backend is imported in its own package, and where Keras keeps what only this backend has."""
+    """A backend is imported in its own package, and in `_keras` for features that only this backend
+    has.
+    """
     at_home = (f"_backends.{backend}.", "_keras.")
     found = [m for m in modules() if any(name.partition(".")[0] == backend for name in imports(m))]
     assert [m for m in found if not m.startswith(at_home)] == []
 
 
 def test_one_place_asks_which_backend_runs():
-    """Nothing but `_backends.current` calls `keras.backend.backend()`."""
+    """Only `_backends.current` calls `keras.backend.backend()`."""
     asking = [m for m in modules() for n in ast.walk(tree(m)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "keras.backend.backend"]
     assert asking == ["_backends.current"]
 
@@ -172,12 +178,14 @@ def _uses_keras_src(module: str) -> bool:
 
 
 def test_keras_src():
-    """`keras.src` is used only in the room that knows Keras' insides."""
+    """`keras.src` is used only in the package for Keras internals."""
     assert [m for m in modules() if _uses_keras_src(m) and not m.startswith("_keras.")] == []
 
 
 def _private(module: str) -> set[str]:
-    """Return the names with one underscore before them that a module reads from other objects than its own."""
+    """Return the names with one leading underscore that a module reads from other objects than its
+    own.
+    """
     names = set()
     aliases = {name.rpartition(".")[2] for name in edges(module)}
     defined = {n.name for n in ast.walk(tree(module)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
@@ -193,7 +201,7 @@ def _private(module: str) -> set[str]:
 
 
 def test_names_private_to_keras():
-    """No module uses a name private to Keras but those in the room that knows its insides."""
+    """Only the package for Keras internals uses private Keras names."""
     found = {module: sorted(names) for module in modules() if not module.startswith("_keras.") and (names := _private(module))}
     assert found == {}, found
 
@@ -209,7 +217,7 @@ def _words(module: str) -> Iterator[str]:
 
 
 def test_names_that_say_nothing():
-    """No module is called after nothing in particular, and only packages carry an underscore."""
+    """No module has an unspecific name, and only packages have an underscore."""
     assert [m for m in modules() if set(_words(m)) & VAGUE] == []
     underscored = [m for m, path in modules().items() if m.rpartition(".")[2].startswith("_") and path.name != "__init__.py"]
     assert underscored == ["__main__", "_version"]

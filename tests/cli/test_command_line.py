@@ -1,5 +1,6 @@
-"""The command line: exit codes, one sentence for an error, JSON for machines, a quick start, no
-backend."""
+"""The command line: exit codes, one sentence for an error, JSON for machines, a fast start without
+a backend.
+"""
 
 import io
 import json
@@ -52,7 +53,7 @@ def bad(good, tmp_path):
 
 
 def run(*words):
-    """Run the program as a user does."""
+    """Run the program like a user."""
     return subprocess.run(
         [sys.executable, "-m", "keras_nanguard", *words],
         capture_output=True,
@@ -62,7 +63,7 @@ def run(*words):
 
 
 def test_scan_says_clean_found_and_misuse_by_its_exit_code(good, bad, tmp_path, capsys):
-    """0 for clean files, 1 where any of several is bad, 2 where one cannot be read."""
+    """0 for clean files, 1 if any of several is bad, 2 if one cannot be read."""
     assert main(["scan", good]) == CLEAN
     assert "clean" in capsys.readouterr().out
     assert main(["scan", good, bad]) == FOUND
@@ -74,7 +75,7 @@ def test_scan_says_clean_found_and_misuse_by_its_exit_code(good, bad, tmp_path, 
 
 
 def test_scan_continues_after_a_file_that_cannot_be_read(good, bad, tmp_path, capsys):
-    """Each file is reported, in its place; the exit code is that of the unreadable one."""
+    """Each file is reported in its place; the exit code is that of the unreadable one."""
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04junk")
     assert main(["scan", good, str(tmp_path / "broken.npz"), bad, "--json"]) == MISUSE
     captured = capsys.readouterr()
@@ -94,8 +95,9 @@ def test_json_is_one_strict_document_a_line(good, bad, capsys):
 
 
 def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
-    """The new file is clean; a second run refuses to write over it; what is left bad exits with
-    1."""
+    """The new file is clean; a second run does not overwrite it; if bad values are left, it exits
+    with 1.
+    """
     assert main(["repair", bad]) == CLEAN
     assert "done batch_normalization/moving_variance: 4 of 4" in capsys.readouterr().out
     assert main(["scan", str(tmp_path / "bad.repaired.weights.h5")]) == CLEAN
@@ -108,7 +110,7 @@ def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
 
 
 def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_path, capsys):
-    """All problems are reported at once, one a line."""
+    """All problems are reported at once, one per line."""
     assert main(["check-policy", "recover"]) == CLEAN
     assert "max_consecutive_refused = 12" in capsys.readouterr().out
     path = tmp_path / "policy.json"
@@ -119,8 +121,9 @@ def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_pat
 
 
 def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
-    """A rule that never acts is a warning; with `--model` so is a glob that matches nothing in the
-    file."""
+    """A rule that never acts gives a warning; with `--model` so does a glob that matches nothing in
+    the file.
+    """
     path = tmp_path / "policy.json"
     late = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
     glob = {"name": "glob", "site": "weights", "layer": "batch_normalisation", "do": "warn"}
@@ -144,21 +147,21 @@ def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
     ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]),
 )
 def test_misuse_is_reported_with_usage_and_exit_code_two(words, capsys):
-    """Unknown words and missing arguments, and no abbreviation is guessed."""
+    """Unknown words and missing arguments are rejected, and abbreviations are not guessed."""
     assert main(words) == MISUSE
     assert "usage: keras-nanguard" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_that_tells_the_exit_codes(command, capsys):
-    """`--help` of each command says what it does, what each option means, and the exit codes."""
+    """`--help` of each command describes the command, each option, and the exit codes."""
     assert main([command, "--help"]) == CLEAN
     text = capsys.readouterr().out
     assert "exit codes: 0 clean" in text
 
 
 def test_the_commands_are_those_of_the_help(capsys):
-    """The list of commands in `--help` is the list that is tested here."""
+    """The commands in `--help` are the commands that are tested here."""
     assert main(["--help"]) == CLEAN
     found = re.findall(r"^ {4}([a-z][a-z-]*)", capsys.readouterr().out, re.M)
     assert tuple(found) == COMMANDS
@@ -176,8 +179,7 @@ QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", 
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
 def test_the_start_imports_no_backend(words, good):
-    """`--help`, `scan` and `check-policy` import no backend, and none of what else takes long to
-    load."""
+    """`--help`, `scan` and `check-policy` import no backend, and nothing else that loads slowly."""
     words = [word.format(good=good) for word in words]
     code = (
         "import sys, runpy\nsys.argv[0] = 'keras-nanguard'\n"
@@ -192,7 +194,7 @@ def test_the_start_imports_no_backend(words, good):
 
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory):
-    """Return the path of a saved model with one hazard and one ruined layer."""
+    """Return the path of a saved model with one hazard and one bad layer."""
     keras = pytest.importorskip("keras")
     layers = keras.layers
     model = keras.Sequential(
@@ -206,7 +208,7 @@ def model_file(tmp_path_factory):
 
 
 def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
-    """Hazards of the model, and with `--data` those of the data too; a rule can be ignored."""
+    """Hazards of the model, and with `--data` also those of the data; a rule can be ignored."""
     np.savez(tmp_path / "data.npz", x=np.ones((5, 4)), y=np.array([0, 1, 2, 3, 1]))
     assert main(["lint", model_file]) == FOUND
     assert "error logits_as_probabilities at head" in capsys.readouterr().out
@@ -244,7 +246,7 @@ def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
 
 
 def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
-    """The statistics of the new file are those of the data."""
+    """The new file has the statistics of the data."""
     x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     output = str(tmp_path / "healed.keras")
@@ -263,7 +265,7 @@ def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
 
 
 def test_what_cannot_be_loaded_is_one_sentence(good, tmp_path, capsys):
-    """Weights without a model, pickled data, a Lambda with code in it: exit code 2, no code run."""
+    """Weights without a model, pickled data, a Lambda with code: exit code 2, no code is run."""
     keras = pytest.importorskip("keras")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))
     mark = str(tmp_path / "ran")
@@ -331,7 +333,7 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path, capsys):
 
 
 def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):
-    """What is printed follows where it goes."""
+    """The form of the output depends on its target."""
     monkeypatch.setattr(
         sys,
         "stdout",

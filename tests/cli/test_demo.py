@@ -18,8 +18,9 @@ SLOW = (
 
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
 def test_the_guarded_run_wins(capsys, epochs):
-    """Stock Keras predicts NaN only, the guarded run is as good as one without the broken images;
-    one line a kind of trouble."""
+    """Stock Keras predicts only NaN, the guarded run is as good as one without the broken images;
+    one line per kind of incident.
+    """
     assert demo.run(epochs) == 0
     reported = capsys.readouterr().out
     rows = {
@@ -54,13 +55,14 @@ def result(accuracy=0.98, loss=0.1, bad=0):
     ],
 )
 def test_what_a_win_is(stock, guarded, clean, won):
-    """The guarded run wins where it is sound, good, close to the one on clean data and far better
-    than stock Keras."""
+    """The guarded run wins if it is finite, good, close to the one on clean data and far better
+    than stock Keras.
+    """
     assert demo.wins(stock, guarded, clean) is won
 
 
 def test_a_guard_without_benefit_fails(monkeypatch, capsys):
-    """The exit code is 1 and a line says so where the guarded run does not win."""
+    """If the guarded run does not win, the exit code is 1 and a line reports this."""
     monkeypatch.setattr(
         demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"}
     )

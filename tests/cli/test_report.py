@@ -1,4 +1,4 @@
-"""`keras-nanguard report`: what a guarded run has written down, printed again."""
+"""`keras-nanguard report` prints the recorded incidents of a guarded run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_command(tmp_path, capsys):
 
 
 def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
-    """Also those without an incident: the overflows that loss scaling handles, and repeated bad steps."""
+    """Includes steps without an incident: overflows that loss scaling handles, and repeated bad
+    steps.
+    """
     recording = synthetic(steps=300, incidents=3)
     written(tmp_path, recording)
     main(["report", str(tmp_path)])
@@ -66,7 +68,7 @@ def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
 
 
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
-    """An error names the requested file, and not the temporary one."""
+    """An error names the requested file, not the temporary one."""
     path = tmp_path / "missing" / "run.md"
     with pytest.raises(FileNotFoundError) as caught:
         files.write(INCIDENTS, "head", path)
@@ -83,8 +85,9 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
 
 @pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 def test_a_recording_is_enough(tmp_path, capsys):
-    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are
-    reported from its events."""
+    """A healthy loop has no log, and a recording may have been copied: its incidents are read from
+    its events.
+    """
     run, healthy = synthetic(300, 2), synthetic(300, 0)
     for name, recording in (("run", run), ("healthy", healthy)):
         (tmp_path / name).mkdir()
@@ -104,8 +107,9 @@ def test_a_recording_is_enough(tmp_path, capsys):
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):
-    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, while it runs
-    too; without a log the bundles."""
+    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, also during
+    the run; without a log the bundles.
+    """
     keras = pytest.importorskip("keras")
     from keras_nanguard import NanGuard
 

@@ -1,5 +1,6 @@
-"""Every command with every kind of wrong input: one sentence on stderr, in the words of the command
-line, and exit code 2."""
+"""Every command with every kind of wrong input: one sentence on stderr, with the names of options,
+and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ COMMANDS = {
 
 @pytest.fixture
 def good(tmp_path):
-    """Return the weights of a model with a bad one, and data."""
+    """Return the weights of a model with one bad value, and data."""
     np.savez(tmp_path / "good.npz", **{"dense/kernel": np.full((2, 2), np.nan, "f4")})
     np.save(tmp_path / "data.npy", np.ones((4, 2), "f4"))
     return {"model": str(tmp_path / "good.npz"), "data": str(tmp_path / "data.npy")}
@@ -151,7 +152,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("given", OUTPUTS)
 def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
-    """The command line says `--overwrite`, Python says `overwrite=True`."""
+    """The command line has `--overwrite`, Python has `overwrite=True`."""
     np.savez(tmp_path / "bad.npz", **{"dense/kernel": np.full((2, 2), np.nan, "f4")})
     path, output = tmp_path / "bad.npz", str(tmp_path / OUTPUTS[given][0])
     assert main(["repair", str(path), "-o", output, "--weights", "zeros"]) == MISUSE
@@ -166,7 +167,7 @@ def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
 
 
 def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
-    """`--weights zeros` on the command line, in JSON too; `weights='zeros'` in Python."""
+    """`--weights zeros` on the command line, also in JSON; `weights='zeros'` in Python."""
     assert main(["repair", good["model"]]) == 1
     assert (
         "choose --weights initial or --weights zeros or --weights ones, or name a source"
@@ -186,7 +187,7 @@ def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
     ),
 )
 def test_wrong_values_of_options(words, good, capsys):
-    """A value that an option does not take."""
+    """Values that an option does not accept."""
     assert main([good["model"] if word == "x" else word for word in words]) == MISUSE
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "--" in text
@@ -205,14 +206,15 @@ def test_wrong_values_of_options(words, good, capsys):
 )
 def test_numbers_that_cannot_be_are_misuse(words, capsys):
     """A number of rows, batches or a seed out of range is reported with the option, before a file
-    is opened."""
+    is opened.
+    """
     assert main(words) == MISUSE
     assert f"argument {words[-2]}: " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a saved model that takes rows of four numbers."""
+    """Return a saved model whose inputs are rows of four numbers."""
     keras = pytest.importorskip("keras")
     path = tmp_path_factory.mktemp("model") / "m.keras"
     keras.Sequential(
@@ -235,7 +237,7 @@ DATA = {
 @pytest.mark.parametrize("given", DATA)
 @pytest.mark.parametrize("command", ("recalibrate", "diagnose"))
 def test_data_that_a_model_does_not_take(command, given, model, tmp_path, capfd):
-    """One sentence, whatever Keras raises, and exit code 2: nothing was found."""
+    """One sentence and exit code 2 for any exception of Keras, because nothing was found."""
     np.savez(tmp_path / "data.npz", **DATA[given])
     assert main([command, model, "--data", str(tmp_path / "data.npz")]) == MISUSE
     printed, error = capfd.readouterr()
@@ -245,7 +247,7 @@ def test_data_that_a_model_does_not_take(command, given, model, tmp_path, capfd)
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="takes a folder in which nobody can write")
 def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
-    """It is named as such, and not taken for an unreadable input."""
+    """It is reported as such, not as an unreadable input."""
     recalibrated = ["recalibrate", model, "--data", good["data"], "-o", "/proc/out.keras"]
     np.save(good["data"], ROWS)
     for words in (
@@ -257,7 +259,7 @@ def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
 
 
 def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
-    """Its exception is one sentence, whatever it is."""
+    """Any exception of the module becomes one sentence."""
     (tmp_path / "boom.py").write_text("raise ValueError('boom')")
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "bundle.json").write_text("{}")
@@ -267,15 +269,15 @@ def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
 
 
 def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
-    """What nobody expected ends with 2 and one sentence, which says how to see where it
-    happened."""
+    """An unexpected error ends with 2 and one sentence, which tells how to see where it occurred.
+    """
     monkeypatch.setattr("keras_nanguard._cli.commands._limits", lambda given: 1 // 0)
     assert main(["scan", good["model"]]) == MISUSE
     assert "ZeroDivisionError" in (text := capsys.readouterr().err) and text.count("\n") == 1
 
 
 def test_a_model_that_keras_cannot_load(tmp_path, capsys):
-    """Whatever Keras raises on a file is one sentence."""
+    """Any exception of Keras for a file becomes one sentence."""
     pytest.importorskip("keras")
 
     for config in (

@@ -1,4 +1,4 @@
-"""The advice of a diagnosis fits the program: it names what to change there."""
+"""The advice of a diagnosis fits the program and names what to change."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def origin(op, phase="forward", **more):
 @pytest.mark.parametrize("steep", DERIVATIVE_HINTS)
 @pytest.mark.parametrize("phase", ["backward", "slope"])
 def test_a_derivative_is_explained_by_the_operation_that_was_written(steep, phase):
-    """The backward pass of an acos divides and takes roots; nobody has written these."""
+    """The backward pass of an acos contains divisions and roots, which are not in the user's code.
+    """
     said = advised(first="gradients", origin=origin("Reciprocal", phase, steep=steep))
     assert DERIVATIVE_HINTS[steep] in said and "denominator" not in said
 
 
 def test_an_exponential_of_counts():
-    """Counts are taken by their logarithm, other raw inputs are scaled, and ordinary ones are left alone."""
+    """Counts get a logarithm, other raw inputs get scaling, and ordinary ones no advice."""
     counts = Spread("inputs", 1e4, 100.0, 600.0, counts=True)
     raw = Spread("inputs", 1e4, 100.0, 600.0)
     cases = {"log1p": counts, "standard deviation": raw, "": Spread("inputs", 3.0, 0.0, 1.0)}
@@ -52,7 +53,7 @@ def test_an_exponential_of_counts():
 
 
 def test_large_initial_weights_are_named():
-    """An overflow by weights that were large from the start is a matter of their initializer."""
+    """If weights were large from the start, an overflow is due to their initializer."""
     large = Growth(largest_weight=4e3, largest_weight_before=4e3)
     overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False, "float32"),))}
     assert "up to 4e+03: use smaller initial weights" in advised(**overflow, growth=large)
@@ -77,7 +78,7 @@ def test_inputs_and_targets_are_both_named():
 
 
 def test_a_loss_of_the_library_is_changed_by_its_parameter():
-    """Nobody can add an epsilon inside of a loss of Keras."""
+    """Users cannot add an epsilon inside a Keras loss."""
     focal = origin("Pow", "backward", culprit="focal", frames=("focal",))
     known = {"first": "gradients", "origin": focal}
     said = advised(**known, exponents=(("focal", "gamma", 0.0),))
@@ -105,7 +106,7 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
 
 
 def test_a_spike_is_no_divergence():
-    """One bad batch is no reason to train more slowly."""
+    """One bad batch is not a reason for a lower rate."""
     e = Evidence(refused=False, sites=("loss:spike",), count=16)
     said = " ".join(advice(e, decide(e)))
     assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said

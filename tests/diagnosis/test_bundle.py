@@ -1,4 +1,4 @@
-"""A bundle holds what it takes to run the bad step again, and one that means harm is refused."""
+"""A bundle has everything to replay the bad step, and a malicious one is rejected."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
 
 
 class Evil:
-    """Writes a file where it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __reduce__(self):
         return (Path.touch, (Path("pwned"),))
@@ -180,7 +180,7 @@ def test_python_code_in_a_configuration_is_not_run(tmp_path):
 
 @pytest.fixture
 def own_layer(tmp_path):
-    """The bundle of a model with a layer that is registered nowhere, and the module that defines it."""
+    """The bundle of a model with an unregistered layer, and the module that defines it."""
     source = """
 import keras
 

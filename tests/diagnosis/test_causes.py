@@ -1,4 +1,4 @@
-"""The cause follows from the evidence alone; what the evidence does not decide stays unknown."""
+"""The cause follows from the evidence alone; without sufficient evidence it is unknown."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_the_evidence_decides(cause):
 
 
 def test_unscaled_data_that_has_made_training_diverge():
-    """The cause is the scale of the data; a rule on `divergence` matches it where the run has diverged, and only there."""
+    """The cause is the scale of the data; a rule on `divergence` matches it only if the run has
+    diverged.
+    """
     grown = replace(TABLE["divergence"], rescaled="finite", targets=(Spread("targets", 1e3, 300, 200),))
     assert conclude(grown).causes == {"input_scale", "divergence"} and conclude(grown).diverged
     assert conclude(TABLE["input_scale"]).causes == {"input_scale"}
@@ -75,7 +77,9 @@ def test_unscaled_data_that_has_made_training_diverge():
 
 @pytest.mark.parametrize("written", [True, False])
 def test_what_the_update_cannot_have_made_was_there_before(written):
-    """Finite gradients and bad weights: the optimizer is to blame, unless its arithmetic cannot have done it."""
+    """With finite gradients and bad weights the optimizer is to blame, unless its arithmetic cannot
+    have done it.
+    """
     evidence = replace(TABLE["optimizer_domain"], refused=False, optimizers=(replace(ADAM, epsilon_in_dtype=1e-8),))
     diagnosis = conclude(replace(evidence, written=written))
     assert diagnosis.cause == ("state_nonfinite" if written else "optimizer_domain")
@@ -83,7 +87,7 @@ def test_what_the_update_cannot_have_made_was_there_before(written):
 
 
 def test_bfloat16_overflows_where_float32_does():
-    """Its range is that of float32: a number at the end of it that rounds to Inf is too large for either."""
+    """Its range is that of float32: a number that rounds to Inf is too large for both."""
     huge = replace(TABLE["input_scale"], float32="finite")
     assert decide(replace(huge, low_precision="float16")).cause == "float16_overflow"
     assert decide(replace(huge, low_precision="bfloat16")).cause == "input_scale"

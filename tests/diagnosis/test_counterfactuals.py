@@ -1,4 +1,4 @@
-"""A divergence is run again from a snapshot, over the batches that led up to it, with one thing changed each time."""
+"""A divergence is replayed from a snapshot on the recorded batches, with one change at a time."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_damaged_way_is_refused(bundle, tmp_path, name):
 
 
 def test_a_bundle_without_it_still_reads(bundle, tmp_path):
-    """As one is where the batches did not fit, or no divergence was found."""
+    """As if the batches did not fit, or no divergence was found."""
     import shutil
 
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))

@@ -1,4 +1,6 @@
-"""What each piece of evidence decides, at both sides of every boundary: cause, culprit, rows, confidence and the rule that decided."""
+"""The result of each piece of evidence on both sides of every threshold: cause, culprit, rows,
+confidence and rule.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,12 @@ def origin(op="Log", phase="loss", operands=(ONE,), **more):
 
 
 def bad(**more):
-    """Return the evidence of a refused step whose replay is bad, the loss first."""
+    """Return the evidence of a refused step whose replay is bad, with the loss first."""
     return Evidence(**{"replay": "bad", "first": "loss", "first_path": "d/kernel", "count": 16, **more})
 
 
 def seen(*sites, **more):
-    """Return the evidence of a committed step that was not run again."""
+    """Return the evidence of a committed step that was not replayed."""
     return Evidence(**{"refused": False, "sites": sites, "first_path": "d/kernel", "count": 16, **more})
 
 

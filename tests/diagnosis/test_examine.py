@@ -73,7 +73,7 @@ def test_a_bad_gradient_shows_in_the_train_step_only():
 
 @pytest.mark.parametrize("names", [("first",), ("first", "second")])
 def test_a_loss_is_named_before_any_fit(names):
-    """The culprit is the function given to `compile`, though no step has built the losses yet."""
+    """The culprit is the function given to `compile`, although no step has built the losses yet."""
 
     def fine(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2)
@@ -118,7 +118,9 @@ def test_bad_statistics_are_reported_after_validation(trained, variance):
     ],
 )
 def test_what_cannot_be_run_is_not_healthy(trained, x, y, what):
-    """Data of the wrong shape: neither healthy nor diagnosed; the exception is named, and what the model takes."""
+    """Data of the wrong shape: neither healthy nor diagnosed; the error names the exception and the
+    expected shape.
+    """
     found = diagnose(trained[0], np.zeros(x, "float32"), None if y is None else np.zeros(y, "float32"))
     assert not found.healthy and found.error.startswith(what)
     assert found.error in str(found) and "Nothing bad" not in str(found) and "\x1b" not in str(found)

@@ -1,4 +1,6 @@
-"""Every mechanism by which a program fails is named, with its place and its rows; without the fault nothing is reported."""
+"""Every failing mechanism is diagnosed with its place and its rows; without the fault nothing is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from keras_nanguard import NanGuard, replay
 
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
-    """Fit the program as a stranger would, and return its guard."""
+    """Fit the program and return its guard."""
     guard = NanGuard(verbose=0, directory=directory)
     arguments = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **case.fit, "callbacks": [guard]}
     try:
@@ -40,7 +42,7 @@ def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
 
 
 def check(case, guard):
-    """Compare what was reported with what the program was made to fail by."""
+    """Compare the report with the known fault of the program."""
     if not case.causes:
         assert all(incident.diagnosis.cause == "unknown" or not incident.refused for incident in guard.incidents)
         return

@@ -1,4 +1,4 @@
-"""Trouble that stays finite is reported, by tests that no healthy run can meet."""
+"""Finite faults are reported by checks that no healthy run can trigger."""
 
 from __future__ import annotations
 

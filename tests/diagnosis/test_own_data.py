@@ -1,4 +1,4 @@
-"""A step of a loop that takes its batch from an iterator itself."""
+"""A step of a loop that reads its batch from an iterator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ pytestmark = pytest.mark.requires_backend("tensorflow", "torch", reason="a step 
 
 
 def test_no_batch_is_lost_to_a_replay(tmp_path):
-    """Each call of the step trains on the next batch, a refused one included, and no replay takes one; the cause says why it is unknown."""
+    """Each call of the step trains on the next batch, and no replay reads one; the evidence states
+    why the cause is unknown.
+    """
     batches = np.random.default_rng(0).normal(size=(20, 8, 4)).astype("float32")
     batches[7] = np.nan
     feed, taken = iter(batches), []

@@ -1,4 +1,4 @@
-"""A diagnosis that takes its time says so, once, and only where lines are printed at all."""
+"""A slow diagnosis is announced once, unless printing is off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 0.4
 
 
 class Slow(layers.Layer):
-    """Takes its time with each batch as soon as one was bad."""
+    """Is slow for each batch after a bad one."""
 
     bad = False
 
@@ -30,7 +30,7 @@ class Slow(layers.Layer):
 
 
 def fit(capsys, set_limit, layer, verbose=1):
-    """Fit with one bad row in the third batch. Return what was printed, and the guard."""
+    """Fit with one bad row in the third batch. Return the output and the guard."""
     set_limit("seconds until a diagnosis is slow", SECONDS / 2)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
@@ -50,6 +50,6 @@ def test_a_slow_diagnosis_is_announced_before_its_line(capsys, set_limit):
 
 
 def test_a_silent_guard_says_nothing(capsys, set_limit):
-    """Not even of a diagnosis that is slow."""
+    """Not even about a slow diagnosis."""
     out, guard = fit(capsys, set_limit, Slow(), verbose=0)
     assert "diagnosing" not in out and len(guard.incidents) == 1

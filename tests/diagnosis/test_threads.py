@@ -66,7 +66,7 @@ def test_observers_that_end_in_another_order_leave_nothing_behind():
 
 
 def test_another_thread_is_not_observed():
-    """What another thread computes meanwhile is no part of an observed run."""
+    """Operations of another thread are not part of an observed run."""
     origins = current.replay().Origins()
     zeros = ops.zeros(3)
     with origins:
@@ -77,7 +77,7 @@ def test_another_thread_is_not_observed():
 
 
 def test_replays_run_one_after_the_other():
-    """A second thread waits with its replay until the first has put everything back."""
+    """A second thread waits with its replay until the first has restored everything."""
     order, waiting = [], threading.Event()
 
     def other():
@@ -97,7 +97,9 @@ def test_replays_run_one_after_the_other():
 
 @pytest.mark.requires_backend("torch", reason="the optimizers are those of PyTorch")
 def test_a_diagnosis_leaves_the_other_threads_alone():
-    """What a diagnosis on torch puts in the place of a loss, and the optimizers it restores, are those of its own fit."""
+    """The replacements of losses, and the restored optimizers, of a diagnosis on torch are those of
+    its own fit.
+    """
     import torch
 
     from keras_nanguard._backends.torch.modules import TorchOptimizer
@@ -130,7 +132,7 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_arrays_of_numpy_given_to_train_on_batch(by_hand):
-    """A batch that stays an array of NumPy's until the step is known by its values."""
+    """A batch that stays a NumPy array until the step is found by its values."""
     from keras_nanguard import NanGuardModel
 
     x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")

@@ -1,4 +1,6 @@
-"""What a diagnosis says is true of the program at hand: small programs that fail, and the whole text of their diagnosis."""
+"""A diagnosis is true for the program: small failing programs with the whole text of their
+diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Y = RNG.standard_normal((128, 1)).astype("float32")
 
 
 def model(*hidden, optimizer=None, dtype="float32", name=None, **compiled):
-    """Return a small network with these layers in it."""
+    """Return a small network that contains these layers."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(dtype)
     try:
@@ -30,7 +32,7 @@ def model(*hidden, optimizer=None, dtype="float32", name=None, **compiled):
 
 
 def calling(function):
-    """Return what makes a layer that calls a function."""
+    """Return a constructor of a layer that calls a function."""
 
     class Odd(layers.Layer):
         def call(self, x):
@@ -63,7 +65,9 @@ def masked(x):
     ],
 )
 def test_operands_are_what_they_are(function, words):
-    """An operand that is infinite, wholly or in part, is not said to be finite; one of zeros is said to be of zeros."""
+    """An operand that is infinite, wholly or in part, is not described as finite; one of zeros is
+    described as zeros.
+    """
     reported = text(first(model(calling(function))))
     assert words in reported, reported
     assert ("finite operands" in reported) is ("Inf" not in words)
@@ -76,7 +80,9 @@ def test_float16_is_advised_on_in_its_own_words():
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "bfloat16"])
 def test_what_rounds_to_zero_is_advised_on_in_its_own_words(dtype):
-    """Advice names the dtype at hand, and no LossScaleOptimizer to a program that has one, or to which it is no help."""
+    """Advice names the dtype in use, and suggests no LossScaleOptimizer if there is one, or if it
+    does not help.
+    """
 
     def differs(x):
         return x / ((1 + 1e-4 * ops.sigmoid(x)) - 1)
@@ -87,7 +93,9 @@ def test_what_rounds_to_zero_is_advised_on_in_its_own_words(dtype):
 
 
 def test_hyper_parameters_are_named_with_their_values():
-    """A weight decay that alone makes the weights grow is named beside the rate, and comes first in the advice."""
+    """A weight decay that alone makes the weights grow is listed with the rate, and comes first in
+    the advice.
+    """
     optimizer = keras.optimizers.AdamW(0.5, weight_decay=25.0)
     reported = first(model(optimizer=optimizer), epochs=4).diagnosis
     evidence = " ".join(reported.evidence)
@@ -105,7 +113,7 @@ def test_clipping_and_momentum_are_named():
 
 @pytest.mark.parametrize("of", ["loss_weights", "regularizer"])
 def test_what_multiplies_the_loss_is_named(of):
-    """A loss weight or a regularizer of a million is named with its value."""
+    """A loss weight or a regularizer of a million is listed with its value."""
     regularizer = keras.regularizers.L2(1e6)
     built = model(loss_weights=1e6) if of == "loss_weights" else model(lambda: layers.Dense(4, kernel_regularizer=regularizer))
     reported = text(first(built, epochs=3))
@@ -132,20 +140,22 @@ def test_a_rate_that_is_no_number_is_the_only_advice():
 
 
 def test_steps_count_from_one():
-    """A step that the evidence names has the number that the console gives it."""
+    """A step in the evidence has the same number as on the console."""
     reported = first(model(optimizer=keras.optimizers.SGD(30.0)), epochs=2)
     named = next(line for line in reported.diagnosis.evidence if "times its lowest earlier value" in line)
     assert 1 < int(named.split()[2]) <= reported.step
 
 
 def trap(x):
-    """Return finite values, of which a branch that is not taken is infinite."""
+    """Return finite values with an infinite branch that is not taken."""
     return ops.where(x > 0, x, ops.exp(ops.where(x > 0, x * 1000, x)) - 1)
 
 
 @pytest.mark.parametrize("inside", ["layer", "loss"])
 def test_the_where_trap_is_one_of_the_gradient(inside):
-    """Value finite, branch not taken infinite, gradient NaN: `gradient_domain`, and no word of a value that spoils the loss."""
+    """With a finite value, an infinite branch that is not taken, and a NaN gradient, the cause is
+    `gradient_domain`.
+    """
     if inside == "layer":
         reported = first(model(calling(trap)))
     else:
@@ -157,14 +167,16 @@ def test_the_where_trap_is_one_of_the_gradient(inside):
 
 
 def test_a_layer_whose_output_is_infinite_is_no_where_trap():
-    """An infinite output that the next layer saturates is the forward pass', though only the gradient is NaN."""
+    """An infinite output that the next layer saturates belongs to the forward pass, although only
+    the gradient is NaN.
+    """
     reported = first(model(calling(lambda x: ops.exp(x * 1000)), lambda: layers.Activation("tanh")))
     assert reported.diagnosis.cause == "forward_domain" and reported.diagnosis.culprit.endswith("odd")
 
 
 @pytest.mark.parametrize("name", [None, "age"])
 def test_data_has_the_name_that_the_user_gave(name):
-    """The input is `x`, or has the name of its `keras.Input`; nobody has called it `inputs`."""
+    """The input is `x`, or has the name of its `keras.Input`, and is never called `inputs`."""
     x = X.copy()
     x[21, 2] = np.nan
     reported = first(model(name=name), x)
@@ -194,7 +206,8 @@ def test_targets_are_y():
 
 
 def test_nothing_learned_is_no_matter_of_the_rate():
-    """What overflows in the forward pass of the very first step is cured by no rate and no clipping."""
+    """An overflow in the forward pass of the first step is cured neither by a rate nor by clipping.
+    """
     recurrent = layers.SimpleRNN(16, activation="relu", recurrent_initializer=keras.initializers.Constant(9.0))
     keras.utils.set_random_seed(0)
     built = keras.Sequential([keras.Input((60, 4)), recurrent, layers.Dense(1)])
@@ -207,13 +220,13 @@ def test_nothing_learned_is_no_matter_of_the_rate():
 
 
 def test_a_scalar_of_bfloat16_is_looked_at():
-    """An operation with a scalar operand in bfloat16 can be the one that overflows."""
+    """An operation with a scalar bfloat16 operand can be the one that overflows."""
     reported = first(model(calling(lambda x: x * 3e38 * 30.0), dtype="mixed_bfloat16")).diagnosis
     assert reported.culprit.endswith("odd") and reported.cause != "unknown", reported
 
 
 def test_weights_that_are_nan_have_not_grown():
-    """Weights that a callback writes NaN into are bad before the step; they have grown by no factor."""
+    """Weights into which a callback writes NaN are bad before the step, but have not grown."""
     if keras.backend.backend() == "jax":
         pytest.skip("Keras reads no variable during a fit on JAX, so what a callback writes is without effect")
     built = model()
@@ -237,7 +250,9 @@ def test_no_step_is_said_to_be_run_again_outside_of_training():
 
 
 def test_a_constraint_is_to_blame_for_what_it_writes():
-    """A constraint that divides by the norm of a column of zeros: neither the optimizer nor a callback has written the NaN."""
+    """A constraint that divides by the norm of a column of zeros: neither the optimizer nor a
+    callback wrote the NaN.
+    """
     kernel = np.eye(4, dtype="float32")
     kernel[:, 3] = 0.0
 
@@ -259,7 +274,7 @@ def test_a_mask_that_is_multiplied_by_infinity_is_said_to_be_so():
 
 
 def test_a_column_that_is_bad_in_every_row_is_named():
-    """One Inf in the data, and standardization has made its whole column NaN."""
+    """One Inf in the data, and standardization makes its whole column NaN."""
     x = X.copy()
     x[:, 2] = np.nan
     reported = first(model(), x).diagnosis
@@ -268,7 +283,7 @@ def test_a_column_that_is_bad_in_every_row_is_named():
 
 
 def test_a_softmax_of_nothing_has_its_advice():
-    """The advice covers a fully masked row, however the backend computes a softmax."""
+    """The advice covers a fully masked row, for each backend's implementation of a softmax."""
     reported = first(model(lambda: layers.Lambda(masked), layers.Softmax)).diagnosis
     assert (reported.cause, reported.culprit.rpartition("/")[2].partition("_")[0]) == ("forward_domain", "softmax")
     assert "at least one entry that is not masked" in reported.advice[0]

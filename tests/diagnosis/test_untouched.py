@@ -118,7 +118,7 @@ def test_a_replay_restores_what_a_step_of_ones_own_writes():
 
 
 class Alternating(keras.Model):
-    """Every third step counts three times: its own `train_step` counts in a plain attribute."""
+    """Every third step counts three times: a custom `train_step` counts in a plain attribute."""
 
     def __init__(self):
         super().__init__()

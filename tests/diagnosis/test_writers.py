@@ -1,4 +1,5 @@
-"""When an optimizer's own arithmetic is above suspicion, no step of it makes anything but finite numbers."""
+"""If the arithmetic of an optimizer is proven, none of its steps gives anything but finite numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from keras_nanguard._diagnose.writers import KNOWN, MODERATE, must_stay_finite
 
 
 def parts(optimizer, weight, slot=None):
-    """Return what `must_stay_finite` asks for, for one weight and, if given, one value in all its float slots."""
+    """Return the arguments of `must_stay_finite` for one weight and, if given, one value in all its
+    float slots.
+    """
     variable = keras.Variable(np.asarray(weight, "float32"))
     optimizer.build([variable])
     slots = [v for v in optimizer.variables[2:] if "float" in str(v.dtype)]
@@ -24,7 +27,9 @@ def parts(optimizer, weight, slot=None):
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, MODERATE])
 def test_moderate_numbers_stay_finite(name, size):
-    """The oracle is Keras itself: weights, slots and gradients at the very bounds, under every optimizer that is known."""
+    """The oracle is Keras itself: weights, slots and gradients at the bounds, under every known
+    optimizer.
+    """
     optimizer = getattr(keras.optimizers, name)(1e3)
     variable, slots, given = parts(optimizer, [size, -size, 0.0], size)
     assert must_stay_finite(*given, norm=MODERATE)

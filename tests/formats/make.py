@@ -1,5 +1,5 @@
-"""Write a sample of each file format, as the library of today writes it: once for each release that
-changes a format.
+"""Write a sample of each file format with the current library, once for each release that changes a
+format.
 
     python tests/formats/make.py 1.0
 

@@ -1,4 +1,6 @@
-"""Bad rows of the data are named: by their place in `x` where there is one, whoever shuffles, and by what they are elsewhere."""
+"""Bad rows of the data are identified: by their index in `x` if there is one, also with shuffling,
+otherwise by their values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BAD = {17: np.nan, 40: np.inf, 77: 3e38}
 
 
 def data(seed=0):
-    """Return `(x, y)` of which some rows are bad."""
+    """Return `(x, y)` with some bad rows."""
     random = np.random.default_rng(seed)
     x = random.standard_normal((ROWS, 6)).astype("float32")
     y = (x[:, :1] - x[:, 1:2]).astype("float32")
@@ -47,7 +49,9 @@ def found(model, x, y=None, guard=None, epochs=3, **fit):
 
 
 def check(guard, epochs=3, index=True):
-    """Check that the three bad rows were found, in each epoch but the first, where one may hide behind another, and nothing else."""
+    """Check that the three bad rows, and no others, were found in each epoch; in the first one may
+    hide another.
+    """
     samples = guard.bad_samples()
     assert len(samples) == len({sample.fingerprint for sample in samples}) == len(BAD)
     assert {sample.index for sample in samples} == (set(BAD) if index else {None})
@@ -58,7 +62,7 @@ def check(guard, epochs=3, index=True):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_arrays(shuffle):
-    """Where `fit` trains on arrays a bad row is its index in `x`, shuffled or not, with what is wrong with it."""
+    """If `fit` trains on arrays, a bad row has its index in `x`, shuffled or not, and its fault."""
     guard = found(dense(), *data(), batch_size=BATCH, shuffle=shuffle)
     reason = {sample.index: sample.reason for sample in check(guard)}
     assert reason[17] == "2 NaN of 6 in x" and reason[40] == "2 Inf of 6 in x" and "largest magnitude in x is 3e+38" in reason[77]
@@ -83,19 +87,19 @@ def in_tensors(x, y):
 
 @pytest.mark.parametrize("made", [in_double, in_pandas, in_tensors])
 def test_other_arrays(made):
-    """Arrays of another dtype or of another library are looked through as well."""
+    """Arrays of another dtype or of another library are searched as well."""
     check(found(dense(), *made(*data()), batch_size=BATCH, epochs=2), 2)
 
 
 def test_inputs_by_name():
-    """Of a dict of inputs a row is one place in all of its arrays."""
+    """A row of a dict of inputs is one index in all of its arrays."""
     x, y = data()
     guard = found(dense(a=(4,), b=(2,)), {"a": x[:, :4], "b": x[:, 4:]}, y, batch_size=BATCH)
     assert {sample.reason for sample in check(guard)} >= {"2 NaN of 4 in x/a", "2 Inf of 4 in x/a"}
 
 
 def test_rows_that_are_the_same():
-    """Of two rows with the same inputs the one with the same targets is meant."""
+    """Of two rows with the same inputs, the one with the same targets is found."""
     x, y = data()
     x[:] = np.where(np.isin(np.arange(ROWS), list(BAD))[:, None], 0.5, x)
     y[40] = np.nan
@@ -107,7 +111,9 @@ def test_rows_that_are_the_same():
 @pytest.mark.parametrize("same_targets", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_with_the_same_contents(shuffle, same_targets, tmp_path):
-    """Rows with the same inputs are told apart by their targets; those with the same targets are all named."""
+    """Rows with the same inputs are distinguished by their targets; identical rows are all
+    reported.
+    """
     x, y = data()
     x[list(BAD)] = np.nan
     if same_targets:
@@ -125,7 +131,7 @@ def test_rows_with_the_same_contents(shuffle, same_targets, tmp_path):
 
 
 def test_copies_that_have_names():
-    """With names in the batch, rows with the same contents are told apart by them."""
+    """Rows with the same contents are distinguished by names in the batch."""
     x, y = data()
     x[list(BAD)], y[list(BAD)] = np.nan, 1.0
     keyed = {"a": x, "id": np.arange(ROWS).astype("int32")}
@@ -140,7 +146,7 @@ def test_copies_that_have_names():
 
 
 def test_validation_split():
-    """The rows are those of `x` as it was given: what is split off for validation comes last."""
+    """The indices are those of the original `x`, because the validation split is at its end."""
     check(found(dense(), *data(), batch_size=BATCH, validation_split=0.1, shuffle=False))
 
 
@@ -184,7 +190,8 @@ def of_torch(x, y):
 
 @pytest.mark.parametrize("made", [of_tf, of_generator, Sequence, of_torch])
 def test_other_data(made):
-    """Elsewhere a row that comes back in each epoch is one bad row, known by its fingerprint."""
+    """In other data a row that recurs in each epoch is one bad row, identified by its fingerprint.
+    """
     if made is of_torch and zoo.BACKEND != "torch":
         pytest.skip("torch and another backend in one process is a test of its own")
     more = {"steps_per_epoch": ROWS // BATCH} if made is of_generator else {}
@@ -194,7 +201,9 @@ def test_other_data(made):
 
 
 def test_names_of_ones_own():
-    """`sample_ids` calls rows by the user's names: one for each row of `x`, or from a key of the batch."""
+    """`sample_ids` gives rows the user's names: one for each row of `x`, or from a key of the
+    batch.
+    """
     x, y = data()
     names = [f"scan-{row}.png" for row in range(ROWS)]
     guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=names), batch_size=BATCH, epochs=1)
@@ -215,7 +224,9 @@ def test_names_of_ones_own():
 
 
 def test_file_and_line(tmp_path, capsys):
-    """`bad_samples(path)` writes what it returns, and the console names the rows once, not in each epoch."""
+    """`bad_samples(path)` writes its result, and the console prints the rows once, not in each
+    epoch.
+    """
     guard = found(dense(), *data(), NanGuard(verbose=1), batch_size=BATCH, shuffle=False)
     samples = guard.bad_samples(tmp_path / "bad.csv")
     with open(tmp_path / "bad.csv", newline="") as file:
@@ -231,7 +242,7 @@ def test_file_and_line(tmp_path, capsys):
 
 
 def test_kept_with_the_recording(tmp_path):
-    """With a directory they are in its file, and a run that goes on there knows them."""
+    """With a directory they are in its file, and a resumed run reads them."""
     for run in (1, 2):
         guard = found(dense(), *data(), NanGuard(verbose=0, directory=tmp_path), batch_size=BATCH, shuffle=False, epochs=1)
         samples = Recording.read(tmp_path).samples
@@ -247,7 +258,9 @@ def test_healthy_data():
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (4, 4, 1)])
 def test_search(dtype, shape, set_limit):
-    """The search finds the row that a comparison with each row finds, in any dtype and shape, whatever the size of its chunks."""
+    """The search gives the same result as a comparison with each row, in any dtype and shape, for
+    any size of its chunks.
+    """
     random = np.random.default_rng(0)
     whole = random.integers(0, 2, (500, *shape)).astype(dtype)
     if np.dtype(dtype).kind == "f":
@@ -271,7 +284,7 @@ def test_search(dtype, shape, set_limit):
 
 @pytest.mark.slow
 def test_demo():
-    """The five rows that the demo has planted are named exactly."""
+    """Exactly the five corrupted rows of the demo are reported."""
     pytest.importorskip("sklearn")
     from keras_nanguard._cli import demo
 

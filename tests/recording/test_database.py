@@ -1,4 +1,6 @@
-"""The file of a recording: the same as in memory, whole whenever its process dies, readable meanwhile, and safe to read."""
+"""The file of a recording: equal to the memory, intact after any end of its process, readable
+meanwhile, and safe to read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_file_holds_what_memory_holds(tmp_path):
-    """Steps, bins, events and samples are the same from the file, whatever was changed after it was first written."""
+    """Steps, bins, events and samples are the same from the file, also after changes to written
+    rows.
+    """
     made = begun(tmp_path)
     for block in range(6):
         push(made, 3000, 3000 * block)
@@ -48,7 +52,7 @@ def test_file_holds_what_memory_holds(tmp_path):
 
 
 def test_bins_in_the_file(tmp_path, set_limit):
-    """Whether bins are added, undone or merged, the file holds what memory holds, also after a restart."""
+    """If bins are added, undone or merged, the file equals the memory, also after a restart."""
     set_limit("bins of a recording", 64)
     made = begun(tmp_path)
     for block in range(14):
@@ -65,7 +69,7 @@ def test_bins_in_the_file(tmp_path, set_limit):
 
 
 def test_a_disk_that_is_too_slow(tmp_path, set_limit):
-    """If too much waits for the disk, the file is written anew as soon as it is ready."""
+    """If too many rows wait for the disk, the file is rewritten as soon as the disk is ready."""
     set_limit("rows that wait for the disk", 100)
     made = begun(tmp_path)
     push(made, 50)
@@ -77,7 +81,9 @@ def test_a_disk_that_is_too_slow(tmp_path, set_limit):
 
 
 def test_the_last_run_owns_the_file(tmp_path):
-    """A run whose directory another one has taken over writes nothing more into it, and says so once."""
+    """A run whose directory another one has taken over writes nothing more to it, and reports this
+    once.
+    """
     first = begun(tmp_path)
     push(first, 10)
     assert first.flush()
@@ -125,7 +131,9 @@ raise RuntimeError("no more data")
 
 
 def test_process_that_ends_within_a_fit(tmp_path):
-    """Where a process ends by an exception of which no fit hears, all steps until then are in the file, and that the fit has failed."""
+    """If a process ends by an exception outside of the fit, the file has all steps until then, and
+    the fit has failed.
+    """
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=where, check=False)
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: no more data\n")
@@ -136,14 +144,16 @@ def test_process_that_ends_within_a_fit(tmp_path):
 
 
 def writing(folder):
-    """Start a process that records, and says after each flush how many steps are in the file."""
+    """Start a process that records, and prints the number of steps in the file after each flush."""
     command = [sys.executable, "-c", WRITES, str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_whole_after_kill(tmp_path, kills):
-    """After `kill -9` the file opens, and holds every step that was flushed, in order; the next process goes on in it."""
+    """After `kill -9` the file opens, and has every flushed step, in order; the next process
+    continues in it.
+    """
     least = 0
     for number in range(kills):
         with writing(tmp_path) as process:
@@ -164,7 +174,9 @@ def test_whole_after_kill(tmp_path, kills):
 
 
 def test_two_readers_while_it_is_written(tmp_path):
-    """Readers wait for nobody, nobody waits for them, and each sees one moment: as many steps as there are, in order."""
+    """Readers and the writer do not wait for each other, and each reader sees one moment: all steps
+    until then, in order.
+    """
     seen, failed = [[], []], []
 
     def follow(counts):
@@ -186,7 +198,9 @@ def test_two_readers_while_it_is_written(tmp_path):
 
 
 def test_read_from_a_folder_that_cannot_be_written(tmp_path):
-    """A finished run is read where nothing may be written: from a mounted archive, as another user."""
+    """A finished run can be read from a folder that cannot be written to: a mounted archive, or as
+    another user.
+    """
     made = begun(tmp_path)
     push(made, 5)
     made.end("finished", 5, 0)
@@ -199,7 +213,7 @@ def test_read_from_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_documented_schema(tmp_path):
-    """The file says what it is, and docs/recording.md names each table with its columns."""
+    """The file identifies itself, and docs/recording.md lists each table with its columns."""
     made = begun(tmp_path)
     made.end("finished", 0, 0)
     connection = sqlite3.connect(tmp_path / NAME)
@@ -249,7 +263,7 @@ def garbled(path):
 
 
 def no_text(path):
-    """Write no UTF-8 into the schema, which SQLite's message then quotes."""
+    """Write a schema that is not UTF-8, which SQLite's message then quotes."""
     raw = path.read_bytes()
     place = raw.index(b"CREATE TABLE meta") - 6
     path.write_bytes(raw[:place] + b"\xff" + raw[place + 1 :])
@@ -306,7 +320,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_files_from_elsewhere(tmp_path, name):
-    """A file that is no recording, or a damaged one, is an error that says so; nothing in it is run."""
+    """A file that is not a recording, or a damaged one, gives an error; nothing in it is run."""
     HOSTILE[name](valid(tmp_path))
     start = time.process_time()
     with pytest.raises(GuardError, match=r"Expected .* Received: .*"):
@@ -315,14 +329,16 @@ def test_files_from_elsewhere(tmp_path, name):
 
 
 def test_garbled(tmp_path):
-    """Of a file with random bytes in it either an error comes, or a recording."""
+    """A file with random bytes in it gives either an error or a recording."""
     garbled(valid(tmp_path))
     with contextlib.suppress(GuardError):
         Recording.read(tmp_path)
 
 
 def test_a_journal_that_names_another_file(tmp_path):
-    """Whoever goes on from a directory from elsewhere loses no file by it: SQLite would remove the one that a journal names."""
+    """Continuing in a foreign directory loses no file: SQLite would remove the one that a journal
+    names.
+    """
     path, victim = valid(tmp_path), tmp_path / "thesis.txt"
     victim.write_text("precious")
     magic, name = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
@@ -339,7 +355,7 @@ def test_a_journal_that_names_another_file(tmp_path):
 
 
 def test_a_recording_that_is_a_link(tmp_path):
-    """What a directory from elsewhere links to is read, and never written."""
+    """A link in a foreign directory is followed for reading, and never for writing."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "theirs").mkdir()
     path = valid(tmp_path / "mine")
@@ -352,21 +368,21 @@ def test_a_recording_that_is_a_link(tmp_path):
 
 
 def test_texts_that_are_too_long(tmp_path):
-    """A text beyond the limit is left out."""
+    """A text beyond the limit is omitted."""
     path = valid(tmp_path)
     changed("UPDATE events SET text = hex(zeroblob(3000000)) WHERE kind = 'begin'")(path)
     assert [event.kind for event in Recording.read(path).events] == ["incident", "end"]
 
 
 def test_tables_that_are_too_long(tmp_path, set_limit):
-    """Of a table that is too long the last rows are read."""
+    """Only the last rows of a table that is too long are read."""
     path = valid(tmp_path)
     set_limit("rows of a table that are read", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
 
 
 def test_whoever_reads_while_a_file_is_made_sees_all_of_its_beginning(tmp_path, monkeypatch):
-    """There is no moment at which the file is readable and does not say yet what run it is of."""
+    """At no moment is the file readable without identifying its run."""
     seen = []
 
     class Watched(sqlite3.Connection):

@@ -1,4 +1,5 @@
-"""How layers went: what a look says is what the weights say, and looks take no more time than they may."""
+"""Layers over time: the measurements agree with the weights, and take only their share of the time.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ QUIET = {"verbose": 0, "diagnose": False}
 
 @pytest.fixture
 def often(set_limit):
-    """Look at the layers whenever there is a chance to."""
+    """Measure the layers as often as possible."""
     set_limit("share of the time for looks", 1e9)
     set_limit("steps between two looks", 1)
 
 
 def test_a_fit_that_dies_leaves_no_copies():
-    """A guard whose fit ended with an exception in the first step holds no copies of the weights."""
+    """A guard whose fit ended with an exception in the first step has no copies of the weights."""
     guard, data = NanGuard(**QUIET), zoo.regression()
     with pytest.raises(RuntimeError, match="enough"):
         zoo.plain(keras.optimizers.Adam(0.01)).fit(*data.all, verbose=0, callbacks=[guard, zoo.After(zoo.raising(RuntimeError("enough")))])
@@ -47,7 +48,9 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
-    """Told from the slots, the norms of all variables together are the norm that the step itself has measured."""
+    """The combined norm of all variables, computed from the slots, equals the norm that the step
+    itself has measured.
+    """
     guard = NanGuard(**QUIET)
     zoo.run(lambda: zoo.plain(optimizer()), zoo.regression(), guard=guard, epochs=1)
     recording = guard.recording
@@ -77,7 +80,7 @@ def test_gradients_that_cannot_be_told(optimizer, often):
 
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_looks_say_what_the_weights_say(mode, often):
-    """Norms, changes and ranges are those of the weights that a callback sees."""
+    """Norms, changes and ranges agree with the weights that a callback reads."""
     zoo.supported(zoo.MODES[mode])
     if zoo.BACKEND == "jax" and mode == "steps4":
         pytest.skip("each step of an execution is guarded by itself on JAX, and callbacks see only the last")
@@ -103,7 +106,7 @@ def test_looks_say_what_the_weights_say(mode, often):
 
 
 def test_nothing_where_a_step_was_refused(often):
-    """Where the step after a copy was refused or undone, there is no look of it."""
+    """If the step after a copy was refused or undone, there is no measurement of it."""
     guard = NanGuard(**QUIET)
     data = zoo.regression()
     for batch in range(1, 12, 2):
@@ -115,7 +118,7 @@ def test_nothing_where_a_step_was_refused(often):
 
 
 def test_in_the_file(tmp_path, often):
-    """The file has the same looks, and a run that goes on in it has those before."""
+    """The file has the same measurements, and a run that continues in it keeps the earlier ones."""
     for run in (1, 2):
         guard = NanGuard(directory=tmp_path, **QUIET)
         zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
@@ -128,7 +131,7 @@ def test_in_the_file(tmp_path, often):
 
 
 def test_looks_are_few():
-    """They take a small share of the time, so that most steps have none."""
+    """They take a small share of the time, so most steps have none."""
     guard = NanGuard(**QUIET)
     zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=40)
     looks = {step for found in guard.recording.layers.values() for step in found["step"].tolist()}

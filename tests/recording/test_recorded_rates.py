@@ -1,4 +1,5 @@
-"""What a run records of rates and loss scales that it brings back, and of a fit that begins with a later epoch."""
+"""The recording of rates and loss scales that return, and of a fit that begins with a later epoch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ QUIET = {"verbose": 0, "diagnose": False}
 
 
 def acting(action):
-    """Return a guard that does this about each incident."""
+    """Return a guard that does this at each incident."""
     return NanGuard({"rules": [{"name": "act", "do": [action]}]}, **QUIET)
 
 
 def test_rate_that_returns():
-    """While a rate returns it is an event once in an interval, and when it has; no change of the guard's is that of a callback."""
+    """The return of a rate is an event at intervals and at its end; a change by the guard is not
+    attributed to a callback.
+    """
     guard = acting({"lower_lr": {"factor": 1e-4, "recover_after": 2, "ramp": 30}})
     moments = iter(range(10**6))
     guard._recorder._now = lambda: 0.02 * next(moments)
@@ -31,7 +34,7 @@ def test_rate_that_returns():
 
 
 def test_first_epoch_is_another_one():
-    """A fit that begins with a later epoch is recorded as that one, and so are its means."""
+    """A fit that begins with a later epoch is recorded with that epoch, and so are its means."""
     data = zoo.regression()
     guard = NanGuard(**QUIET)
     model = zoo.plain(keras.optimizers.SGD(0.01))

@@ -1,4 +1,4 @@
-"""What a run records is what it did: held against what an observer of Keras saw, on every backend and in every mode."""
+"""The recording of a run agrees with an observer of Keras, on every backend and in every mode."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ ONCE = pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for
 
 
 def acting(action):
-    """Return a guard that does this about each incident."""
+    """Return a guard that does this at each incident."""
     policy = {"rules": [{"name": "act", "do": [action]}], "rollback": {"further_back": False}}
     return NanGuard(policy, snapshot={"every": 4, "verify_after": 1}, **QUIET)
 
 
 def counted(guard):
-    """Check the counts of a recording against those of the session: everything that stands, nothing twice."""
+    """Check the counts of a recording against those of the session: complete, and without
+    duplicates.
+    """
     steps, session = guard.recording.steps, guard.session
     standing = ~steps["undone"]
     refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
@@ -37,7 +39,9 @@ def counted(guard):
 
 @pytest.mark.parametrize("mode", zoo.MODES)
 def test_each_step(mode):
-    """Every step is there once, with its place and what became of it, whatever an execution holds."""
+    """Every step is recorded once, with its place and its result, for any number of steps per
+    execution.
+    """
     zoo.supported(zoo.MODES[mode], even=False)
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 10)
     guard = NanGuard(**QUIET)
@@ -59,7 +63,7 @@ def test_each_step(mode):
 
 
 def test_gradient_norm_is_that_of_the_gradient():
-    """The recorded norm of a linear model is the one that a formula gives."""
+    """The recorded norm of a linear model equals that of a formula."""
     x, y = zoo.regression(batches=1).all
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -73,7 +77,9 @@ def test_gradient_norm_is_that_of_the_gradient():
 
 @pytest.mark.parametrize("rate", ["number", "schedule"])
 def test_learning_rate_is_true_or_unknown(rate):
-    """What is recorded as the rate of a step is the one it had; of a number that changes between epochs all are known."""
+    """The recorded rate of a step is the one that it used; if the rate is a number that changes
+    between epochs, all are known.
+    """
     given = 0.02 if rate == "number" else keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
     lower = keras.callbacks.LearningRateScheduler(lambda epoch, now: 0.02 / (epoch + 1))
     observer = zoo.Before(lambda model: float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
@@ -95,7 +101,7 @@ def test_learning_rate_is_true_or_unknown(rate):
 
 
 def test_rates_that_the_guard_lowers():
-    """A rate that a rule lowers is an event, the steps after it have it, and so has the epoch log."""
+    """A rate that a rule lowers is an event, and the later steps and the epoch log have it."""
     guard = acting({"lower_lr": {"factor": 0.5}})
     run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
     steps = counted(guard)
@@ -109,7 +115,7 @@ def test_rates_that_the_guard_lowers():
 
 
 def test_rollback():
-    """What a rollback undoes is marked, and so is it in the epoch log."""
+    """Steps that a rollback undoes are marked, and the epoch log counts the rollback."""
     guard = acting("rollback")
     run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 10), guard=guard, epochs=2)
     steps, kinds = counted(guard), [event.kind for event in guard.recording.events]
@@ -120,7 +126,7 @@ def test_rollback():
 
 
 def test_steps_that_are_run_again():
-    """Steps that a rollback undoes and that are run again are there twice: undone, and then as they stand."""
+    """Replayed steps are recorded twice: undone, and then with their final values."""
     damages = zoo.Before(lambda model: model.layers[0].bias.assign(np.full(8, np.nan, "float32")), 10)
     guard = NanGuard(snapshot={"every": 4, "verify_after": 1}, **QUIET)
     build = lambda: zoo.plain(keras.optimizers.SGD(0.02))  # noqa: E731
@@ -134,7 +140,7 @@ def test_steps_that_are_run_again():
 
 
 def test_skipped_batches():
-    """Batches that no step trains on are recorded as skipped, with their place in the epoch."""
+    """Batches without a step are recorded as skipped, with their place in the epoch."""
     guard = acting({"rollback": {"skip_batches": 2}})
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
     steps = counted(guard)
@@ -143,7 +149,7 @@ def test_skipped_batches():
 
 
 def test_overflows_of_a_loss_scale():
-    """An overflow that the loss scale settles by itself is one, and the scale goes down with it."""
+    """An overflow that loss scaling handles is recorded as one, with the lowered scale."""
     keras.utils.set_random_seed(0)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**15)
     model = zoo.plain(scaled, metrics=())
@@ -157,7 +163,7 @@ def test_overflows_of_a_loss_scale():
 
 
 def test_model_that_guards_itself():
-    """`NanGuardModel` records as the callback does, and its fit ends."""
+    """`NanGuardModel` records the same as the callback, and its fit ends."""
 
     class Own(NanGuardModel):
         nanguard_verbose = 0
@@ -177,7 +183,7 @@ def test_model_that_guards_itself():
 
 
 def test_model_that_guards_itself_and_fails():
-    """A fit that an exception ends has failed, whatever raises it; the next one is another."""
+    """A fit that ends with any exception has failed; the next one is another."""
 
     class Own(NanGuardModel):
         nanguard_verbose = 0
@@ -205,7 +211,9 @@ def test_model_that_guards_itself_and_fails():
 @ONCE
 @pytest.mark.parametrize("when", ["epoch", "end"])
 def test_what_goes_wrong_later_is_said_once(tmp_path, capsys, when):
-    """A file that cannot be written any more is said at the end of the epoch, or of the fit, and not again."""
+    """If a file can no longer be written, this is reported at the end of the epoch, or of the fit,
+    and not repeated.
+    """
     guard = NanGuard(directory=tmp_path)
 
     class Breaks(keras.callbacks.Callback):
@@ -225,7 +233,7 @@ def test_what_goes_wrong_later_is_said_once(tmp_path, capsys, when):
 
 @ONCE
 def test_numbers_of_numpy(tmp_path):
-    """How long the fit is may be reported in numbers of NumPy."""
+    """The length of the fit may be given as NumPy numbers."""
     guard = NanGuard(directory=tmp_path, **QUIET)
     data = zoo.regression()
     length = {"epochs": np.int64(2), "steps_per_epoch": np.int32(7), "batch_size": zoo.BATCH}
@@ -235,7 +243,7 @@ def test_numbers_of_numpy(tmp_path):
 
 
 def test_resumed(tmp_path):
-    """A run that was cut short and resumed is one recording, of which the steps that were lost are undone."""
+    """An interrupted and resumed run is one recording, in which the lost steps are undone."""
     data, dies = zoo.regression(), zoo.Before(zoo.raising(KeyboardInterrupt), 6, epoch=1)
 
     def guard():
@@ -259,7 +267,8 @@ def test_resumed(tmp_path):
 
 
 def test_incidents_of_another_run_stay(tmp_path):
-    """Two fits of one guard with a directory are one file, readable while the second runs."""
+    """Two fits of one guard with a directory are one file, which can be read while the second runs.
+    """
     seen = []
 
     class Reads(keras.callbacks.Callback):
@@ -277,7 +286,7 @@ def test_incidents_of_another_run_stay(tmp_path):
 
 
 def looped(guard, data):
-    """Train in a loop of one's own, in the idiom of the backend."""
+    """Train in a hand-written loop, in the idiom of the backend."""
     keras.utils.set_random_seed(0)
     model, optimizer = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
@@ -313,7 +322,9 @@ def looped(guard, data):
 
 
 def test_loop_of_ones_own(tmp_path):
-    """A loop with `guard.step` is recorded as a fit is, into its file too, and its bad rows are known by their fingerprints."""
+    """A loop with `guard.step` is recorded like a fit, also in its file, and its bad rows are
+    identified by fingerprints.
+    """
     guard = NanGuard(verbose=0, directory=tmp_path)
     looped(guard, zoo.poison(zoo.regression(), 5))
     steps = counted(guard)
@@ -328,7 +339,9 @@ def test_loop_of_ones_own(tmp_path):
 
 @ONCE
 def test_export_of_incidents(tmp_path):
-    """At the end of a run its incidents, and those of earlier runs, are JSON lines beside the recording."""
+    """At the end of a run its incidents, and those of earlier runs, are JSON lines next to the
+    recording.
+    """
     export = tmp_path / "incidents.jsonl"
     looped(NanGuard(verbose=0, directory=tmp_path), zoo.regression())
     assert export.read_text() == ""

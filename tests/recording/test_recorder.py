@@ -1,4 +1,6 @@
-"""The recorder: exact for the last steps, true to minimum and maximum before that, and never larger than it may be."""
+"""The recorder: exact for the last steps, with the right minimum and maximum for earlier ones, and
+limited in size.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ zoo.once()
 
 
 class Clock:
-    """A clock that goes on by so much with each look."""
+    """A clock that advances by this much at each reading."""
 
     def __init__(self, by=0.001):
         self.now, self.by = 1.7e9, by
@@ -39,7 +41,7 @@ def recorder(**settings):
 
 
 def pushed(made, count, seed=0):
-    """Push steps with everything in them, and return their columns."""
+    """Push steps with all kinds of values, and return their columns."""
     random = np.random.default_rng(seed)
     loss, squares = random.standard_normal(count), random.random(count)
     loss[random.random(count) < 0.05] = np.nan
@@ -53,7 +55,7 @@ def pushed(made, count, seed=0):
 class TestSteps:
     @pytest.mark.parametrize("total", [0, 1, EXACT, EXACT + 2048, EXACT + 2049, 50_000])
     def test_last_steps_are_exact_and_bins_summarize_the_others(self, total, set_limit):
-        """Each bin says of its steps what all of them say; with the exact ones they are all steps."""
+        """Each bin summarizes exactly its steps; bins and exact steps together are all steps."""
         set_limit("bins of a recording", 64)
         made = recorder()
         whole = pushed(made, total)
@@ -76,7 +78,8 @@ class TestSteps:
             assert bins["loss_mean"][number] == pytest.approx(mean, abs=1e-2)
 
     def test_undone_in_bins(self):
-        """Bins after the snapshot count all of their committed steps as undone, those before it none."""
+        """Bins after the snapshot count all of their committed steps as undone, earlier bins none.
+        """
         made = recorder()
         for step in range(EXACT + 3000):
             made.push(step, 1.0, 1.0, 1.0)
@@ -89,7 +92,7 @@ class TestSteps:
 class TestRecorder:
 
     def test_rate_is_known_where_it_was_seen(self):
-        """Between two looks that see the same rate it is that one; where they see two, what lies between is not known."""
+        """Between two equal readings the rate is known; between two different ones it is not."""
         made = recorder()
 
         def look(rate, **how):
@@ -130,7 +133,7 @@ class TestRecorder:
         assert sum(event.kind == "incident" for event in found.events) > 1000
 
     def test_a_recording_is_a_copy(self):
-        """What a recording holds does not change while the run goes on."""
+        """The contents of a recording do not change during the run."""
         made = recorder()
         made.push(0, 1.0, 1.0, 1.0)
         before = made.recording
@@ -141,7 +144,9 @@ class TestRecorder:
 
 class TestRecording:
     def test_series_of_all_steps_together(self):
-        """Bins and steps come in growing order of steps; what is not finite is left out; points are limits from below and above."""
+        """Bins and steps are in ascending order; values that are not finite are omitted; points
+        have a lower and an upper value.
+        """
         recording = recordings.synthetic(30_000, 20)
         for name in MEASURED:
             step, low, high = recording.series(name, 100)
@@ -157,7 +162,8 @@ class TestRecording:
 
     @pytest.mark.parametrize("library", ["pandas", "polars"])
     def test_frames(self, library):
-        """Each table becomes a frame with the same columns and rows, where the library is installed."""
+        """Each table becomes a frame with the same columns and rows, if the library is installed.
+        """
         pytest.importorskip(library)
         recording = recordings.synthetic(20_000, 5)
         for table, columns_ in (("steps", STEP_COLUMNS), ("bins", BIN_COLUMNS), ("events", None), ("samples", None)):
@@ -169,7 +175,7 @@ class TestRecording:
             getattr(recording, f"to_{library}")("stepz")
 
     def test_frames_without_the_library(self, monkeypatch):
-        """Where it is not installed, the error says what to install."""
+        """If it is not installed, the error names the package to install."""
         monkeypatch.setitem(__import__("sys").modules, "pandas", None)
         with pytest.raises(GuardError, match="pip install pandas"):
             recordings.synthetic(10).to_pandas()

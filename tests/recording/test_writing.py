@@ -1,4 +1,5 @@
-"""What may go wrong while a recording is written: it is said, nothing waits for it, and what can go on goes on."""
+"""Errors while a recording is written are reported, block nothing, and do not stop anything else.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ zoo.once()
 
 
 def test_nowhere_to_write(tmp_path):
-    """A path that cannot be written, and a file that is something else, leave the recording in memory, with the reason."""
+    """A path that cannot be written, or a foreign file, leaves the recording in memory, with the
+    reason.
+    """
     (tmp_path / NAME).write_text("a diary")
     made = begun(tmp_path)
     push(made, 5)
@@ -32,7 +35,7 @@ def test_nowhere_to_write(tmp_path):
 
 
 def test_a_pipe_is_not_written(tmp_path):
-    """Where a pipe stands in the place of the file, nothing waits for it."""
+    """If the path is a pipe, nothing waits for it."""
     os.mkfifo(tmp_path / NAME)
     made = begun(tmp_path)
     push(made, 5)
@@ -42,13 +45,15 @@ def test_a_pipe_is_not_written(tmp_path):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="the path counts as one where nothing is")
 def test_a_path_that_cannot_be_looked_at(tmp_path):
-    """What cannot even be looked at leaves the recording in memory."""
+    """A path that cannot be inspected leaves the recording in memory."""
     made = begun(tmp_path / ("x" * 300))
     assert "name too long" in made.problem()
 
 
 def test_values_of_any_kind(tmp_path):
-    """Numbers of NumPy, objects and half of a surrogate pair, as in names of files, are written as what they are or as text."""
+    """NumPy numbers, objects and half of a surrogate pair, as in file names, are written as values
+    or as text.
+    """
     made = Recorder()
     made.begin({"model": "\ud800", "epochs": np.int64(3), "path": Path("p")}, scaled=True, path=tmp_path / NAME)
     made.event("snapshot", 0, 0, "\ud800", {"rate": np.float32(0.5), "name": "\ud800", "kind": object})
@@ -64,7 +69,9 @@ def test_values_of_any_kind(tmp_path):
 
 @pytest.mark.parametrize("when", ["__init__", "write"])
 def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
-    """Whatever goes wrong in the thread that writes is the reason why nothing is written, and nothing waits for it."""
+    """Any error in the writing thread becomes the reason why nothing is written, and blocks
+    nothing.
+    """
 
     def fails(*args):
         raise RuntimeError("of another kind")
@@ -79,7 +86,9 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
 
 
 def test_locked_for_long(tmp_path, set_limit):
-    """Who has the file locked is waited for; at the end of a fit only so long, and the next fit writes what is missing."""
+    """A locked file is waited for; at the end of a fit only for a limited time, and the next fit
+    writes the rest.
+    """
     set_limit("seconds that a recording waits for a lock", 0.05)
     made = begun(tmp_path)
     push(made, 20)
@@ -107,7 +116,9 @@ def test_locked_for_long(tmp_path, set_limit):
 
 
 def test_two_runs_in_turn(tmp_path):
-    """A run that fits again after another one has written to its directory leaves that one's rows alone, and says so."""
+    """A run that continues after another one has written to its directory keeps the other's rows,
+    and reports this.
+    """
     first, second = begun(tmp_path), None
     push(first, 10)
     first.end("finished", 10, 0)
@@ -123,7 +134,7 @@ def test_two_runs_in_turn(tmp_path):
 
 
 def test_a_file_that_is_gone(tmp_path):
-    """Where the file was removed between two fits, the next one writes all that was recorded."""
+    """If the file was removed between two fits, the next one writes everything recorded."""
     made = begun(tmp_path)
     push(made, 10)
     made.end("finished", 10, 0)
@@ -136,7 +147,9 @@ def test_a_file_that_is_gone(tmp_path):
 
 
 def test_events_after_a_restart(tmp_path):
-    """Of many incidents of an earlier process the last ones are in memory, and all of them in the file."""
+    """If an earlier process had many incidents, the last ones are in memory, and all of them in the
+    file.
+    """
     incident, first = recordings.incident(5, 0, 5), begun(tmp_path)
     for step in range(8000):
         first.event("incident", step, 0, str(incident), incident.to_dict())

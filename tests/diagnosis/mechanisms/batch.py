@@ -1,4 +1,4 @@
-"""Trouble that comes with the batch, or stood in the state before."""
+"""Faults in the batch, or in the state before the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program is, and the small models and data that several of them share."""
+"""The definition of a program, and small models and data that several programs share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SKIPPED: dict[str, str] = {}
 
 
 def not_on(backends: str, reason: str) -> Callable[[Callable[[bool], Case]], Callable[[bool], Case]]:
-    """Register a program that these backends leave out for this reason."""
+    """Register a program that is excluded on these backends for this reason."""
 
     def register(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
         if keras.backend.backend() not in backends.split():
@@ -74,7 +74,7 @@ def not_on(backends: str, reason: str) -> Callable[[Callable[[bool], Case]], Cal
 
 
 def tensorflow_alone(reason: str) -> Callable[[Callable[[bool], Case]], Callable[[bool], Case]]:
-    """Register a program of TensorFlow's, which other backends leave out for this reason."""
+    """Register a TensorFlow program, which is excluded on other backends for this reason."""
     return not_on("jax torch", reason)
 
 
@@ -112,7 +112,7 @@ def mlp(
 
 
 def linear(optimizer: Any = None, loss: Any = "mse", **compile_: Any) -> Any:
-    """Return two linear layers, which nothing bounds."""
+    """Return two linear layers without any bound."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first"), layers.Dense(1, name="head")])
     model.compile(optimizer or keras.optimizers.SGD(0.01), loss, **compile_)
@@ -120,5 +120,5 @@ def linear(optimizer: Any = None, loss: Any = "mse", **compile_: Any) -> Any:
 
 
 def unary(function: Any, name: str, **compile_: Any) -> Any:
-    """Return a small network with a function of one's own in the middle."""
+    """Return a small network with a custom function in the middle."""
     return mlp(layers.Lambda(function, name=name), **compile_)

@@ -1,4 +1,4 @@
-"""The same mechanisms in other ways to run: eagerly, under XLA, several steps at once, in steps of one's own."""
+"""The same mechanisms in other modes: eager, XLA, several steps per execution, custom steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nan_row_several_steps_at_once_under_xla(bad: bool) -> Case:
 
 
 class Sharpness(keras.Model):
-    """A model that moves its weights, takes a second gradient there, and moves them back."""
+    """A model that moves its weights, computes a second gradient there, and moves them back."""
 
     def train_step(self, batch: Any) -> Any:
         x, y = batch

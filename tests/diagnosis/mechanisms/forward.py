@@ -65,7 +65,7 @@ def division_by_batch_deviation(bad: bool) -> Case:
 
 
 class Norm(layers.Layer):
-    """A layer norm of somebody's own."""
+    """A custom layer norm."""
 
     def __init__(self, epsilon: float, **kwargs: Any):
         super().__init__(**kwargs)

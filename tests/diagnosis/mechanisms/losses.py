@@ -1,4 +1,4 @@
-"""Losses that leave their domain, and slopes that are not finite."""
+"""Losses outside of their domain, and derivatives that are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of the kinds that people write themselves, and those of Keras at the edge of their domain."""
+"""Typical custom layers, and Keras layers at the limits of their domain."""
 
 from __future__ import annotations
 

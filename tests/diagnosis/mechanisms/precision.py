@@ -1,4 +1,4 @@
-"""What float16 cannot hold."""
+"""Values outside of the range of float16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives that are not finite, regularizers, complex numbers, outliers and rates without bounds."""
+"""Derivatives that are not finite, regularizers, complex numbers, outliers and unbounded rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sparsity(keras.regularizers.Regularizer):
 
 @program
 def a_regularizer_of_outputs_leaves_its_domain(bad: bool) -> Case:
-    """One unit is dead, and there are as many units as rows: no row is to blame."""
+    """A unit is dead, and there are as many units as rows: no row is to blame."""
     bias = np.ones(BATCH, "float32")
     bias[3] = -100.0
     code = layers.Dense(
@@ -64,7 +64,7 @@ def the_slope_of_a_regularizer(bad: bool) -> Case:
 
 @program
 def the_slope_of_an_angle(bad: bool) -> Case:
-    """The cosine of an angle of 0 is 1, where acos has no derivative."""
+    """The cosine of an angle of 0 is 1, at which acos has no derivative."""
     x, y = data()
     if bad:
         x[26] = 1e3
@@ -99,7 +99,7 @@ def the_slope_of_a_power_in_a_loss_of_keras(bad: bool) -> Case:
 
 @program
 def a_bad_value_passes_through_complex_numbers(bad: bool) -> Case:
-    """The logarithm in the first layer is to blame, not the transform after it."""
+    """The logarithm in the first layer is to blame, not the later transform."""
 
     def spectrum(t: Any) -> Any:
         real, imaginary = ops.fft((t, ops.zeros_like(t)))
