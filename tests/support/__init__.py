@@ -1,1 +1,3 @@
-"""What the tests share: models, data, programs, the oracle, and scripts that run in processes of their own."""
+"""Shared parts of the tests: models, data, programs, the oracle, and scripts that run in separate
+processes.
+"""

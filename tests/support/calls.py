@@ -1,4 +1,4 @@
-"""What a function calls: a cost that is the same on each machine, however busy it is."""
+"""The calls of a function: a measure of cost that is the same on each machine, busy or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 
 def calls_of(function: Callable[..., object], *arguments: object) -> list[str]:
-    """Call a function, and return the names of all Python and C functions that run for it, in order, itself first."""
+    """Call a function, and return the names of all Python and C functions that it runs, in order,
+    itself first.
+    """
     names: list[str] = []
 
     def note(frame, event, called):

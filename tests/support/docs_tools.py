@@ -1,4 +1,4 @@
-"""Loads the tools in docs/, which is no package."""
+"""Loads the tools in docs/, which is not a package."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def oracle(**more):
 
 
 def rolled_back():
-    """Three bad batches in a row: a rollback, on arrays that lie on several devices."""
+    """Three bad batches in a row: a rollback, on arrays that are spread over several devices."""
     x, y = data(bad=False)
     guard, net = NanGuard(verbose=0), model()
     before = net.layers[0].kernel.value.sharding
@@ -103,7 +103,7 @@ def rolled_back():
 
 
 def reduced(text):
-    """Return the bytes that each collective of a compiled program gives, as a sorted list.
+    """Return the bytes of the result of each collective of a compiled program, as a sorted list.
 
     Conditional branches are not counted: the bad entries are counted in one, in a refused step only.
     """
@@ -131,7 +131,8 @@ def traffic():
 
 @contextlib.contextmanager
 def compiled():
-    """Give the list of compiled functions that are called in the context, each with its arguments."""
+    """Yield the list of compiled functions that are called in the context, each with its arguments.
+    """
     seen, real = [], jax.jit
 
     def jit(function, *args, **kwargs):
@@ -155,7 +156,7 @@ def _abstract(leaf):
 
 
 def reported(what):
-    """Set the stage for one of what is asked for, and return what comes of it."""
+    """Run one of the requested cases, and return its result."""
     devices = distribution.list_devices()
     if what.startswith("model"):
         mesh = distribution.DeviceMesh((DEVICES // 2, 2), ["batch", "model"], devices)

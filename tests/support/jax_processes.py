@@ -36,17 +36,17 @@ from keras_nanguard.testing import inject
 
 BATCH, STEPS = 16, 24
 BAD = {3: 1, 7: 14}
-"""Bad batch and the row in it: one row of the first process, one of the last."""
+"""Bad batch and its row: one row of the first process, one of the last."""
 
 LAST = COUNT - 1
 ROWS = BATCH // COUNT
-"""Rows of the batch that each process has."""
+"""Rows of the batch of each process."""
 
 DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "verify_after": 1, "keep": 3}}
 
 
 class Die(keras.callbacks.Callback):
-    """Ends the last process without a word."""
+    """Ends the last process without any message."""
 
     def on_train_batch_end(self, batch, logs=None):
         if RANK == LAST and batch == 13:
@@ -54,8 +54,8 @@ class Die(keras.callbacks.Callback):
 
 
 class Spoils(keras.callbacks.Callback):
-    """Writes NaN into a weight, its first moment or a moving mean, in the copy of the first process
-    alone.
+    """Writes NaN into a weight, its first moment or a moving mean, only in the copy of the first
+    process.
     """
 
     def __init__(self, moment=False, statistic=False):
@@ -86,7 +86,7 @@ class Spoils(keras.callbacks.Callback):
 
 
 class SpoilsEpoch(keras.callbacks.Callback):
-    """Does the same between two epochs, so that steps are started before verdicts are read."""
+    """Does the same between two epochs, so that steps start before verdicts are read."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
@@ -96,7 +96,7 @@ class SpoilsEpoch(keras.callbacks.Callback):
 
 
 class Waits(keras.callbacks.Callback):
-    """Is called for each batch, so that each verdict is read before."""
+    """Is called for each batch, so that each verdict is read before the next step."""
 
     def on_train_batch_end(self, batch, logs=None):
         pass
@@ -134,7 +134,9 @@ def model():
 
 
 def placed():
-    """Return how batches, and with `model` a kernel too, are spread over the devices of both processes."""
+    """Return how batches, and with `model` also a kernel, are spread over the devices of both
+    processes.
+    """
     devices = distribution.list_devices()
     if not PARALLEL:
         return distribution.DataParallel(devices=devices, auto_shard_dataset=False)
@@ -150,18 +152,18 @@ def main():
 
 
 def done(incident):
-    """Return the actions that were done."""
+    """Return the performed actions."""
     return [outcome.action for outcome in incident.outcomes if outcome.status == "done"]
 
 
 def numbers(variable):
-    """Return the copy that this process has of a variable."""
+    """Return the copy of a variable in this process."""
     parts = (np.asarray(shard.data) for shard in variable.value.addressable_shards)
     return [float(number) for part in parts for number in part.astype("float64").ravel()]
 
 
 def reported(what):
-    """Train in one of the ways, as if nothing had been before, and tell how it ended."""
+    """Train in one of the ways, independently of earlier runs, and report the result."""
     keras.backend.clear_session(free_memory=False)
     distribution.set_distribution(placed())
     net, (x, y) = model(), data(what)

@@ -1,4 +1,5 @@
-"""Kinds of programs that people take from keras.io, in our own words: small networks, synthetic data, train steps and losses."""
+"""Typical programs of keras.io, rewritten: small networks, synthetic data, train steps and losses.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ KINDS: dict[str, Kind] = {}
 
 @dataclass(frozen=True)
 class Kind:
-    """One program: what builds its compiled model, its data, the argument of `fit` that goes bad, and the backends it runs on."""
+    """One program: the constructor of its compiled model, its data, the argument of `fit` with the
+    fault, and its backends.
+    """
 
     build: Callable[[], Any]
     data: Callable[[], dict[str, Any]]
@@ -27,7 +30,7 @@ class Kind:
 
 
 def kind(name: str, data: Callable[[], dict[str, Any]], **more: Any) -> Callable[[Any], Any]:
-    """Enter a program into the table."""
+    """Add a program to the table."""
 
     def enter(build: Any) -> Any:
         KINDS[name] = Kind(build, data, **more)
@@ -45,12 +48,12 @@ def whole(high: int, *shape: int, low: int = 0) -> np.ndarray:
 
 
 def alone(*shape: int) -> Callable[[], dict[str, Any]]:
-    """Return what makes data without labels."""
+    """Return a constructor of data without labels."""
     return lambda: {"x": normal(*shape), "y": np.zeros((ROWS, 1), "float32")}
 
 
 class Loss(keras.Model):
-    """A model whose loss is a method of it: `loss_of(x, y, y_pred)`."""
+    """A model whose loss is one of its methods: `loss_of(x, y, y_pred)`."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return self.loss_of(x, y, y_pred)
@@ -139,7 +142,7 @@ def vae() -> Any:
 
 
 class Denoiser(Loss):
-    """DDIM: predicts the noise that was mixed into its input at a random time of the schedule."""
+    """DDIM: predicts the noise in its input at a random time of the schedule."""
 
     def __init__(self):
         super().__init__()

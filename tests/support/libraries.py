@@ -1,4 +1,6 @@
-"""Model libraries on Keras 3, each built from configuration, small, and trained by its own `fit`; nothing is downloaded."""
+"""Model libraries on Keras 3, each with a small model built from configuration and trained by its
+own `fit`; no downloads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from keras import layers, ops
 from support import zoo
 
 GOOD = 5
-"""Batches that are good; a bad run has one more, the last."""
+"""Number of good batches; a bad run has one more, the last."""
 ROWS = zoo.BATCH * (GOOD + 1)
 
 LIBRARIES: dict[str, Library] = {}
@@ -22,7 +24,9 @@ LIBRARIES: dict[str, Library] = {}
 
 @dataclass(frozen=True)
 class Library:
-    """A model of a library: its package, what builds it, data by name, what goes bad, how it is trained, and the backends."""
+    """A model of a library: its package, constructor, data by name, the faulty part, training, and
+    backends.
+    """
 
     package: str
     build: Callable[[], Any]
@@ -32,7 +36,9 @@ class Library:
     on: tuple[str, ...] = ("tensorflow", "jax", "torch")
 
     def train(self, guard: Any = None, bad: bool = False) -> tuple[dict[str, list[float]], list[tuple[str, np.ndarray]]]:
-        """Return history and state of an epoch of good batches, and of a bad one after them where that is asked for."""
+        """Return history and state after an epoch of good batches, and of one more bad batch if
+        requested.
+        """
         importlib.import_module(self.package)  # some draw random numbers as they are imported
         keras.utils.set_random_seed(0)
         model, data = self.build(), self.data()
@@ -56,7 +62,7 @@ def _fit(model: Any, data: dict[str, Any], **more: Any) -> Any:
 
 
 def library(name: str, package: str, data: Callable[[], dict[str, Any]], **more: Any) -> Callable[[Any], Any]:
-    """Enter a model into the table."""
+    """Add a library to the table."""
 
     def enter(build: Any) -> Any:
         LIBRARIES[name] = Library(package, build, data, **more)
@@ -165,7 +171,7 @@ def ranking_of_lists() -> Any:
 
 
 def retrieval_model() -> Any:
-    """Two towers; the loss is over the batch, without accidental hits and with hard negatives."""
+    """Two towers with an in-batch loss, without accidental hits and with hard negatives."""
     import keras_rs
 
     class Towers(keras.Model):

@@ -1,4 +1,4 @@
-"""The limits of the library that tests set to other values, and where each is."""
+"""The limits of the library that tests change, and the place of each."""
 
 from __future__ import annotations
 

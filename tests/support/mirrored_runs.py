@@ -1,4 +1,4 @@
-"""Runs under `tf.distribute.MirroredStrategy` on two logical CPUs, in processes of their own.
+"""Runs under `tf.distribute.MirroredStrategy` on two logical CPUs, in separate processes.
 
 Devices are set up once in a process; and TensorFlow 2.21 confuses the collectives of two strategies there if their models
 have other shapes, or one of them runs eagerly. `python mirrored_runs.py NAME...` runs these cases and prints a line of JSON
@@ -28,7 +28,7 @@ from support import zoo
 REPLICAS = int(sys.argv.pop(1)) if sys.argv[1].isdigit() else 2
 LAST = REPLICAS - 1
 ROWS = {0: 1, LAST: 6}
-"""A row of the batch that the first replica is given, and one of the last."""
+"""A row of the batch on the first replica, and one on the last."""
 
 Case = Callable[[], dict[str, Any]]
 
@@ -36,13 +36,13 @@ CASES: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    """Enter a case into the table."""
+    """Add a case to the table."""
     CASES[function.__name__] = function
     return function
 
 
 def state_of(model: Any) -> list[tuple[str, np.ndarray]]:
-    """Return the copy that each replica has of every variable of the train state."""
+    """Return the copy of each replica of every variable of the train state."""
     held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     optimizers = {id(o): o for o in (model.optimizer, *held) if o is not None}.values()
     found = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
@@ -56,7 +56,7 @@ def state_of(model: Any) -> list[tuple[str, np.ndarray]]:
 
 
 def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int = 2, strategy: Any = None, **fit: Any) -> zoo.Run:
-    """Train a model that is built under the strategy, a new one by default, from a fixed seed."""
+    """Train a model that is built under the strategy, by default a new one, from a fixed seed."""
     keras.utils.set_random_seed(0)
     strategy = strategy or tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(REPLICAS)])
     with strategy.scope():
@@ -72,7 +72,7 @@ def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int
 def oracle(
     build: Callable[[], Any], bad: dict[int, int | None], value: float = np.nan, clean: zoo.Data | None = None, where: str = "x"
 ) -> dict[str, Any]:
-    """Train on data with poisoned batches: as Keras does it, guarded, and without these batches.
+    """Train on data with bad batches with stock Keras, guarded, and without these batches.
 
     `bad` tells the replica that is given the poison, by batch; `None` for both.
     """
@@ -90,7 +90,7 @@ def oracle(
 
 
 def reports(guard: NanGuard) -> dict[str, Any]:
-    """Return what the guard tells of a run."""
+    """Return the results that the guard reports."""
     return {
         "steps": [incident.step for incident in guard.incidents],
         "replicas": [list(incident.replicas) for incident in guard.incidents],
@@ -115,7 +115,9 @@ def momentum() -> dict[str, Any]:
 
 
 def scaled(optimizer: Any) -> Any:
-    """Return it with a loss scale at which no healthy step overflows: Keras refuses such steps by halves."""
+    """Return the model with a loss scale at which no healthy step overflows, because Keras commits
+    parts of such steps.
+    """
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
 
 
@@ -152,7 +154,7 @@ def bad_target() -> dict[str, Any]:
 
 
 class TwoOptimizers(keras.Model):
-    """Two networks, each with its own optimizer; the second is trained on what the first one is after its update."""
+    """Two networks, each with its own optimizer; the second is trained on the updated first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ def gan(**mode: Any) -> Any:
 
 @case
 def overflow() -> dict[str, Any]:
-    """An overflow of float16 that replica 1 alone sees: the scale is halved on both, and nothing else is touched."""
+    """A float16 overflow on replica 1: the scale is halved on both, and nothing else changes."""
     keras.config.set_dtype_policy("mixed_float16")
     states: list[dict[str, Any]] = []
 
@@ -217,7 +219,7 @@ def overflow() -> dict[str, Any]:
 
 @case
 def several_steps() -> dict[str, Any]:
-    """One replica: with several on CPUs, TensorFlow 2.21 cannot run several steps in one execution of any model."""
+    """One replica: with several on CPUs, TensorFlow 2.21 cannot run several steps per execution."""
     global REPLICAS
     before, REPLICAS = REPLICAS, 1
     try:
@@ -228,7 +230,9 @@ def several_steps() -> dict[str, Any]:
 
 @case
 def observed() -> dict[str, Any]:
-    """A policy that changes nothing: the run is the one that Keras makes, and the replica is named."""
+    """Under a policy that changes nothing the run equals that of Keras, and the replica is
+    reported.
+    """
     data = zoo.poison(zoo.regression(), 4, row=ROWS[LAST])
     guard = NanGuard("observe", verbose=0)
     one, other = run(zoo.plain, data, guard), run(zoo.plain, data)
@@ -247,14 +251,14 @@ def healthy_two_optimizers() -> dict[str, Any]:
 
 
 def clean(build: Callable[[], Any]) -> dict[str, Any]:
-    """Return in what a guarded run on clean data differs from one that is not guarded."""
+    """Return the differences between guarded and plain runs on clean data."""
     guard = NanGuard(verbose=0)
     return {"differences": zoo.differences(run(build, zoo.regression(), guard), run(build, zoo.regression())), **reports(guard)}
 
 
 @case
 def compiled() -> dict[str, Any]:
-    """XLA, which Keras cannot use under this strategy on CPUs: the guarded step runs in graph mode."""
+    """Keras cannot use XLA under this strategy on CPUs: the guarded step runs in graph mode."""
 
     def in_graph_mode() -> Any:
         model = zoo.plain(jit_compile=True)
@@ -266,7 +270,7 @@ def compiled() -> dict[str, Any]:
 
 
 class Own(keras.Model):
-    """A step of the user's own: a log that no metric holds, and a variable that no list of Keras names."""
+    """A custom step with a log without a metric, and a variable that no list of Keras contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +310,7 @@ def own_step() -> dict[str, Any]:
 
 @case
 def uneven() -> dict[str, Any]:
-    """A last batch of a single row, of which replica 1 is given none."""
+    """A last batch of a single row, of which replica 1 gets none."""
     data = zoo.regression()
     data = zoo.Data(data.x[:-7], data.y[:-7])
     guard = NanGuard(verbose=0)
@@ -316,7 +320,7 @@ def uneven() -> dict[str, Any]:
 
 @case
 def on_batch() -> dict[str, Any]:
-    """`NanGuardModel` and `train_on_batch`, which gives each replica the whole batch."""
+    """`NanGuardModel` and `train_on_batch`, which passes the whole batch to each replica."""
     data = zoo.regression()
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = NanGuardModel(inputs=(x := keras.Input((6,))), outputs=keras.layers.Dense(1)(x))
@@ -330,7 +334,7 @@ def on_batch() -> dict[str, Any]:
 
 
 class Logarithm(keras.layers.Layer):
-    """Leaves its domain at one row of a batch."""
+    """Leaves its domain for one row of a batch."""
 
     def call(self, x: Any) -> Any:
         return ops.log(ops.where(x > 50.0, -1.0, 4.0 + x))
@@ -338,7 +342,7 @@ class Logarithm(keras.layers.Layer):
 
 @case
 def forward_domain() -> dict[str, Any]:
-    """A row at which a layer leaves its domain, on the last replica in batch 3."""
+    """A row for which a layer leaves its domain, on the last replica in batch 3."""
     data = zoo.regression()
     data.x[zoo.BATCH * 3 + ROWS[LAST], 0] = 100.0
     guard = NanGuard(verbose=0)
@@ -361,7 +365,9 @@ def forward_domain() -> dict[str, Any]:
 
 @case
 def no_rows() -> dict[str, Any]:
-    """A last batch of one row: BatchNormalization on the replica that is given none averages over nothing."""
+    """A last batch of one row: BatchNormalization on the replica without rows averages over
+    nothing.
+    """
     data, guard = zoo.regression(), NanGuard(verbose=0)
     data = zoo.Data(data.x[:-7], data.y[:-7])
     run(zoo.plain, data, guard, epochs=1)

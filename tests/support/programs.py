@@ -1,4 +1,4 @@
-"""Programs as users write them: one entry for each way to build, compile and feed a Keras model."""
+"""Typical user programs: one for each way to build, compile and feed a Keras model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(name: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter a model into the table."""
+    """Add a program to the table."""
 
     def enter(build: Callable[..., Any]) -> Callable[..., Any]:
         PROGRAMS[name] = Program(build, **more)
@@ -60,7 +60,7 @@ def program(name: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _optimizers() -> dict[str, Callable[[], Any]]:
-    """Every optimizer that Keras ships, also one that a later release brings."""
+    """Every optimizer of Keras, including those of later releases."""
     kinds = {
         name: kind
         for name, kind in vars(keras.optimizers).items()
@@ -341,7 +341,7 @@ def spectral(**mode: Any) -> Any:
 
 
 class LowestSeen(layers.Layer):
-    """Keeps the lowest input ever seen, which starts as the largest number there is."""
+    """Stores the lowest input so far, which starts as the largest number."""
 
     def build(self, shape):
         largest = keras.initializers.Constant(np.finfo("float32").max)
@@ -361,7 +361,7 @@ def own_state(**mode: Any) -> Any:
 
 
 def counter() -> Any:
-    """Return a variable of the backend's own, at 0."""
+    """Return a native variable of the backend, at 0."""
     if zoo.BACKEND == "torch":
         import torch
 
@@ -372,7 +372,9 @@ def counter() -> Any:
 
 
 class Unlisted(keras.Model):
-    """Counts its steps in a variable of the backend's own, draws from the global seed, and holds what Keras lists nowhere."""
+    """Counts its steps in a native variable of the backend, draws from the global seed, and has
+    state that Keras does not list.
+    """
 
     def __init__(self):
         super().__init__()
@@ -422,7 +424,9 @@ for _policy in ("mixed_float16", "mixed_bfloat16", "float64", "bfloat16"):
 def differentiated(
     loss: Callable[[], Any], variables: Callable[[], list[Any]], scaled: Callable[[Any], Any] = lambda loss: loss
 ) -> tuple[Any, list[Any]]:
-    """Return the loss, and its gradients (scaled) by the variables that are there after it, in the backend's idiom."""
+    """Return the loss, and its (scaled) gradients by the variables that exist after it, in the
+    backend's idiom.
+    """
     if zoo.BACKEND == "torch":
         import torch
 
@@ -437,7 +441,7 @@ def differentiated(
 
 
 class OwnStep(keras.Model):
-    """Its own loss, its own logs, `compute_loss` never called."""
+    """A custom loss and custom logs, without a call of `compute_loss`."""
 
     def __init__(self):
         super().__init__()
@@ -469,7 +473,7 @@ def own_loss(**mode: Any) -> Any:
 
 
 class RawLogs(OwnStep):
-    """Logs the loss as it is, held by no metric."""
+    """Logs the loss itself, without a metric."""
 
     def train_step(self, data):
         x, y = data
@@ -486,7 +490,9 @@ def raw_logs(**mode: Any) -> Any:
 
 
 class Adversarial(keras.Model):
-    """A GAN: two networks, two optimizers, and the generator's step reads what the discriminator's has written."""
+    """A GAN: two networks, two optimizers, and a generator step that reads the updated
+    discriminator.
+    """
 
     def __init__(self):
         super().__init__()
@@ -542,7 +548,9 @@ def gan(**mode: Any) -> Any:
 
 
 class Sharpness(OwnStep):
-    """Sharpness-aware minimisation: moves the weights uphill, takes the gradient there, moves back, then applies it."""
+    """Sharpness-aware minimisation: moves the weights uphill, computes the gradient there, moves
+    back, then applies it.
+    """
 
     def train_step(self, data):
         x, y = data
@@ -570,7 +578,7 @@ def sam(**mode: Any) -> Any:
 
 
 class TwicePerStep(OwnStep):
-    """Updates twice in one step with one optimizer."""
+    """Makes two updates in one step with one optimizer."""
 
     def train_step(self, data):
         for _ in range(2):
@@ -586,7 +594,7 @@ def two_updates(**mode: Any) -> Any:
 
 
 class Averaging(keras.Model):
-    """Keeps a slow copy of its weights by hand, after the update, as a momentum encoder does."""
+    """Maintains a slow copy of its weights, after the update, like a momentum encoder."""
 
     def __init__(self):
         super().__init__()
@@ -612,7 +620,7 @@ def averaging(**mode: Any) -> Any:
 
 
 class Conditional(keras.Model):
-    """Applies its gradients within a conditional of its own."""
+    """Applies its gradients within a conditional."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The public surface of the library as lines of text, one fact a line, read off the code.
+"""The public interface of the library as lines of text, one fact per line, read from the code.
 
     python tests/support/public_api.py > tests/public_api.txt
 
@@ -24,26 +24,26 @@ OF_A_GUARD = ("incidents", "policy", "directory")
 """Attributes of a guard that its docstring or its arguments name."""
 
 def listed(family: str) -> tuple[str, ...]:
-    """Return the words of a closed list as `tests/public_api.txt` has them: `listed("cause")`."""
+    """Return the words of a closed list as in `tests/public_api.txt`: `listed("cause")`."""
     written = SURFACE.read_text(encoding="utf-8").splitlines()
     return tuple(line.removeprefix(f"{family} ") for line in written if line.startswith(f"{family} "))
 
 
 def lines() -> list[str]:
-    """Return every fact about the public surface."""
+    """Return every fact about the public interface."""
     parts = (names(), documented(), actions(), errors(), command_line(), policy_fields(), words(), logs(), recording(), formats())
     return [line for part in parts for line in part]
 
 
 def names() -> Iterator[str]:
-    """What can be imported."""
+    """Names that can be imported."""
     for module in ("keras_nanguard", "keras_nanguard.actions", "keras_nanguard.errors", "keras_nanguard.testing"):
         for name in sorted(importlib.import_module(module).__all__):
             yield f"name {module}.{name}"
 
 
 def documented() -> Iterator[str]:
-    """What the reference shows, with its arguments and attributes."""
+    """The contents of the reference, with arguments and attributes."""
     directive = re.compile(r"^\.\. auto(class|function):: (\S+)\n((?:   :.*\n)*)", re.MULTILINE)
     for kind, path, options in directive.findall(REFERENCE.read_text("utf-8")):
         module, name = path.rsplit(".", 1)
@@ -89,7 +89,7 @@ def actions() -> Iterator[str]:
 
 
 def errors() -> Iterator[str]:
-    """The errors, and what else each of them is."""
+    """The errors, and their built-in base classes."""
     module = importlib.import_module("keras_nanguard.errors")
     for name in sorted(module.__all__):
         error = getattr(module, name)
@@ -139,7 +139,7 @@ def words() -> Iterator[str]:
 
 
 def logs() -> Iterator[str]:
-    """What a guard adds to the logs of an epoch."""
+    """The keys that a guard adds to the logs of an epoch."""
     module = importlib.import_module("keras_nanguard._fit.callbacks")
     yield f"log {module.REFUSED}"
     documentation = importlib.import_module("keras_nanguard").NanGuard.__doc__ or ""
@@ -181,11 +181,11 @@ FORMATS = {
     "checked policy": ("_cli.commands", "CHECKED_POLICY"),
     "compared runs": ("_cli.commands", "COMPARED_RUNS"),
 }
-"""Each format: the module and the constant that hold its number."""
+"""Each format: the module and the constant with its number."""
 
 
 def difference(frozen: list[str], found: list[str]) -> str:
-    """Return what has changed between two lists of facts, in words; `""` if nothing has."""
+    """Return the differences between two lists of facts, in words; `""` if there are none."""
     gone = [line for line in frozen if line not in found]
     new = [line for line in found if line not in frozen]
     if not gone and not new:
@@ -204,7 +204,7 @@ def signature(value: Any) -> str:
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    """Return the default of a field, as it stands in a signature."""
+    """Return the default of a field, as in a signature."""
     if field.default is not dataclasses.MISSING:
         return f" = {field.default!r}"
     return "" if field.default_factory is dataclasses.MISSING else " = ..."

@@ -1,4 +1,4 @@
-"""Recordings that no run has made: as long as they are asked for, with incidents, rollbacks, layers and bad samples in them.
+"""Synthetic recordings of any length, with incidents, rollbacks, layers and bad samples.
 
 And recorders that are given steps which no model has made.
 """
@@ -29,7 +29,7 @@ EXACT = 8192
 BIN = 256
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
-"""A name that would become markup where somebody forgets to escape it."""
+"""A name that would become markup if it were not escaped."""
 
 
 def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: int = 0, epoch: int = 100) -> Recording:
@@ -183,13 +183,13 @@ def event_of(found):
 
 
 def push(made, steps, start=0):
-    """Record so many steps, some of them refused."""
+    """Record this many steps, some of them refused."""
     for step in range(start, start + steps):
         made.push(step, 1.0 / (step + 1), float("nan") if step % 7 == 3 else 0.5, 1.0, REFUSED if step % 7 == 3 else COMMITTED)
 
 
 def same(one, other):
-    """Check that two recordings hold the same, but for when they were written."""
+    """Check that two recordings are equal, except for their time of writing."""
     assert {**one.meta, "written": 0} == {**other.meta, "written": 0}
     for table in ("steps", "bins"):
         a, b = getattr(one, table), getattr(other, table)

@@ -16,11 +16,11 @@ HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 LIMIT = 900
-"""Seconds that a program may take on a busy machine; its own waits have shorter limits."""
+"""Maximum seconds of a program on a busy machine; its own waits have shorter limits."""
 
 
 def torch_cases(cases):
-    """Return what the processes of each case have left, by case and rank."""
+    """Return the results of the processes of each case, by case and rank."""
     env = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "torch_processes.py"), folder, *cases]
@@ -32,7 +32,7 @@ def torch_cases(cases):
 
 
 def assert_same(ranks, *names):
-    """Check that all processes have ended without an error, and report the same under each name."""
+    """Check that all processes have ended without an error, and report the same values."""
     assert all(left is not None and left.get("error") is None for left in ranks), ranks
     for name in names:
         assert all(left[name] == ranks[0][name] for left in ranks), name
@@ -58,7 +58,7 @@ def jax_started(directories, *arguments):
 
 
 def ended(processes):
-    """Return what each process printed, and its errors; reads from all of them at once.
+    """Return the output and the errors of each process; reads from all of them at once.
 
     One that waits for room in its pipe would let all others wait for it.
     """
@@ -67,7 +67,7 @@ def ended(processes):
 
 
 def jax_runs(directory, count, spread, *runs):
-    """Return for each run what all processes reported at its end, and what each printed during it.
+    """Return the final report of all processes for each run, and the output of each.
 
     Args:
         directory: where each run has its folder.

@@ -1,4 +1,4 @@
-"""Single steps on TensorFlow, with the transaction around them and no fit."""
+"""Single steps on TensorFlow, with the transaction around them and without a fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def network(optimizer=None, *more, loss="mse", built=True):
 
 
 def alone(model, way="deferred", body=None, several=1, **more):
-    """Return the transaction around the step of a model, for so many steps in one execution."""
+    """Return the transaction around the step of a model, for this many steps per execution."""
     created = []
     known = {"model": model, "logs": True, "counted": several > 1, "refuse": True}
     known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
@@ -50,7 +50,7 @@ def batches(x, steps=range(STEPS)):
 
 
 def execution(step, way=""):
-    """Return a function that runs a step on each batch that it is given, and returns what the last of them does."""
+    """Return a function that runs a step on each batch, and returns the result of the last one."""
 
     def execute(*batches):
         return [step(batch) for batch in batches][-1]
@@ -96,7 +96,9 @@ def trained(model, given, way=""):
 
 
 class Bursting(keras.optimizers.SGD):
-    """Makes a weight or a slot infinite in one of its updates; no later step computes anything bad of it."""
+    """Makes a weight or a slot infinite in one of its updates; no later step computes a bad value
+    from it.
+    """
 
     def __init__(self, where, update=2):
         super().__init__(0.05, momentum=0.9)
@@ -114,7 +116,7 @@ class Bursting(keras.optimizers.SGD):
 
 
 class Away(layers.Layer):
-    """Adds what its weights are, and nothing where they are infinite."""
+    """Adds the values of its weights, or nothing if they are infinite."""
 
     def build(self, shape):
         self.bias = self.add_weight(shape=(2,), initializer="zeros", name="bias")
@@ -124,7 +126,7 @@ class Away(layers.Layer):
 
 
 def spoiled(what):
-    """Return a loss that is bad, or whose gradient alone is, where a target is large."""
+    """Return a loss that is bad, or whose gradient alone is bad, if a target is large."""
 
     def loss(y, found):
         large = y > 50

@@ -49,7 +49,7 @@ def keras_model():
 
 
 def program(kind):
-    """Return a step, what to watch, its optimizer, and the parameters."""
+    """Return a step, the watched objects, its optimizer, and the parameters."""
     net = keras_model() if kind == "keras" else module()
     if kind == "sharded":
         from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,7 @@ def batches(rank, fault, world):
 
 
 def run(rank, world, kind, fault, folder):
-    """Train, and return what is left."""
+    """Train, and return the final state."""
     train, watched, parameters, optimizer = program(kind)
     if fault == "memory" and rank == world - 1:
         from keras_nanguard._core import memory
@@ -203,7 +203,7 @@ def slots(optimizer):
 
 
 def case(directory, number, kind, fault, world):
-    """Run one case in processes of its own; returns what each has left."""
+    """Run one case in separate processes; return the result of each."""
     started, children = time.monotonic(), []
     for rank in range(world):
         file = os.path.join(directory, f"{number}-{rank}.json")

@@ -1,4 +1,4 @@
-"""Single steps on PyTorch, with the transaction around them and no fit."""
+"""Single steps on PyTorch, with the transaction around them and without a fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(one, other):
 
 
 def updated(model, data, optimizer=None):
-    """Update a model, as a step of one's own does, and return the loss."""
+    """Update a model like a hand-written step, and return the loss."""
     optimizer, variables = optimizer or model.optimizer, model.trainable_variables
     model.zero_grad()
     loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
@@ -46,7 +46,9 @@ def updated(model, data, optimizer=None):
 
 
 def wild(model):
-    """A step of one's own that looks at the weights after its update, which so cannot wait."""
+    """A hand-written step that reads the weights after its update, which therefore cannot be
+    deferred.
+    """
 
     def body(data):
         return {"loss": updated(model, data), "weight": model.trainable_variables[0].value.detach().abs().sum()}
@@ -55,9 +57,11 @@ def wild(model):
 
 
 def own(model):
-    """A step of one's own that ends with its update, which so waits."""
+    """A hand-written step that ends with its update, which is therefore deferred."""
     return lambda data: {"loss": updated(model, data)}
 
 
 BODIES = {"stock": lambda model: None, "own": own, "wild": wild}
-"""The kinds of steps, each with what makes its body of a model; none is that of Keras."""
+"""The kinds of steps, each with a function that returns its body for a model; none is that of
+Keras.
+"""

@@ -1,4 +1,5 @@
-"""What a user of this library writes, with every public name. mypy and pyright check it in strict mode; nothing runs it."""
+"""A user program with every public name. mypy and pyright check it in strict mode; nothing runs it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Model(NanGuardModel):
 
 
 def page(incident: Incident) -> str:
-    """Return what an incident holds, each attribute with its type."""
+    """Return the contents of an incident, each attribute with its type."""
     finding: Finding = incident.findings[0]
     counts: list[int | None] = [finding.nan, finding.inf, finding.size]
     where: tuple[int | None, int | None, int | None] = (incident.step, incident.epoch, incident.batch)
@@ -56,7 +57,7 @@ def page(incident: Incident) -> str:
 
 
 def train(model: keras.Model, x: Array, y: Array) -> str:
-    """Train with a guard that has every argument, and look at all that it holds."""
+    """Train with a guard that has every argument, and read all of its attributes."""
     policy: Policy = Policy.load("recover", snapshot={"every": 50})
     guard = NanGuard(
         policy,
@@ -85,7 +86,7 @@ def train(model: keras.Model, x: Array, y: Array) -> str:
 
 
 def loop(model: keras.Model, optimizer: keras.optimizers.Optimizer, x: Array) -> float:
-    """Guard a step of one's own."""
+    """Guard a hand-written step."""
     guard = NanGuard("observe")
 
     def train_step(x: Array) -> float:
@@ -97,7 +98,7 @@ def loop(model: keras.Model, optimizer: keras.optimizers.Optimizer, x: Array) ->
 
 
 def files(model: keras.Model, x: Array) -> None:
-    """Use what works on models, batches and files."""
+    """Use the functions for models, batches and files."""
     finite: bool = scan("model.keras").ok
     statuses: list[str] = [change.status for change in repair("model.keras", weights="zeros", dry_run=True).changes]
     healthy: bool = diagnose(model, x).healthy
@@ -108,7 +109,7 @@ def files(model: keras.Model, x: Array) -> None:
 
 
 def errors() -> Incident | None:
-    """Catch what the library raises."""
+    """Catch the errors of the library."""
     try:
         NanGuard("no such policy")
     except PolicyError as error:

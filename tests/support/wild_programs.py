@@ -1,4 +1,5 @@
-"""Healthy training that looks alarming: losses that rise by design or by chance, weights that grow, nothing that moves.
+"""Healthy training with unusual losses: they rise by design or by chance, weights grow, or nothing
+changes.
 
 Each program says how wild it is, in the words of `measure`, and tests/recovery/test_wild_runs.py holds it to that.
 """
@@ -50,7 +51,7 @@ WILD: dict[str, Wild] = {}
 
 
 def wild(name: str, **more: Any) -> Callable[[Any], Any]:
-    """Enter a program into the table; bounds among the arguments are its claims."""
+    """Add a program to the table; bounds among the arguments are its claims."""
     claims = {key: value for key, value in more.items() if isinstance(value, tuple)}
 
     def enter(build: Any) -> Any:
@@ -72,7 +73,7 @@ def at_most(high: float) -> Bounds:
 
 
 class Trace(keras.callbacks.Callback):
-    """Keeps the loss of each step, taken out of the running means that Keras logs."""
+    """Records the loss of each step, computed from the running means that Keras logs."""
 
     def __init__(self, watch: str):
         super().__init__()
@@ -91,7 +92,8 @@ class Trace(keras.callbacks.Callback):
 
 
 def train(program: Wild, guarded: bool) -> tuple[zoo.Run, dict[str, float]]:
-    """Train a program from a fixed seed; returns what it leaves behind and, of a plain run, how wild it was."""
+    """Train a program from a fixed seed; return its results and, for a plain run, its measurements.
+    """
     keras.utils.set_random_seed(0)
     model, fit = program.build()
     before, trace = _norms(model), Trace(program.watch)
@@ -107,7 +109,8 @@ def _norms(model: Any) -> list[float]:
 
 
 def measure(losses: list[float], before: list[float], after: list[float]) -> dict[str, float]:
-    """Return how wild a run was: ratios of its losses to the median of the first three, and of its kernels' norms.
+    """Return measurements of a run: ratios of its losses to the median of the first three, and of
+    its kernels' norms.
 
     `peak` is the largest loss, `late` that of the second half, `early` that of the first tenth; `settled` is the median of the last
     fifth, `saddle` that at a fifth of the way; `spike` is the largest loss over the median of all. `negative` and `zero` are shares of
@@ -164,7 +167,7 @@ def arrays(x: Any, y: Any = None, *, batch: int = 16, epochs: int = 5, **more: A
 
 
 def network(features: int, *sizes: int, activation: str = "relu", last: dict[str, Any] | None = None, **more: Any) -> Any:
-    """Return dense layers, the last of them without an activation."""
+    """Return dense layers, the last one without an activation."""
     hidden = [layers.Dense(size, activation, **more) for size in sizes[:-1]]
     return keras.Sequential([keras.Input((features,)), *hidden, layers.Dense(sizes[-1], **{**more, **(last or {})})])
 
@@ -190,7 +193,9 @@ class AtEpoch(keras.callbacks.Callback):
 
 
 class Added(layers.Layer):
-    """Adds a loss of its own, computed from its inputs; has a number that a callback may change, and a source of noise."""
+    """Adds a loss that is computed from its inputs; has a number that a callback may change, and a
+    source of noise.
+    """
 
     def __init__(self, objective: Callable[..., Any], number: float = 1.0):
         super().__init__()
@@ -204,7 +209,7 @@ class Added(layers.Layer):
 
 
 class Phases(keras.Model):
-    """Networks that are trained in turns within one step, each by an optimizer and a loss of its own."""
+    """Networks that are trained in turn within one step, each with its own optimizer and loss."""
 
     def __init__(self, networks: dict[str, Any], losses: dict[str, Callable[..., Any]], optimizers: dict[str, Any]):
         super().__init__()
@@ -341,12 +346,16 @@ def _critic(shift: float) -> Any:
     "wgan-critic-at-its-bounds", negative=at_least(0.8), settled=at_most(-3.0)
 )
 def critic_at_bounds():
-    """The best critic within its bounds has every weight at one of them, so that kernels stand still while the loss falls."""
+    """The best critic within its bounds has every weight at a bound, so kernels do not change while
+    the loss falls.
+    """
     return _critic(0.5)
 
 
 class Rewarded(keras.utils.PyDataset):
-    """States, the actions of the policy at the beginning of the epoch, and their advantages as sample weights."""
+    """States, the actions of the policy at the beginning of the epoch, and their advantages as
+    sample weights.
+    """
 
     def __init__(self, model: Any):
         super().__init__()
@@ -389,7 +398,7 @@ def _acted(layer: Any, logits: Any, x: Any) -> tuple[Any, Any]:
 
 @wild("reinforce-on-policy", negative=at_least(0.1), late=at_least(0.5))
 def on_policy():
-    """The same with actions sampled within the step; the loss says nothing of the reward."""
+    """The same with actions sampled within the step; the loss is unrelated to the reward."""
     x = keras.Input((4,))
     logits = network(4, 16, 3)(x)
 
@@ -437,7 +446,7 @@ def ppo():
 
 @wild("q-learning", peak=at_least(2.0), growth=at_least(3.0))
 def q_learning():
-    """Targets that come from a slow copy of the network: values and errors grow towards their place far away."""
+    """Targets from a slow copy of the network: values and errors grow towards a distant limit."""
     x, after = keras.Input((4,)), keras.Input((4,))
     fast, slow = network(4, 16, 1), network(4, 16, 1)
     slow.trainable = False
@@ -452,7 +461,9 @@ def q_learning():
 
 @wild("gradient-reversal", spike=at_least(1.3))
 def reversal():
-    """The features unlearn what the last layer tries to learn, so that its loss comes back to that of guessing and stays."""
+    """The features unlearn what the last layer learns, so its loss returns to that of guessing and
+    stays there.
+    """
     x = keras.Input((6,))
     features = layers.Dense(8, "tanh")(x)
     backwards = layers.Lambda(lambda f: ops.stop_gradient(4.0 * f) - 3.0 * f)(features)
@@ -485,7 +496,9 @@ def _correlated() -> np.ndarray:
 
 @wild("vae-kl-annealed", back=at_least(2.0))
 def vae():
-    """The weight of the KL term is raised each epoch, from nothing, until the code says nothing any more."""
+    """The weight of the KL term is raised each epoch, from zero, until the code contains no
+    information.
+    """
     model, beta = _vae(0.0)
     model.compile(Opt.Adam(2e-2), "mse")
     return model, arrays(_correlated(), _correlated(), epochs=7, callbacks=[AtEpoch(lambda epoch: beta.assign(1e-3 * 5.0**epoch))])
@@ -493,7 +506,9 @@ def vae():
 
 @wild("weight-untracked-variable", settled=at_least(50.0), not_on={"jax": "a compiled step takes no variable that the model does not hold"})
 def untracked():
-    """The loss function reads a variable that nothing else knows of, which a callback raises a hundredfold."""
+    """The loss function reads a variable that is tracked nowhere, and that a callback raises a
+    hundredfold.
+    """
     weight = keras.Variable(1.0, trainable=False, name="weight")
     model = network(6, 8, 1)
     model.compile(Opt.Adam(1e-3), lambda y, p: weight * ops.mean(ops.square(y - p), -1))
@@ -503,7 +518,7 @@ def untracked():
 
 @wild("weight-in-the-data", settled=at_least(200.0))
 def in_the_data():
-    """The weight of a curriculum comes with the batches and grows a thousandfold."""
+    """The weight of a curriculum is part of the batches and grows a thousandfold."""
     x, y = draw(320, 6), draw(320, 1, seed=1)
 
     def batches():
@@ -518,7 +533,7 @@ def in_the_data():
 
 @wild("penalty-raised", settled=at_least(20.0))
 def penalty():
-    """A constraint as a penalty whose weight goes up fivefold at a time; it contradicts the data."""
+    """A constraint as a penalty whose weight grows fivefold at a time; it contradicts the data."""
     x = keras.Input((6,))
     penalised = Added(lambda layer, p: layer.number * ops.mean(ops.square(p - 1.0)))
     model = keras.Model(x, penalised(network(6, 8, 1, last={"bias_constraint": "max_norm", "use_bias": False})(x)))
@@ -580,7 +595,9 @@ def cyclic():
 
 @wild("rate-raised-by-callback", back=at_least(1.3))
 def raised():
-    """A scheduler raises the rate tenfold in the last epoch; the loss rises and comes to rest on a higher level of noise."""
+    """A scheduler raises the rate tenfold in the last epoch; the loss rises to a higher level of
+    noise.
+    """
     model = network(6, 1, last={"kernel_initializer": "zeros"})
     model.compile(Opt.SGD(0.02), "mse")
     x, y = linear_data(160)
@@ -590,7 +607,7 @@ def raised():
 
 @wild("reduced-on-plateau", settled=(0.4, 3.0))
 def on_plateau():
-    """Nothing improves, so the rate falls to almost nothing."""
+    """Nothing improves, so the rate falls to almost zero."""
     model = network(6, 8, 3)
     model.compile(Opt.Adam(1e-2), crossentropy())
     reduce = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.01, patience=0, min_delta=0.1)
@@ -601,7 +618,9 @@ def on_plateau():
 
 
 class Harder(keras.utils.PyDataset):
-    """Small targets at first, and ten times larger ones, that the inputs do not determine, from the middle on."""
+    """Small targets at first, and from the middle on ten times larger ones that the inputs do not
+    determine.
+    """
 
     def __len__(self):
         return 120
@@ -613,7 +632,7 @@ class Harder(keras.utils.PyDataset):
 
 @wild("curriculum", settled=at_least(3.0), spike=at_least(2.0))
 def curriculum():
-    """The loss jumps up in the middle of an epoch and stays there, because the new data is harder."""
+    """The loss jumps in the middle of an epoch and stays there, because the new data is harder."""
     model = network(6, 8, 1)
     model.compile(Opt.Adam(1e-2), "mse")
     return model, {"x": Harder(), "epochs": 1}
@@ -621,7 +640,7 @@ def curriculum():
 
 @wild("curriculum-large", settled=at_least(100.0))
 def curriculum_large():
-    """The same by a generator, from a loss of 1 to one of thousands."""
+    """The same with a generator, from a loss of 1 to one of thousands."""
 
     def batches():
         for step in range(120):
@@ -635,7 +654,7 @@ def curriculum_large():
 
 @wild("new-classes", back=at_least(2.0))
 def new_classes():
-    """One class after the other: at each new one the loss jumps above that of guessing."""
+    """One class after the other: each new one makes the loss jump above that of guessing."""
     images, y = digits(400)
     order = np.argsort(y, kind="stable")
     model = network(64, 16, 10)
@@ -645,7 +664,7 @@ def new_classes():
 
 @wild("online-drift", late=at_least(5.0))
 def drift():
-    """The thing to be predicted moves away all the time, and faster."""
+    """The target changes all the time, and faster and faster."""
     steps = 120
     x, scale = draw(16 * steps, 6), np.repeat(np.linspace(0, 3, steps), 16)[:, None]
     model = network(6, 1)
@@ -685,7 +704,7 @@ def _alike(temperature: float) -> Any:
 
 @wild("contrastive-batch-composition", late=at_least(2.0))
 def contrastive():
-    """Batches of unlike samples at first, and of hard negatives, almost alike, later."""
+    """Dissimilar samples at first, then hard negatives that are almost equal."""
     centres = np.concatenate([draw(320, 6), draw(1, 6, seed=1) + 0.05 * draw(320, 6, seed=2)])
     model = _alike(0.1)
     model.compile(Opt.Adam(1e-2))
@@ -694,7 +713,7 @@ def contrastive():
 
 @wild("negative-cosine", negative=at_least(0.9))
 def cosine():
-    """A similarity as a loss: negative, down to its end at -1, where two views collapse onto each other."""
+    """A similarity as a loss: negative, down to -1, at which two views collapse onto each other."""
     model = network(6, 16, 4)
     model.compile(Opt.Adam(1e-2), keras.losses.CosineSimilarity())
     x = draw(320, 6)
@@ -703,7 +722,7 @@ def cosine():
 
 @wild("random-labels", settled=(0.5, 1.2))
 def random_labels():
-    """Nothing to learn: the loss sits at the entropy of the labels."""
+    """Nothing to learn: the loss stays at the entropy of the labels."""
     model = network(6, 16, 4)
     model.compile(Opt.Adam(1e-3), crossentropy())
     return model, arrays(draw(2400, 6), whole(4, 2400, seed=1), epochs=2)
@@ -728,7 +747,7 @@ def parity():
 
 @wild("dead-from-the-start", settled=(0.5, 1.6), growth=(1.0, 1.0))
 def dead_features():
-    """Inputs that are all zero but for the bias: only the last bias has anything to learn."""
+    """All inputs are zero: only the last bias can be learned."""
     model = network(6, 8, 8, 1)
     model.compile(Opt.Adam(1e-3), "mse")
     return model, arrays(np.zeros((320, 6), "float32"), 1 + draw(320, 1))
@@ -736,7 +755,8 @@ def dead_features():
 
 @wild("fine-tuning", settled=at_most(0.5))
 def fine_tuning():
-    """Frozen layers and a frozen normalisation that holds the statistics of other data, below a new head."""
+    """Frozen layers and a frozen normalisation with the statistics of other data, below a new head.
+    """
     x, y = linear_data()
     model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)])
     model.layers[1].set_weights([np.ones(16), np.zeros(16), np.full(16, 0.3), np.full(16, 25.0)])
@@ -765,14 +785,14 @@ def tiny():
 
 @wild("enormous-losses", size=at_least(1e12))
 def enormous():
-    """Targets of millions: the loss is in trillions and barely moves."""
+    """Targets of millions: the loss is in trillions and hardly changes."""
     x, y = linear_data()
     return _sized(x, 3e6 * y, Opt.Adam(1e-2))
 
 
 @wild("target-with-offset", size=at_least(1e7))
 def offset():
-    """Years as targets: all that is learned for long is their mean."""
+    """Years as targets: for a long time only their mean is learned."""
     x, y = linear_data()
     return _sized(x, 5e3 + y, Opt.Adam(1e-2))
 
@@ -786,7 +806,7 @@ def batch_of_one():
 
 @wild("batch-of-one-wrong-label", spike=at_least(500.0))
 def wrong_label():
-    """Every loss is next to nothing but those of a few wrong labels, one at a time."""
+    """Almost every loss is tiny, except those of a few wrong labels, one at a time."""
     x = 3 * draw(200, 6)
     y = (x[:, 0] > 0).astype("float32")
     y[130::33] = 1 - y[130::33]
@@ -798,7 +818,9 @@ def wrong_label():
 
 @wild("batch-of-one-memorised", spike=at_least(1e5), settled=at_most(1e-2))
 def memorised():
-    """The same after the network has become certain, so that a wrong label counts a million times as much as a right one."""
+    """The same after the network has become certain, so a wrong label costs a million times as much
+    as a right one.
+    """
     x = 3 * draw(300, 6)
     y = (x[:, :1] > 0).astype("float32")
     x[:, 0] += 15 * np.sign(x[:, 0])
@@ -819,7 +841,7 @@ def _ratings() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Factors(layers.Layer):
-    """Embeddings made by hand."""
+    """Hand-written embeddings."""
 
     def build(self, shape):
         start = keras.initializers.RandomNormal(stddev=1e-3)
@@ -832,7 +854,7 @@ class Factors(layers.Layer):
 
 @wild("matrix-factorisation", growth=at_least(100.0), saddle=at_least(0.3))
 def factorisation():
-    """Tiny embeddings grow, after the loss has sat at a saddle."""
+    """Tiny embeddings grow, after the loss has stayed at a saddle."""
     pairs, ratings = _ratings()
     start = keras.initializers.RandomNormal(stddev=1e-3)
     inputs = keras.Input((2,), dtype="int32")
@@ -844,7 +866,7 @@ def factorisation():
 
 @wild("matrix-factorisation-by-hand", growth=at_least(20.0), saddle=at_least(0.5))
 def factorisation_by_hand():
-    """The same with weights of one's own and gradient descent."""
+    """The same with hand-written weights and gradient descent."""
     model = keras.Sequential([keras.Input((2,), dtype="int32"), Factors()])
     model.set_weights([1e-3 * draw(20, 4, seed=4), 1e-3 * draw(20, 4, seed=5)])
     model.compile(Opt.SGD(1.0, momentum=0.7), "mse")
@@ -875,7 +897,7 @@ def word_vectors():
 
 @wild("zero-initialised-head", settled=at_most(0.5))
 def zero_head():
-    """The last kernel is 0 at the start, so the first gradient of all others is, too."""
+    """The last kernel starts at 0, so the first gradient of all others is 0, too."""
     images, y = digits()
     model = network(64, 16, 10, last={"kernel_initializer": "zeros"})
     model.compile(Opt.Adam(1e-2), crossentropy())
@@ -907,7 +929,7 @@ def lora():
 
 @wild("unscaled-regression", growth=at_least(10.0), settled=at_most(0.5))
 def unscaled():
-    """Targets of hundreds: the weights grow to them, and the loss falls."""
+    """Targets of hundreds: the weights grow accordingly, and the loss falls."""
     x, y = linear_data()
     return _sized(x, 300 * y + 200, Opt.Adam(0.3))
 
@@ -923,13 +945,15 @@ def tiny_features():
 
 @wild("normalised-adam", growth=at_least(10.0), settled=at_most(0.7))
 def normalised_adam():
-    """A kernel below BatchNormalization has no scale of its own: at a high rate it grows, and the network learns."""
+    """A kernel below BatchNormalization has no fixed scale: at a high rate it grows, and the
+    network learns.
+    """
     return _normalised(Opt.Adam(0.2))
 
 
 @wild("normalised-momentum", growth=at_least(5.0), settled=at_most(0.9))
 def normalised_momentum():
-    """The same with a momentum of 1, which forgets no gradient."""
+    """The same with a momentum of 1, which never decays."""
     return _normalised(Opt.SGD(0.1, momentum=1.0))
 
 
@@ -944,7 +968,7 @@ def _normalised(optimizer: Any) -> Any:
 
 @wild("strong-decay", shrinking=at_most(0.2))
 def decay():
-    """Weight decay wins against the gradient of targets that are noise, and the weights go to 0."""
+    """Weight decay exceeds the gradient of noisy targets, and the weights go to 0."""
     model = network(6, 16, 1)
     model.compile(Opt.AdamW(1e-2, weight_decay=3.0), "mse")
     return model, arrays(draw(320, 6), draw(320, 1, seed=1))
@@ -974,13 +998,15 @@ def _catapulted(rate: float) -> Any:
 
 @wild("catapult", peak=at_least(4.0), settled=at_most(0.1))
 def catapult():
-    """Two linear layers at a rate above what the sharpness allows: the loss rises at first, then lands somewhere flatter."""
+    """Two linear layers at a rate above the sharpness limit: the loss rises at first, then reaches
+    a flatter region.
+    """
     return _catapulted(0.026)
 
 
 @wild("catapult-high", early=at_least(20.0), settled=at_most(0.1))
 def catapult_high():
-    """The same at a rate at which the loss is a hundred times its start after six steps."""
+    """The same at a rate at which the loss is a hundred times its initial value after six steps."""
     return _catapulted(0.033)
 
 
@@ -1042,7 +1068,9 @@ def likelihood():
 
 @wild("hinge-satisfied", zero=at_least(0.3))
 def hinge():
-    """A support vector machine on data that it separates: a loss of exactly zero, now and then a little."""
+    """A support vector machine on separable data: the loss is exactly zero, and sometimes slightly
+    above.
+    """
     x = draw(320, 6)
     x[:, 0] += 2 * np.sign(x[:, 0])
     model = network(6, 1)
@@ -1052,7 +1080,7 @@ def hinge():
 
 @wild("sparse-rewards", zero=at_least(0.7))
 def sparse_rewards():
-    """Most samples weigh nothing: batches without any loss, then one with."""
+    """Most samples have weight 0: batches without any loss, then one with a loss."""
     x, y = linear_data(960)
     weights = np.zeros(960, "float32")
     weights[::67] = 50.0
@@ -1063,7 +1091,7 @@ def sparse_rewards():
 
 @wild("an-output-that-does-not-count", peak=at_least(1.0))
 def uncounted():
-    """Of two outputs one has a loss weight of 0."""
+    """One of two outputs has a loss weight of 0."""
     x, y = linear_data()
     entry = keras.Input((6,))
     hidden = layers.Dense(8, "relu")(entry)
@@ -1099,7 +1127,7 @@ def float16():
 
 @wild("float16-scale-of-a-billion", settled=at_most(0.5), overflows=REFUSED)
 def float16_billion():
-    """The same from a billion, as some recipes have it: eleven overflows, then all is well."""
+    """The same from a billion, as in some recipes: eleven overflows, then none."""
     return _scaled(2.0**30)
 
 
@@ -1117,13 +1145,13 @@ def _single_samples(optimizer: Any, rows: int = 300) -> Any:
 
 @wild("accumulation-over-many", spike=at_least(5.0))
 def accumulation_over_many():
-    """Nothing moves for 31 steps, then everything at once; one sample at a time."""
+    """Nothing changes for 31 steps, then everything at once; one sample at a time."""
     return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=32), 120)
 
 
 @wild("rate-reduced-to-nothing", spike=at_least(5.0))
 def reduced():
-    """A plateau reduces the rate until an update is less than the last bit of a weight."""
+    """A plateau reduces the rate until an update is smaller than the last bit of a weight."""
     reduce = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.01, patience=0, min_delta=10.0, min_lr=1e-11)
     model, fit = _single_samples(Opt.Adam(1e-2), 30)
     return model, {**fit, "epochs": 10, "callbacks": [reduce]}
@@ -1131,7 +1159,7 @@ def reduced():
 
 @wild("averaged-weights", spike=at_least(1.5))
 def averaged():
-    """Noisy weights at a high rate, overwritten by their average now and then."""
+    """Noisy weights at a high rate, sometimes overwritten by their average."""
     images, y = digits()
     model = network(64, 16, 10)
     model.compile(Opt.SGD(0.5, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=25), crossentropy())

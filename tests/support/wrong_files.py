@@ -1,4 +1,4 @@
-"""Files that are built wrong on purpose, one mistake each: whole as far as their container goes, and no model file.
+"""Files with one deliberate structural error each: valid containers, but not model files.
 
 `WRONG` is the table: a name, and a function that writes the file into a folder and returns its path.
 """
@@ -20,7 +20,7 @@ KERNEL = "layers/dense/vars/0"
 
 
 def wrong(function):
-    """Put a function into the table."""
+    """Add a function to the table."""
     WRONG[function.__name__] = function
     return function
 
@@ -47,7 +47,7 @@ def layers(**variables):
 
 
 def filled(shape, **options):
-    """Return a function that fills a file with a kernel of NaN of which no byte is stored."""
+    """Return a function that fills a file with a kernel of NaN without any stored byte."""
 
     def fill(file):
         file.create_dataset(KERNEL, shape, "f4", fillvalue=np.nan, **options)
@@ -183,7 +183,7 @@ WRONG |= {
 
 
 def npy(shape, descr="<f4", body=b"", fortran=False):
-    """Return a `.npy` member with a header of one's own."""
+    """Return a `.npy` member with a custom header."""
     header = f"{{'descr': {descr!r}, 'fortran_order': {fortran}, 'shape': {shape!r}, }}".encode()
     header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + body

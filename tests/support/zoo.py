@@ -1,4 +1,6 @@
-"""Small models, data with and without poison, and the oracle: what a run leaves behind, to be compared bit by bit."""
+"""Small models, data with and without bad values, and the oracle: the results of a run, for a
+comparison bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BACKEND = keras.backend.backend()
 OLD = tuple(int(n) for n in keras.__version__.split(".")[:2]) < (3, 8)
-"""Whether this is one of the lowest versions of Keras, which do some things in another way."""
+"""Whether this is one of the lowest versions of Keras, which behave differently in some cases."""
 
 
 # Data
@@ -46,7 +48,7 @@ class Data:
         return Data(*(keras.tree.map_structure(lambda a: a[rows], part) for part in (self.x, self.y, self.more)))
 
     def with_poison(self, batches: Iterable[int], value: float = np.nan, where: str = "x") -> Data:
-        """Return the data with poisoned batches put in, so that these are their numbers."""
+        """Return the data with bad batches inserted at these numbers."""
         kept, rows, bad = iter(range(self.batches)), [], set(batches)
         for batch in range(self.batches + len(bad)):
             source = batch % self.batches if batch in bad else next(kept)
@@ -79,7 +81,9 @@ def regression(batches: int = BATCHES, seed: int = 0) -> Data:
 
 
 def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row: int = 2) -> Data:
-    """Write a bad number into one row of one batch, in place; into the first float array of a structure."""
+    """Write a bad number into one row of one batch, in place; in the first float array of a
+    structure.
+    """
     arrays = keras.tree.flatten(getattr(data, where))
     array = next(a for a in arrays if a.dtype.kind == "f")
     place = batch * BATCH + row
@@ -91,11 +95,13 @@ def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row:
 
 
 FILLS = BACKEND != "tensorflow" or hasattr(keras.Model, "_make_function")
-"""Whether the data may end within an execution of several steps: Keras 3.6 then loses the steps that were left."""
+"""Whether the data may end within an execution of several steps: Keras 3.6 then loses the remaining
+steps.
+"""
 
 
 def supported(mode: dict[str, Any], even: bool = True) -> None:
-    """Skip a test of a mode that the backend or the version of Keras does not have."""
+    """Skip a test of a mode that the backend or the version of Keras does not support."""
     if mode.get("steps_per_execution", 1) > 1 and not even and not FILLS:
         pytest.skip("this version of Keras loses the steps of an execution that the data does not fill, and numbers them otherwise")
     if BACKEND == "torch" and mode.get("steps_per_execution", 1) > 1:
@@ -105,13 +111,13 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
 
 
 def once() -> None:
-    """Skip a module on all backends but one, because nothing in it asks for a backend."""
+    """Skip a module on all backends but one, because nothing in it depends on the backend."""
     if BACKEND != "tensorflow":
         pytest.skip("nothing in it asks for a backend: once is enough", allow_module_level=True)
 
 
 def tensorflow_only(what: str) -> None:
-    """Skip a test of something that the other backends do not have."""
+    """Skip a test of a feature that the other backends do not have."""
     if BACKEND != "tensorflow":
         pytest.skip(f"{what}: TensorFlow has it alone")
 
@@ -121,7 +127,7 @@ def plain(
 ) -> Any:
     """Dense, BatchNormalization, Dropout and GaussianNoise: every kind of state that a step writes.
 
-    `rounded` says that runs are compared which are compiled apart.
+    `rounded`: the compared runs are compiled separately.
     """
     supported(mode)
     bias = not (rounded or mode.get("jit_compile"))  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
@@ -142,13 +148,13 @@ def plain(
 
 @keras.saving.register_keras_serializable("zoo")
 def trapped(y_true: Any, y_pred: Any) -> Any:
-    """Return a loss whose gradient is NaN, and whose value is fine, where the second target is 0."""
+    """Return a loss whose value is finite, and whose gradient is NaN if the second target is 0."""
     target, switch = y_true[:, :1], y_true[:, 1:]
     return ops.mean(ops.square(target - y_pred), -1) + 0.01 * ops.mean(ops.sqrt(ops.square(y_pred * switch)), -1)
 
 
 def trap(data: Data) -> Data:
-    """Return the data with a second target, 1, that `trapped` asks for."""
+    """Return the data with a second target, 1, for `trapped`."""
     return Data(data.x, np.concatenate([data.y, np.ones_like(data.y)], 1), data.more)
 
 
@@ -156,7 +162,7 @@ def trap(data: Data) -> Data:
 
 
 class _Acts(keras.callbacks.Callback):
-    """Calls a function with the model at one batch, or at all of them, and keeps what it returns."""
+    """Calls a function with the model at one batch, or at all of them, and stores its results."""
 
     def __init__(self, act: Callable[[Any], Any], batch: int | None = None, epoch: int | None = None):
         super().__init__()
@@ -186,7 +192,7 @@ class After(_Acts):
 
 
 def raising(error: BaseException | type[BaseException]) -> Callable[[Any], None]:
-    """Return an act that raises."""
+    """Return a function that raises."""
 
     def act(model: Any) -> None:
         raise error
@@ -199,7 +205,7 @@ def raising(error: BaseException | type[BaseException]) -> Callable[[Any], None]
 
 @dataclass
 class Run:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     model: Any
     history: dict[str, list[float]]
@@ -223,7 +229,9 @@ def state_of(model: Any, *optimizers: Any) -> list[tuple[str, np.ndarray]]:
 
 
 def _generators() -> list[tuple[str, np.ndarray]]:
-    """Return the state of the generators that belong to no model: on torch, unseeded dropout draws from one."""
+    """Return the state of the generators that belong to no model: on torch, unseeded dropout draws
+    from one.
+    """
     if BACKEND != "torch":
         return []
     import torch
@@ -233,7 +241,7 @@ def _generators() -> list[tuple[str, np.ndarray]]:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Run graphs as they are written.
+    """Run graphs without arithmetic rewriting.
 
     TensorFlow's arithmetic optimizer turns `rate * (scale * gradient)` into `(rate * scale) * gradient` where nothing
     else reads the inner product and both stand in one graph. That is another rounding, which any observer of the
@@ -255,7 +263,8 @@ def as_written() -> Iterator[None]:
 def run(
     build: Callable[..., Any], data: Any, *, guard: Any = None, epochs: int = 2, rewritten: bool = False, **fit: Any
 ) -> Run:
-    """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a default one).
+    """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a
+    default one).
 
     With `guard="undiagnosed"` it makes no diagnosis, which changes nothing in a run (tests/diagnosis/test_untouched.py) and takes up
     to half of the time of one with bad batches. Graphs run `as_written`, or as TensorFlow rewrites them if `rewritten`.
@@ -276,12 +285,14 @@ def run(
 
 
 def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
-    """Return a History as it is, and as numbers where an old Keras leaves tensors in it, of a step that logs no metric."""
+    """Return a History with tensors as numbers, which an old Keras leaves in it for a step that
+    logs no metric.
+    """
     return {key: [float(value) for value in values] for key, values in history.items()} if OLD else history
 
 
 def plain_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return logs, or a History, without what the guard adds to them."""
+    """Return logs, or a History, without the guard's own keys."""
     return {key: value for key, value in logs.items() if key != "refused_steps" and not key.startswith("nanguard/")}
 
 
