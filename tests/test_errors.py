@@ -1,4 +1,4 @@
-"""Bad use gets an error that says what was expected, what was received and what to do."""
+"""Wrong use gives an error with the expected and the received value and the remedy."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_verbose_is_a_switch_too():
     ],
 )
 def test_wrong_arguments_are_answered_in_one_sentence(arguments, answer):
-    """Each mistake gets one line that names what was meant."""
+    """Each mistake gives one line with the intended argument."""
     with pytest.raises((GuardError, PolicyError)) as error:
         NanGuard(**arguments)
     assert answer in str(error.value) and "\n" not in str(error.value)
 
 
 def test_several_wrong_arguments_at_once():
-    """Words that nobody knows and problems of the sections are reported together."""
+    """Unknown words and problems of the sections are reported together."""
     with pytest.raises(PolicyError) as error:
         NanGuard(derectory="x", verbos=1, snapshot={"every": -1})
     assert [problem.split(":")[0] for problem in error.value.problems] == ["derectory", "verbos", "snapshot.every"]
@@ -74,7 +74,9 @@ def test_several_wrong_arguments_at_once():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_the_class_among_the_callbacks(method):
-    """`callbacks=[NanGuard]` is answered with `callbacks=[NanGuard()]`, whatever Keras does with the list first."""
+    """`callbacks=[NanGuard]` gives an error that suggests `callbacks=[NanGuard()]`, for any use of
+    the list in Keras.
+    """
     model, data = zoo.plain(), zoo.regression(batches=1)
     given = (data.x,) if method == "predict" else (data.x, data.y)
     with pytest.raises(GuardError, match=r"Received: the class NanGuard itself. Write callbacks=\[NanGuard\(\)\]"):
@@ -86,7 +88,7 @@ def test_the_class_among_the_callbacks(method):
     ("function", "command"), [(lint, "lint"), (diagnose, "diagnose"), (recalibrate, "recalibrate")], ids=lambda f: getattr(f, "__name__", f)
 )
 def test_the_path_of_a_model_for_a_model(function, command):
-    """A path is answered with how to load it, and with the command that takes it."""
+    """A path gives an error with the call that loads it, and the command that accepts it."""
     arguments = () if command == "lint" else (np.ones((2, 2)),)
     with pytest.raises(GuardError, match=rf"'model.keras'. Load it .* or run: keras-nanguard {command} model.keras"):
         function("model.keras", *arguments)
@@ -95,7 +97,7 @@ def test_the_path_of_a_model_for_a_model(function, command):
 
 
 def test_model_without_optimizer():
-    """A model without an optimizer is refused before its first step, and the guard is off again."""
+    """A model without an optimizer is rejected before its first step, and the guard is detached."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile(optimizer=None, loss="mse")
     data = zoo.regression(batches=1)
@@ -104,7 +106,8 @@ def test_model_without_optimizer():
 
 
 def test_model_not_compiled():
-    """A model that is not compiled is refused, by Keras in `fit` and by the guard where Keras does not look."""
+    """An uncompiled model is rejected, by Keras in `fit` and by the guard if Keras does not check.
+    """
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     guard = NanGuard(verbose=0)
     guard.set_model(model)
@@ -116,7 +119,7 @@ def test_model_not_compiled():
 
 
 def test_loop_without_watch():
-    """A step outside of `watch` says where it belongs."""
+    """A step outside of `watch` gives an error with the right place."""
     guard = NanGuard(verbose=0)
     with pytest.raises(GuardError, match=r"with guard\.watch"):
         guard.step(lambda: None)()
@@ -124,14 +127,14 @@ def test_loop_without_watch():
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
 def test_watch_without_optimizer():
-    """`watch` needs an optimizer, of its own or of the model."""
+    """`watch` needs an optimizer, as an argument or from the model."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     with pytest.raises(GuardError, match="optimizer"), NanGuard(verbose=0).watch(model):
         pass
 
 
 def test_watch_with_a_list_of_optimizers():
-    """Each is an argument of its own."""
+    """Each optimizer is a separate argument."""
     model = zoo.plain()
     with (
         pytest.raises(GuardError, match=r"an optimizer of Keras\. .* type list\. .*guard\.watch\(model, first, second\)"),
@@ -148,7 +151,7 @@ def test_watch_twice():
 
 
 def test_report_of_unknown_ending(tmp_path):
-    """A report is .json, .jsonl or .md, and another ending writes nothing."""
+    """A report is .json, .jsonl or .md, and another suffix writes nothing."""
     with pytest.raises(GuardError, match="json"):
         NanGuard(verbose=0).report(tmp_path / "report.xlsx")
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +162,8 @@ def _subclasses(kind):
 
 
 def test_every_error_is_public():
-    """Every error class can be caught by a name of `keras_nanguard.errors`, and of the package itself."""
+    """Every error class can be imported from `keras_nanguard.errors` and from the package itself.
+    """
     for kind in _subclasses(NanGuardError):
         assert getattr(errors, kind.__name__) is kind is getattr(keras_nanguard, kind.__name__)
         assert kind.__name__ in errors.__all__ and kind.__name__ in keras_nanguard.__all__
@@ -174,7 +178,7 @@ def raised():
 
 
 def test_the_message_says_what_happened():
-    """The message is the line of the incident: step, what was bad, cause, place, what to do, what was done."""
+    """The message is the line of the incident: step, finding, cause, place, advice, actions."""
     error = raised()
     assert str(error) == f"NanGuard: {error.incident}" and error.incident.step == 5
     for words in (
@@ -188,7 +192,7 @@ def test_the_message_says_what_happened():
 
 
 def test_errors_can_be_pickled():
-    """An error comes out of a pickle as it was, its incident and its list of problems included."""
+    """An error survives pickling, including its incident and its list of problems."""
     error = raised()
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is NonFiniteError and str(copy) == str(error) and copy.incident.to_json() == error.incident.to_json()
@@ -199,7 +203,7 @@ def test_errors_can_be_pickled():
 
 
 def test_errors_cross_processes():
-    """What is raised in a worker process arrives in the one that waits for it, with its incident."""
+    """An exception in a worker process reaches the process that waits for it, with its incident."""
     code = (
         "from keras_nanguard import Finding, Incident, NonFiniteError\n"
         "raise NonFiniteError('in a worker', Incident(3, 0, 3, (Finding('loss'),)))"
@@ -210,12 +214,12 @@ def test_errors_cross_processes():
 
 
 def test_one_base_class():
-    """Every error of the library is a NanGuardError, and a built-in one that fits."""
+    """Every error of the library is a NanGuardError, and a matching built-in one."""
     assert issubclass(GuardError, (NanGuardError, ValueError)) and issubclass(PolicyError, ValueError)
 
 
 def test_problems_of_a_policy():
-    """`PolicyError.problems` holds each problem with its path; `faults` is an older name of it."""
+    """`PolicyError.problems` has each problem with its path; `faults` is an older name of it."""
     with pytest.raises(PolicyError) as error:
         NanGuard(lower_lr={"fctor": 0.5}, snapshot={"every": -1})
     assert [line.split(":")[0] for line in error.value.problems] == ["lower_lr.fctor", "snapshot.every"]
@@ -232,7 +236,9 @@ WITHOUT_BACKEND = {
 
 @pytest.mark.parametrize("use", WITHOUT_BACKEND)
 def test_backend_that_is_not_installed(use, tmp_path):
-    """Where Keras does not find its backend, one sentence says what to install or to set; a command ends with it."""
+    """If Keras does not find its backend, one sentence names the package to install or the variable
+    to set; a command ends with it.
+    """
     (tmp_path / "model.keras").write_bytes(b"")
     hidden = f"import sys; sys.modules[{zoo.BACKEND!r}] = None\n"
     done = subprocess.run([sys.executable, "-c", hidden + WITHOUT_BACKEND[use]], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Faults on order: they happen where, when and how they were ordered, and leave nothing behind."""
+"""Fault injection: faults occur at the requested place and step, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP, STEPS = 2, 4
 
 
 def build(site="inputs", **mode):
-    """Return a stock model that has what this site needs."""
+    """Return a stock model that has this site."""
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     if site == "loss_scale":
@@ -44,7 +44,7 @@ def first_difference(one, other):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("site", SITES)
 def test_hits_the_exact_step(site, kind):
-    """A stock model goes as it would without the fault up to its step, and is another one from there on."""
+    """A stock model trains as without the fault up to its step, and differs from then on."""
     clean, faulty = build(site, run_eagerly=True), build(site, run_eagerly=True)
     with inject(faulty, site=site, kind=kind, step=STEP) as fault:
         course = train(faulty)
@@ -61,7 +61,8 @@ MODES = {"graph": ({}, STEP), "xla": ({"jit_compile": True}, STEP), "steps2": ({
     ("mode", "site"), [*(("graph", site) for site in SITES), ("xla", "gradients"), ("steps2", "inputs")]
 )
 def test_hits_the_exact_step_compiled(mode, site):
-    """The same inside of a compiled step, and afterwards the model trains as one that never had a fault."""
+    """The same inside a compiled step; afterwards the model trains like one that never had a fault.
+    """
     settings, expected = MODES[mode]
     clean, faulty = build(site, **settings), build(site, **settings)
     start = [v for _, v in zoo.state_of(faulty)]
@@ -77,7 +78,7 @@ def test_hits_the_exact_step_compiled(mode, site):
 
 
 def test_chooses_its_place():
-    """`path`, `entries`, `count` and several steps hit what they name, and nothing else."""
+    """`path`, `entries`, `count` and several steps select exactly what they name."""
     model = build(run_eagerly=True)
     paths = [v.path for v in model.trainable_variables]
     with inject(model, site="gradients", step=STEPS - 1, path=paths[-1]):
@@ -91,7 +92,7 @@ def test_chooses_its_place():
 
 
 def test_counts_over_fits_and_after_errors():
-    """Steps count over all fits of one context; a failed fit leaves no fault behind either."""
+    """Steps count over all fits of one context; a failed fit also leaves no fault behind."""
     model = build(run_eagerly=True)
     with inject(model, site="inputs", step=STEPS + 1) as fault:
         train(model)
@@ -121,7 +122,8 @@ def test_counts_over_fits_and_after_errors():
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_bad_arguments(arguments, reported):
-    """An argument that cannot be meant is reported with what was expected, what came, and what to do."""
+    """An invalid argument gives an error with the expected and the received value and the remedy.
+    """
     arguments = {"model": build(), "site": "inputs", **arguments}
     with pytest.raises(GuardError, match=rf"(?s)Expected.*Received.*{reported}"):
         inject(arguments.pop("model"), **arguments)
@@ -138,7 +140,9 @@ def test_bad_arguments(arguments, reported):
     ],
 )
 def test_faults_without_a_place(arguments, reported):
-    """A fault that has no place in this model, or never happened, is an error: such a test would prove nothing."""
+    """A fault that has no place in this model, or was never injected, is an error, because such a
+    test would prove nothing.
+    """
     model = build(run_eagerly=True)
     with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(reported)}"), inject(model, **arguments):
         train(model)
@@ -147,7 +151,7 @@ def test_faults_without_a_place(arguments, reported):
 
 @pytest.mark.parametrize("site", ["loss", "gradients"])
 def test_a_fault_is_no_part_of_a_replay(site):
-    """A diagnosis runs the bad step again without the fault, and so finds it finite."""
+    """A diagnosis replays the bad step without the fault, so the replay is finite."""
     model, guard = build(site), NanGuard(verbose=0)
     data = zoo.regression(batches=STEPS)
     with inject(model, site=site, step=STEP):
@@ -156,7 +160,7 @@ def test_a_fault_is_no_part_of_a_replay(site):
 
 
 def test_used_twice():
-    """A context serves once."""
+    """A context can be used once."""
     model = build(run_eagerly=True)
     fault = inject(model, site="loss", require_fired=False)
     with fault:
@@ -181,7 +185,7 @@ def test_corrupt(kind, dtype):
 
 @pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
 def test_corrupt_refuses(bad):
-    """What cannot hold the fault is reported."""
+    """A variable that cannot hold the fault is reported."""
     with pytest.raises(GuardError, match=r"(?s)Expected a keras.Variable of a float dtype.*Received"):
         corrupt(bad)
     with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):

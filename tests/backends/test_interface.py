@@ -1,5 +1,5 @@
-"""The running backend, and the host, have what `_backends/interface.py` declares, and neither uses
-anything else of the other.
+"""The running backend, and the host, have everything that `_backends/interface.py` declares, and
+neither uses anything else of the other.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CLASSES = {
     "Agreement": ["keras_nanguard._fit.agreement.Agreement"],
     "Logs": ["keras_nanguard._fit.callbacks.Logs"],
 }
-"""The classes that implement a declared one: of a backend, or of the host."""
+"""The classes that implement a declared one, in a backend or in the host."""
 
 HELD = {"transaction", "attachment", "_attachment", "hook", "_hook", "placed"}
-"""How the rest of the library calls what belongs to a backend."""
+"""The names under which the rest of the library uses parts of a backend."""
 
 
 def found(place):
@@ -54,7 +54,7 @@ def declared(name):
 
 
 def has(kind, name):
-    """Whether a class has this attribute: its own, a base's, or one that a method assigns."""
+    """Whether a class has this attribute: its own, inherited, or assigned by a method."""
     known = [one for one in kind.__mro__ if one.__module__.startswith("keras_nanguard")]
     assigned = re.compile(rf"\bself\.{name}\b[^=\n]*=(?!=)")
     return hasattr(kind, name) or any(
@@ -68,7 +68,7 @@ def has(kind, name):
     ("name", "place"), [(name, place) for name, places in CLASSES.items() for place in places]
 )
 def test_classes(name, place):
-    """A class has every declared attribute, and its methods take every declared call."""
+    """A class has every declared attribute, and its methods accept every declared call."""
     kind = found(place)
     for member, wanted in declared(name).items():
         assert has(kind, member), member
@@ -86,7 +86,7 @@ def test_classes(name, place):
 
 @pytest.mark.parametrize("place", ["attach.ModelAttachment", "replay.Replay", "host.Host", "faults.Hook"])
 def test_nothing_is_left_out(place):
-    """A class of a backend has its own version of every method that its base only declares."""
+    """A class of a backend overrides every method that its base only declares."""
     kind = found(f"{OURS}.{place}")
     methods = dict(inspect.getmembers(kind, inspect.isfunction))
     assert [n for n, one in methods.items() if "raise NotImplementedError" in inspect.getsource(one)] == []
@@ -106,7 +106,7 @@ def outside() -> dict[str, ast.Module]:
 
 
 def test_nobody_names_a_backend():
-    """The packages of the backends are imported by `current` alone, which picks one."""
+    """Only `current`, which selects one, imports the packages of the backends."""
     packages = tuple(f"keras_nanguard._backends.{backend}" for backend in BACKENDS)
     reached = []
     for module, syntax in outside().items():
@@ -120,7 +120,9 @@ def test_nobody_names_a_backend():
 
 
 def test_nobody_uses_what_is_not_declared():
-    """The rest of the library reads only declared attributes of a transaction, and guesses none."""
+    """The rest of the library reads only declared attributes of a transaction, without `getattr`
+    for others.
+    """
     known, wrong = declared("Transaction"), []
     for module, syntax in outside().items():
         for node in ast.walk(syntax):
@@ -154,7 +156,7 @@ def test_no_backend_uses_what_is_not_declared():
 
 
 def test_one_place_asks_whose_a_method_is():
-    """That is `_backends.shared.attach`; `_core.references` asks it of functions of the user."""
+    """That is `_backends.shared.attach`; `_core.references` does it for functions of the user."""
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
     assert {path for path, text in texts.items() if "__self__" in text} == {
         *("_backends/shared/attach.py", "_core/references.py")

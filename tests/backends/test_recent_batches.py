@@ -1,4 +1,4 @@
-"""The batches before an incident: the right ones, in their order, in every mode, and never more than a few megabytes.
+"""The batches before an incident: correct, in order, in every mode, and limited in memory.
 
 The oracle is training itself. From an earlier snapshot, stock Keras trained on the batches that the guard remembers has to
 come to the weights that the model had before the refused step.
@@ -52,7 +52,9 @@ def data(count=96):
 
 
 def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
-    """Train with refused steps; returns the approach to the last one, the state it starts from, and that at its end."""
+    """Train with refused steps; return the approach to the last one, the state from which it
+    starts, and the state at its end.
+    """
     found = []
 
     def look(incident):
@@ -70,7 +72,7 @@ def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
 
 
 def check(approach, start, end):
-    """Train on the batches with stock Keras, from the state to start from, and compare."""
+    """Train on the batches with stock Keras, from the initial state, and compare."""
     model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     variables = TrainState.of(model).restorable
@@ -95,7 +97,7 @@ def test_training_on_them_comes_to_the_same_state(mode):
 @pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_refused_steps_are_not_among_them(mode):
-    """A refused step leaves the state alone, so what came before it is followed by what came after.
+    """A refused step does not change the state, so the previous step is followed by the next one.
 
     Each is the last one of an execution, as the host sees the state only then.
     """
@@ -156,7 +158,7 @@ def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
 @pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, set_limit):
-    """Batches of any size in any order: those that are remembered never take more than they may."""
+    """With batches of any size in any order, the remembered ones never exceed the limit."""
     large = BATCH * (4 + 1) * 4
     set_limit("bytes of remembered batches", 6 * large)
     x, y = data()
@@ -183,7 +185,9 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
 
 
 def test_what_takes_how_many_bytes():
-    """Structures of every kind are counted, tensors that are made of others by what these take; what is no array is nothing."""
+    """Structures of every kind are counted, composite tensors by their components; anything but an
+    array counts as 0.
+    """
     array = np.zeros((3, 4), "float32")
     assert batch_memory.bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
     assert batch_memory.bytes_of(keras.ops.convert_to_tensor(array)) == 48
@@ -273,7 +277,7 @@ def test_they_are_let_go_at_the_end_of_the_fit(mode):
 @pytest.mark.requires_backend("tensorflow", reason="the only one that runs several guarded steps in one program")
 @pytest.mark.parametrize("mode", IN_ONE)
 def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
-    """The report of a refused step holds its batch; what the others were given is nowhere."""
+    """The report of a refused step has its batch; the batches of the other steps are not stored."""
     found = []
 
     def look(incident):

@@ -1,4 +1,4 @@
-"""What a guarded step has used is gone when it is through, and not when Python's garbage collector comes by."""
+"""Objects of a guarded step are released when it ends, not only by Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if zoo.BACKEND == "jax":
 
 
 class Watched(keras.optimizers.SGD):
-    """Notes the gradients that it is given, without keeping them."""
+    """Records the gradients that it receives, without keeping them."""
 
     def apply(self, grads, trainable_variables=None):
         self.seen += map(weakref.ref, grads)
@@ -26,7 +26,9 @@ class Watched(keras.optimizers.SGD):
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("custom", [False, True])
 def test_gradients(guarded, custom):
-    """No gradient outlives the step after its own, guarded or not: a large model's would pile up by the gigabyte."""
+    """No gradient outlives the next step, guarded or not: those of a large model would take
+    gigabytes.
+    """
     alive = []
 
     class Own(keras.Model):

@@ -1,4 +1,6 @@
-"""The rules of the transaction as plain arithmetic: every combination of finite, NaN, infinite and zero."""
+"""The rules of the transaction as plain arithmetic: every combination of finite, NaN, infinite and
+zero.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.rules import NUMBERS
 
 ARRAYS = rules.Operations(np.isfinite, np.logical_not, np.where, np.minimum, np.maximum)
-"""The same rules on arrays, as a compiled step computes them."""
+"""The same rules on arrays, as in a compiled step."""
 
 OPERATIONS = {"numbers": (NUMBERS, float), "arrays": (ARRAYS, np.float32)}
 
@@ -32,7 +34,9 @@ any_number = st.floats(width=32)
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("scale", [None, 1.0, 2.0**-14, 0.0, -1.0, NAN, INF])
 def test_commits_if_all_is_finite(ops, number, scale):
-    """A step commits where every sum is finite and its loss scale, if there is one, is finite and above 0."""
+    """A step commits if every sum is finite and its loss scale, if there is one, is finite and
+    above 0.
+    """
     valid = scale is None or (math.isfinite(scale) and scale > 0)
     for sums in itertools.product(NUMBER, repeat=3):
         with np.errstate(all="ignore"):
@@ -42,7 +46,7 @@ def test_commits_if_all_is_finite(ops, number, scale):
 
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
-    """It cannot overflow, and is NaN where an entry is not finite."""
+    """It cannot overflow, and is NaN if an entry is not finite."""
     for entries in ([1.5, -2.0], [1e30, 1e30], [-3e30], [3e38, 3e38], [-3e38, -3e38]):
         part = number(sum(np.float32(entry * rules.PART) for entry in entries))
         expected = np.clip(sum(entries), -rules.MOST, rules.MOST)
@@ -54,13 +58,13 @@ def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
 
 
 def test_sums_that_overflow_together_are_refused():
-    """Two sums that are finite alone and not together stand for numbers of which nothing can be said."""
+    """If two finite sums are not finite together, the numbers are too large for a decision."""
     with np.errstate(all="ignore"):
         assert not rules.may_commit(ARRAYS, [np.float32(HUGE), np.float32(HUGE)])
 
 
 def closed_form(loss, gradients, scale, counter):
-    """Return what a refused step leaves in a loss scale, in the words of the documentation."""
+    """Return the loss scale after a refused step, as documented."""
     if not (math.isfinite(scale) and scale > 0):
         return INITIAL, 0
     if math.isfinite(loss) and not math.isfinite(gradients):
@@ -74,7 +78,9 @@ SCALES = [2.0**15, 1.0, 2.0**-13, 2.0**-14, 2.0**-14 * 1.5, 2.0**-20, 0.0, -4.0,
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_what_a_loss_scale_learns(ops, number, scale):
-    """Halved where the gradients alone are bad, with a floor; begun anew where it was no scale; else as it was."""
+    """It is halved if only the gradients are bad, with a lower bound; reset if it was invalid;
+    otherwise unchanged.
+    """
     for loss, gradients, counter in itertools.product(NUMBER, NUMBER, (0, 7)):
         with np.errstate(all="ignore"):
             found = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
@@ -84,7 +90,9 @@ def test_what_a_loss_scale_learns(ops, number, scale):
 @QUICK
 @given(loss=any_number, gradients=any_number, scale=scales, counter=st.integers(0, 2000))
 def test_a_refusal_lowers_to_the_floor_at_most(loss, gradients, scale, counter):
-    """A valid scale never rises by a refusal, and never falls below the smallest one unless it was there already."""
+    """A refusal never raises a valid scale, and never lowers it below the smallest one unless it
+    was already below.
+    """
     after, counted = rules.learned_scale(NUMBERS, loss, gradients, scale, counter, INITIAL)
     assert min(scale, rules.MIN_LOSS_SCALE) <= after <= scale
     assert counted in (0, counter)
@@ -94,7 +102,7 @@ def test_a_refusal_lowers_to_the_floor_at_most(loss, gradients, scale, counter):
 @QUICK
 @given(loss=any_number, gradients=any_number, scale=scales)
 def test_any_streak_of_refusals_ends_at_a_usable_scale(loss, gradients, scale):
-    """However many steps are refused, what is left is a scale that a float16 gradient can be multiplied by."""
+    """After any number of refused steps a float16 gradient can be multiplied by the scale."""
     for _ in range(100):
         scale, _ = rules.learned_scale(NUMBERS, loss, gradients, scale, 5, INITIAL)
     assert scale > 0
@@ -106,14 +114,15 @@ SIZES = {"small": [(rules.SMALL_SLOTS // 4, 4)], "large": [(rules.SMALL_SLOTS //
 
 
 class Own(keras.optimizers.Adam):
-    """Of the user's own: it may update as it likes."""
+    """A custom optimizer, whose update is unknown."""
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.Nadam, Own])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("slots", SIZES)
 def test_only_large_slots_that_the_proof_covers_wait(optimizer, counted, slots):
-    """The slots are of at least 32 bits, the optimizer is one of the proof and its updates are counted."""
+    """The slots have at least 32 bits, the proof covers the optimizer, and its updates are counted.
+    """
     expected = optimizer is keras.optimizers.Adam and counted and slots == "large"
     assert rules.slots_may_wait(optimizer(), SIZES[slots], counted) == expected
     assert rules.slots_may_wait(keras.optimizers.LossScaleOptimizer(optimizer()), SIZES[slots], counted) == expected
@@ -121,7 +130,9 @@ def test_only_large_slots_that_the_proof_covers_wait(optimizer, counted, slots):
 
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 def test_when_a_full_read_is_due(ops, number):
-    """Once in an interval, and after each step whose gradients the proof does not cover, NaN among them."""
+    """Once per interval, and after each step whose gradients the proof does not cover, including
+    NaN.
+    """
     for gradients in (0.0, 1.0, rules.BOUND, 1.0001 * rules.BOUND, INF, NAN):
         for updates in range(2 * rules.FULL_READ_INTERVAL + 1):
             covered = gradients <= rules.BOUND
@@ -130,5 +141,5 @@ def test_when_a_full_read_is_due(ops, number):
 
 
 def test_the_floor_is_the_smallest_normal_float16_number():
-    """A gradient of 1 is no subnormal number there, which it would be at half of it."""
+    """A gradient of 1 is not subnormal at this scale, but would be at half of it."""
     assert float(np.finfo(np.float16).tiny) == rules.MIN_LOSS_SCALE

@@ -1,4 +1,6 @@
-"""Sparse batches: read with their zeros where these are few enough, and otherwise by the stored values alone."""
+"""Sparse batches are read with their zeros if these are few enough, and otherwise only by the
+stored values.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DENSE = np.float32([[0, 3, 0, 1], [0, 0, 0, 0], [5, 0, 0, 0], [0, 2, 7, 4]])
 
 
 def sparse(array, padding=0):
-    """Return an array as the backend's sparse one; on JAX with some places outside of it, as Keras pads them."""
+    """Return an array as a sparse one of the backend; on JAX with some places outside of it, as
+    Keras pads them.
+    """
     places, values = np.argwhere(array), array[array != 0]
     if zoo.BACKEND == "tensorflow":
         import tensorflow as tf
@@ -32,7 +36,9 @@ def sparse(array, padding=0):
 
 @pytest.fixture
 def unspread(monkeypatch, set_limit):
-    """`unspread(limit)` sets how many entries may be read with their zeros, and makes reading more an error."""
+    """`unspread(limit)` sets the number of entries that may be read with their zeros, and makes
+    reading more an error.
+    """
 
     def refuse(*given, **named):
         raise AssertionError("a sparse batch was read with its zeros")
@@ -52,13 +58,15 @@ def unspread(monkeypatch, set_limit):
 
 
 def test_with_zeros():
-    """A small one is read as it is."""
+    """A small one is read completely."""
     np.testing.assert_array_equal(keras_variables.by_rows(sparse(DENSE, padding=3)), DENSE)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(12, [[3, 1, 0], [0, 0, 0], [5, 0, 0], [2, 7, 4]]), (3, [[3, 1, 5, 2, 7, 4]])])
 def test_without_zeros(unspread, most, expected):
-    """Of a large one the stored values of each row stand side by side, and all in one row where even these are too many."""
+    """Of a large one the stored values of each row are side by side, or all in one row if even
+    these are too many.
+    """
     unspread(most)
     value = sparse(DENSE, padding=3)
     assert keras_variables.by_rows(value).tolist() == expected
@@ -69,7 +77,8 @@ def test_without_zeros(unspread, most, expected):
 
 @pytest.mark.parametrize("kept", [[0, 3], [2], [1], []])
 def test_rows_left_out(unspread, kept):
-    """Rows are left out without a zero being written; JAX keeps the shape, by taking rows again."""
+    """Rows are removed without writing a zero; on JAX other rows replace them, to keep the shape.
+    """
     taken = np.resize(kept, 4) if zoo.BACKEND == "jax" and kept else np.array(kept, int)
     value = sparse(DENSE, padding=3)
     unspread(0)
@@ -99,7 +108,9 @@ def test_a_bad_value(unspread, most):
 
 @pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")
 def test_rows_of_a_ragged_tensor():
-    """A bad number in a ragged tensor, nested or not, belongs to a row of the batch, which can be left out."""
+    """A bad number in a ragged tensor, nested or not, belongs to a row of the batch, which can be
+    removed.
+    """
     import tensorflow as tf
 
     from keras_nanguard._backends.shared import batches

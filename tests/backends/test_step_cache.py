@@ -1,4 +1,6 @@
-"""A guarded step that was traced in one fit serves the next ones, as Keras' own train function does, and only where it may."""
+"""A guarded step that was traced in one fit is reused in later ones, like Keras' own train
+function, if it still fits.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def fit(model, data, guard):
 
 
 def fitted(times, mode="graph"):
-    """Return a model after so many fits of one epoch, each with a guard of its own, the loss, and the guards."""
+    """Return a model after this many fits of one epoch, each with a new guard, the loss, and the
+    guards.
+    """
     loss, data, guards = Traced(), zoo.regression(), []
     model = zoo.plain(loss=loss, **zoo.MODES[mode])
     for _ in range(times):
@@ -46,14 +50,16 @@ def fitted(times, mode="graph"):
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_traced_once(mode):
-    """The fifth fit traces nothing that the first one has not."""
+    """The fifth fit traces nothing that the first one has not traced."""
     assert fitted(5, mode)[1].count == fitted(1, mode)[1].count
 
 
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(mode):
-    """Fits over data with bad batches end where fits without these batches end; each guard tells of its own."""
+    """Fits over data with bad batches end like fits without these batches; each guard reports its
+    own incidents.
+    """
     bad = (3, 6, 9, 12)  # whole executions of four are left: the lowest Keras makes too many steps of a rest
     data = zoo.regression(batches=16)
     for batch in bad:
@@ -84,7 +90,7 @@ def test_the_same_numbers(mode):
     ids=["compiled anew", "another rate"],
 )
 def test_traced_anew(change):
-    """What a trace has built in may not have changed."""
+    """Nothing that is built into a trace may have changed."""
     model, loss, _ = fitted(1)
     before = loss.count
     change(model)
@@ -96,7 +102,9 @@ def test_traced_anew(change):
 @pytest.mark.parametrize("first", ["frozen", "trained"])
 @pytest.mark.parametrize("guards", [(True, True), (False, True)], ids=["guarded", "guarded later"])
 def test_trainable_is_changed_without_compile(first, guards):
-    """Stock Keras goes on with the train function that it has until `compile` is called, and so does a guarded fit."""
+    """Stock Keras continues with its existing train function until `compile` is called, and so does
+    a guarded fit.
+    """
     weights = []
     for guarded in (guards, (False, False)):
         keras.utils.set_random_seed(0)
@@ -114,7 +122,7 @@ def test_trainable_is_changed_without_compile(first, guards):
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX makes a train function for each fit")
 def test_what_keras_has_traced_is_given_back():
-    """A plain fit after a guarded one traces nothing that the plain one before has traced."""
+    """A plain fit after a guarded one traces nothing that an earlier plain one has traced."""
     model, loss, _ = fitted(0)
     fit(model, zoo.regression(), None)
     fit(model, zoo.regression(), NanGuard(verbose=0))
@@ -124,7 +132,7 @@ def test_what_keras_has_traced_is_given_back():
 
 
 def test_another_policy():
-    """A step that refuses is none that watches."""
+    """A step that refuses is not reused for a policy that only observes."""
     model, loss, _ = fitted(1)
     before = loss.count
     guard = NanGuard("observe", verbose=0)
@@ -135,7 +143,7 @@ def test_another_policy():
 
 
 def test_a_step_that_was_changed_for_its_fit():
-    """A rate that the policy lowers under a schedule stands in the trace of that fit alone."""
+    """A rate that the policy lowers under a schedule is only in the trace of that fit."""
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([10_000], [0.5, 0.5])
     weights = []
     for guarded in (True, False):
@@ -154,7 +162,7 @@ def test_a_step_that_was_changed_for_its_fit():
 
 
 def test_a_fault_on_order_goes_with_its_context():
-    """What `inject` puts into a step is in no later one, and gets into one that was there before."""
+    """A fault of `inject` is in no later step, and is also injected into an existing step."""
     model, _, _ = fitted(2)
     guard = NanGuard(verbose=0)
     with inject(model, site="gradients", step=3):
@@ -166,7 +174,7 @@ def test_a_fault_on_order_goes_with_its_context():
 
 
 def test_nothing_of_the_run_is_kept():
-    """Between two fits the model holds on to its step, and to no session and none of its snapshots."""
+    """Between two fits the model keeps its step, but no session and no snapshots."""
 
     def sessions():
         return sum(type(o).__name__ == "Session" for o in gc.get_objects())

@@ -1,4 +1,6 @@
-"""All stock callbacks at once, and those that log: whatever the order in the list, each sees what the guard adds."""
+"""All stock callbacks together, and those that log: in any order in the list, each receives the
+guard's keys.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from keras_nanguard import NanGuard
 
 
 def stock(folder):
-    """Return a callback of each kind that Keras has and that needs nothing else."""
+    """Return a callback of each kind of Keras that needs no further setup."""
     kinds = keras.callbacks
     return [
         kinds.CSVLogger(folder / "log.csv"),
@@ -40,7 +42,9 @@ def fit(callbacks, bad=(), epochs=2):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_all_stock_callbacks_in_any_order(seed, tmp_path):
-    """With and without bad data the guard is silent about them, and the CSV file has its columns from the first epoch on."""
+    """With and without bad data they work, and the CSV file has its columns from the first epoch
+    on.
+    """
     (tmp_path / "plain").mkdir()
     plain = fit(stock(tmp_path / "plain"))
     for bad in ((), (2,)):
@@ -58,7 +62,9 @@ def test_all_stock_callbacks_in_any_order(seed, tmp_path):
 
 
 def test_a_csv_file_that_begins_without_refusals(tmp_path):
-    """The key is in the first epoch of a logger that stands before the guard, also where the first refusal comes later."""
+    """The key is in the first epoch of a logger before the guard, also if the first refusal comes
+    later.
+    """
     seen = []
 
     class Sees(keras.callbacks.Callback):
@@ -83,7 +89,9 @@ def test_a_csv_file_that_begins_without_refusals(tmp_path):
 @pytest.mark.requires_backend("tensorflow", reason="Keras' TensorBoard writes by way of TensorFlow")
 @pytest.mark.parametrize("first", [False, True])
 def test_tensorboard(tmp_path, first):
-    """TensorBoard before the guard, or after it, with histograms: one point of `epoch_refused_steps` for each epoch."""
+    """TensorBoard before or after the guard, with histograms: one point of `epoch_refused_steps`
+    for each epoch.
+    """
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
     guard = NanGuard(verbose=0, diagnose=False)
@@ -95,7 +103,8 @@ def test_tensorboard(tmp_path, first):
 
 
 class RateFinder(keras.callbacks.Callback):
-    """Raises the rate with every batch, writes the loss down, and puts weights and rate back at the end."""
+    """Raises the rate with every batch, records the loss, and restores weights and rate at the end.
+    """
 
     def on_train_begin(self, logs=None):
         self.losses, self.rates = [], []
@@ -116,7 +125,9 @@ class RateFinder(keras.callbacks.Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_rate_finder(first):
-    """Under `observe` it sees what it sees without a guard, losses that overflow included; weights and rate are its own."""
+    """Under `observe` it gets the same losses as without a guard, including those that overflow;
+    weights and rate are unchanged.
+    """
     finders, models = [RateFinder(), RateFinder()], []
     for finder, guard in zip(finders, (None, NanGuard("observe", verbose=0, diagnose=False)), strict=True):
         callbacks = [finder] if guard is None else [guard, finder] if first else [finder, guard]

@@ -1,4 +1,6 @@
-"""Every kind of data that `fit` takes: plain and guarded end with the same state, and one bad batch is refused."""
+"""Every kind of data that `fit` accepts: plain and guarded runs end with the same state, and one
+bad batch is refused.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def run(make, data, guard=None, epochs=2):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ORDERED])
 def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
-    """A healthy run is silent and the same; of a bad one a step of each epoch is left out, and the state is finite."""
+    """A healthy run prints nothing and has the same result; of a bad one a step of each epoch is
+    skipped, and the state is finite.
+    """
     with zoo.as_written():
         plain, state = run(ORDERED[name], zoo.regression())
         guard = NanGuard(verbose=0, diagnose=False)
@@ -139,7 +143,7 @@ def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [workers, processes])
 def test_workers(make):
-    """With workers the order of batches may vary, so the bad batch is refused wherever it comes."""
+    """With workers the order of batches may vary; the bad batch is refused in any order."""
     if make is processes and zoo.BACKEND == "jax":
         pytest.skip("a process that runs JAX must not be forked")
     guard = NanGuard(verbose=0, diagnose=False)
@@ -168,7 +172,9 @@ def sparse_run(data, guard=None):
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
 def test_scipy_sparse():
-    """A matrix of SciPy's comes as a sparse tensor; NaN in one batch of it is refused, and the row of the matrix is named."""
+    """A SciPy matrix becomes a sparse tensor; NaN in one batch is refused, and the row of the
+    matrix is reported.
+    """
     guard = NanGuard(verbose=0, diagnose=False)
     plain, guarded = sparse_run(zoo.regression()), sparse_run(zoo.regression(), guard)
     assert guard.incidents == [] and zoo.plain_logs(guarded[0]) == plain[0]
@@ -184,7 +190,9 @@ def test_scipy_sparse():
 @pytest.mark.requires_backend("tensorflow", reason="tensors of TensorFlow's own")
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
 def test_tensors_of_tensorflow(kind):
-    """A sparse or a ragged tensor goes into the model as it is: plain and guarded are the same, and a bad batch is refused."""
+    """A sparse or a ragged tensor is passed to the model unchanged: plain and guarded runs agree,
+    and a bad batch is refused.
+    """
     import tensorflow as tf
 
     class Dense(keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""Objects of the user's own that the guard meets in a model, an optimizer or a batch, and that it must leave alone."""
+"""Custom objects in a model, an optimizer or a batch, which the guard must not affect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_nanguard import NanGuard
 
 
 def same_as_plain(build, epochs=2):
-    """Train plain and guarded; both end alike, and the guard has nothing to say."""
+    """Train plain and guarded; both end alike, and the guard has no incident."""
     guard = NanGuard(verbose=0)
     runs = [zoo.run(build, zoo.regression(), guard=one, epochs=epochs) for one in (None, guard)]
     assert zoo.differences(*runs, tolerance=1e-5) == []
@@ -21,7 +21,7 @@ def same_as_plain(build, epochs=2):
 
 
 class Environment:
-    """Like those of reinforcement learning before their first reset."""
+    """Like environments of reinforcement learning before their first reset."""
 
     read = 0
 
@@ -38,7 +38,7 @@ class NoAttributes:
 
 @pytest.mark.parametrize("helper", [Environment(), [NoAttributes()], {"env": Environment()}])
 def test_attributes_whose_properties_raise(helper):
-    """No property of an object that a layer holds is evaluated."""
+    """The properties of objects in layers are not evaluated."""
 
     def build():
         model = zoo.plain()
@@ -61,7 +61,7 @@ class Scaled(keras.layers.BatchNormalization):
 
 
 def test_a_batchnormalization_without_moving_statistics():
-    """A layer that inherits from BatchNormalization may have none of its variables."""
+    """A subclass of BatchNormalization may have none of its variables."""
 
     def build():
         model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1)])
@@ -83,12 +83,12 @@ class Counting:
 
 @pytest.mark.parametrize("rate", [Counting, lambda: lambda: 10.0 ** random.uniform(-4.0, -2.0)])
 def test_a_rate_that_changes_when_it_is_read(rate):
-    """The guard does not read a rate that is a function of the user's own, while nothing is wrong."""
+    """In a healthy run the guard does not read a rate that is a custom function."""
     same_as_plain(lambda: zoo.plain(keras.optimizers.SGD(rate())))
 
 
 class Other(keras.Model):
-    """Trains on `x` of its batches, whatever else these hold."""
+    """Trains on `x` of its batches, which may contain anything else."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Other(keras.Model):
     ids=lambda value: getattr(getattr(value, "dtype", None), "name", type(value).__name__),
 )
 def test_batches_with_more_than_numbers(more):
-    """A bad step is refused and explained, whatever the batch holds besides its numbers."""
+    """A bad step is refused and explained, also if the batch contains more than numbers."""
     import torch
 
     class Batches(torch.utils.data.IterableDataset):
@@ -153,7 +153,9 @@ def test_batches_with_more_than_numbers(more):
 @pytest.mark.requires_backend("torch", reason="`torch.inference_mode`")
 @pytest.mark.parametrize("bad", [False, True])
 def test_tensors_of_inference_mode(bad):
-    """Targets of a teacher, and a tensor in an attribute: torch counts no writes to them, and makes none."""
+    """Targets of a teacher, and a tensor in an attribute: torch does not count writes to them, and
+    does not write them.
+    """
     import torch
 
     data = zoo.regression(batches=4)

@@ -1,4 +1,4 @@
-"""Models of Keras 2, which is `tf_keras` today: an error that says so, and a model that is as it was."""
+"""Models of Keras 2, now `tf_keras`: a clear error, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_nanguard.testing import inject
 
 
 class Legacy:
-    """A model as `tf_keras` makes it, as far as the guard looks at it."""
+    """A model with the attributes of `tf_keras` that the guard reads."""
 
     name, variables, trainable_variables = "old", (), ()
 
@@ -31,14 +31,14 @@ USES = {
 
 @pytest.mark.parametrize("use", list(USES))
 def test_is_refused(use):
-    """The error names the object and says what to write."""
+    """The error names the object and the remedy."""
     with pytest.raises(GuardError, match=r"Expected a model and optimizers of Keras 3. Received: 'old', .* tf_keras"):
         USES[use](Legacy())
 
 
 @pytest.mark.requires_backend("tensorflow", reason="tf_keras runs on TensorFlow alone")
 def test_the_real_one_is_left_as_it_was():
-    """A fit with a guard raises the error, and one without a guard runs after it."""
+    """A fit with a guard raises the error, and a later one without a guard runs."""
     tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed: pip install tf_keras")
     model = tf_keras.Sequential([tf_keras.Input((4,)), tf_keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -1,4 +1,4 @@
-"""Kinds of programs: plain and guarded are the same while all is well, and of one bad batch nothing is left."""
+"""Kinds of programs: healthy plain and guarded runs agree, and a bad batch leaves no trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def run(kind, guard=None, bad=False):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
-    """Same history, same state, no incident; of a bad batch a refused step in each epoch, and a finite state."""
+    """Same history, same state, no incident; with a bad batch one refused step in each epoch, and a
+    finite state.
+    """
     kind = kinds.KINDS[name]
     if zoo.BACKEND not in kind.on:
         pytest.skip(f"its train step is written for {', '.join(kind.on)}")

@@ -1,4 +1,5 @@
-"""Model libraries: a healthy run is silent and the plain one, and a bad batch leaves the state as it was."""
+"""Model libraries: a healthy run equals the plain one, and a bad batch does not change the state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def different(one, other):
 
 @pytest.mark.parametrize("name", list(libraries.LIBRARIES))
 def test_plain_is_guarded_and_a_bad_batch_leaves_nothing(name):
-    """Same history, same state, no incident; and the same state again where a bad batch follows the good ones."""
+    """Same history, same state, no incident; and the same state again if a bad batch follows the
+    good ones.
+    """
     library = libraries.LIBRARIES[name]
     if zoo.BACKEND not in library.on:
         pytest.skip(f"it runs on {', '.join(library.on)}")

@@ -1,4 +1,6 @@
-"""Callbacks of trackers, each the real one, in a process of its own: wherever they stand, they log the keys of the guard."""
+"""Callbacks of real trackers, in separate processes: at any position they log the keys of the
+guard.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def all_ways(make):
 
 
 def run(code, folder):
-    """Run a program and return what it prints last."""
+    """Run a program and return its last output."""
     more = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", BEFORE + code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, check=False, timeout=280, cwd=ROOT)
@@ -70,7 +72,8 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("way", ["callback", "autolog"])
 def test_mlflow(way, tmp_path):
-    """MLflow's callback and its autolog log the number of refused steps of each epoch, healthy or bad."""
+    """MLflow's callback and autolog log the number of refused steps of each epoch, healthy or bad.
+    """
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny sqlalchemy alembic")
     pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed: pip install sqlalchemy alembic")
     found = run(f"CALLBACK = {way == 'callback'}\n" + MLFLOW, tmp_path)
@@ -100,7 +103,9 @@ print(json.dumps({name: [row["epoch/refused_steps"] for row in found if "epoch/r
 
 
 def test_wandb(tmp_path):
-    """W&B's metrics logger, offline, logs the number for each epoch; its model checkpoint saves finite models."""
+    """The metrics logger of W&B, offline, logs the number for each epoch; its model checkpoint
+    saves finite models.
+    """
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     found = run(WANDB, tmp_path)
     assert found.pop("plain") == []
@@ -115,7 +120,7 @@ print(json.dumps({name: open(os.path.join(folder, name + ".txt")).read() for nam
 
 
 def test_tqdm(tmp_path):
-    """tqdm's bar for Keras runs as without a guard."""
+    """tqdm's progress bar for Keras runs as without a guard."""
     pytest.importorskip("tqdm.keras", exc_type=ImportError, reason="tqdm has no callback for Keras here")
     found = run(TQDM, tmp_path)
     assert all("loss" in text for text in found.values()) and "refused_steps" in found["TrueTrue"]

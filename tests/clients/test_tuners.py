@@ -1,4 +1,6 @@
-"""Tuners and pipelines, each the real one: callbacks are copied for each trial, and a hopeless trial is never the best one."""
+"""Real tuners and pipelines: callbacks are copied for each trial, and a failed trial is never the
+best one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from support import zoo
 from keras_nanguard import NanGuard
 
 RATES = [0.01, 1e30, 30.0]
-"""One that trains, one that overflows in the second step, and one at which training diverges."""
+"""One at which the model trains, one that overflows in the second step, and one at which training
+diverges.
+"""
 
 
 def data():
@@ -42,7 +46,9 @@ def guard():
 class TestPreset:
     @pytest.mark.parametrize("rate", RATES[1:])
     def test_a_hopeless_rate_ends_early(self, rate):
-        """It ends in its first epoch, and every metric has its worst value: NaN where Keras knows no direction."""
+        """It ends in its first epoch, and every metric has its worst value: NaN if Keras knows no
+        direction.
+        """
 
         def unknown(y_true, y_pred):
             return keras.ops.mean(y_pred, -1)
@@ -60,14 +66,14 @@ class TestPreset:
         assert zoo.plain_logs(fit(0.01, used).history) == fit(0.01).history and used.incidents == []
 
     def test_a_bad_batch_is_refused(self):
-        """A trial whose data is bad in one batch is as good as it is."""
+        """A trial with one bad batch is evaluated like the others."""
         x, _ = data()
         x[20] = np.nan
         history = fit(0.01, guard(), x=x).history
         assert history["refused_steps"] == [1] * 4 and max(history["val_loss"]) < 10
 
     def test_callbacks_take_the_worst_value_for_no_best_one(self, tmp_path):
-        """`ModelCheckpoint` saves none of it."""
+        """`ModelCheckpoint` does not save it."""
         path = tmp_path / "best.keras"
         fit(1e30, guard(), keras.callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True))
         assert not path.exists()
@@ -76,7 +82,9 @@ class TestPreset:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["RandomSearch", "Hyperband", "BayesianOptimization", "GridSearch"])
 def test_keras_tuner(name, tmp_path):
-    """Trials with a hopeless rate end in their first epoch, none is the best one, and the guard that was given is not touched."""
+    """Trials with a failing rate end in their first epoch, none is the best one, and the given
+    guard is unchanged.
+    """
     tuners = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed: pip install keras-tuner")
     limits = {"max_epochs": 4, "factor": 2} if name == "Hyperband" else {"max_trials": 3}
     tuner = getattr(tuners, name)(
@@ -94,7 +102,9 @@ def test_keras_tuner(name, tmp_path):
 
 @pytest.mark.slow
 def test_keras_tuner_with_a_fit_of_its_own(tmp_path):
-    """A `HyperModel` whose `fit` makes a guard for each trial: the hopeless rates lose, and the callbacks of the tuner are kept."""
+    """A `HyperModel` whose `fit` creates a guard for each trial: the failing rates lose, and the
+    callbacks of the tuner are kept.
+    """
     tuners = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed: pip install keras-tuner")
     guards = []
 
@@ -121,7 +131,9 @@ def _ray_trial(settings):
 @pytest.mark.slow
 @pytest.mark.requires_backend("tensorflow", reason="trials are processes of their own: once is enough")
 def test_ray_tune(tmp_path):
-    """Ray Tune runs each trial in a process of its own; a hopeless rate ends as the worst value, not as an error."""
+    """Ray Tune runs each trial in a separate process; a failing rate ends with the worst value, not
+    with an error.
+    """
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[tune]'")
     tune = pytest.importorskip("ray.tune", exc_type=ImportError, reason="ray.tune does not import here: pip install 'ray[tune]'")
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -153,7 +165,9 @@ def test_ray_tune(tmp_path):
 @pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 takes callbacks, stock ones as well, on TensorFlow alone")
 @pytest.mark.parametrize("bad", [False, True])
 def test_autokeras(bad, tmp_path):
-    """AutoKeras copies the guard for each trial and for its last fit; healthy logs are the plain ones, of bad data a step is refused."""
+    """AutoKeras copies the guard for each trial and for its last fit; healthy logs equal the plain
+    ones, and with bad data a step is refused.
+    """
     autokeras = pytest.importorskip("autokeras", exc_type=ImportError, reason="autokeras is not installed: pip install autokeras")
 
     class Head(autokeras.RegressionHead):
@@ -182,7 +196,9 @@ def test_autokeras(bad, tmp_path):
 
 @pytest.mark.slow
 def test_optuna():
-    """Optuna's pruning callback sees the worst value; a hopeless trial is never the best one, and the study goes on."""
+    """Optuna's pruning callback gets the worst value; a failed trial is never the best one, and the
+    study continues.
+    """
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna optuna-integration")
     integration = pytest.importorskip("optuna_integration", reason="optuna-integration is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -203,14 +219,16 @@ def test_optuna():
 
 
 def _trial(used, rate):
-    """Run one trial in a process of its own; returns what it has measured, and the guard."""
+    """Run one trial in a separate process; return its measurements and the guard."""
     return fit(rate, used, epochs=2).history["val_loss"][-1], used
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["loky", "threading"])
 def test_joblib(backend):
-    """A guard goes to the processes or threads of joblib, one copy for each trial, and comes back with its incidents."""
+    """A guard is sent to the processes or threads of joblib, one copy for each trial, and returns
+    with its incidents.
+    """
     joblib = pytest.importorskip("joblib", reason="joblib is not installed: pip install joblib")
     cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed: pip install cloudpickle")
     if backend == "loky":
@@ -225,7 +243,9 @@ def test_joblib(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_scikeras(jobs):
-    """In a `Pipeline` under `GridSearchCV`, with `clone`: a hopeless rate is a failed fit, the best one trains."""
+    """In a `Pipeline` under `GridSearchCV`, with `clone`: a failing rate is a failed fit, the best
+    one trains.
+    """
     wrappers = pytest.importorskip("scikeras.wrappers", reason="scikeras is not installed: pip install scikeras")
     selection = pytest.importorskip("sklearn.model_selection")
     from sklearn.pipeline import make_pipeline

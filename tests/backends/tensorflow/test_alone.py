@@ -1,4 +1,6 @@
-"""The transaction of TensorFlow without a fit around it: one step after another, several in one execution, and what each leaves behind."""
+"""The transaction of TensorFlow without a fit: single steps, several per execution, and the effects
+of each.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ from support.tensorflow_steps import (
 from keras_nanguard import NanGuard
 
 WAYS = ("deferred", "kept", "compiled", "eager")
-"""Updates that wait for the verdict; updates at once, and old values kept; compiled by XLA; no graph."""
+"""Updates deferred until the verdict; immediate updates with stored old values; compiled by XLA;
+without a graph.
+"""
 
 
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_bad_steps(way, several):
-    """They leave nothing behind, and are reported with their numbers, batches and all that was bad; the others log what they would without them."""
+    """They change nothing, and are reported with their numbers, batches and all bad sites; the
+    other logs are as without them.
+    """
     plain, model = network(), network()
     expected = trained(plain, batches(X, KEPT), way)
     for step in BAD:
@@ -74,7 +80,7 @@ def test_bad_steps(way, several):
 
 @pytest.mark.parametrize(("way", "programs"), [("deferred", 0), ("kept", 0), ("compiled", 1)])
 def test_what_xla_compiles(way, programs):
-    """The step, as one program, if the model is compiled so, and nothing else."""
+    """If the model is compiled by XLA, the step is, as one program, and nothing else."""
     transaction = alone(network(), way)
     batch = batches(X)[0]
     library = execution(transaction, way).get_concrete_function(batch).graph.as_graph_def().library
@@ -84,7 +90,9 @@ def test_what_xla_compiles(way, programs):
 @pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "compiled", "eager"])
 def test_bad_steps_that_are_watched(way):
-    """Without refusals each step does what it does without the guard, whose verdict and report tell of it all the same."""
+    """Without refusals each step has its plain effect, and the guard still returns a verdict and a
+    report.
+    """
     plain, model = network(), network()
     expected = trained(plain, batches(WITH_BAD), way)
     logs, verdicts, reports = run(alone(model, way, refuse=False), batches(WITH_BAD), 1, way)
@@ -102,7 +110,9 @@ def test_bad_steps_that_are_watched(way):
 @pytest.mark.parametrize("where", ["weights", "slots"])
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_stands_still(way, where):
-    """After a step that leaves a weight or a slot infinite no other step of the execution changes anything, until the host lets it."""
+    """After a step that leaves a weight or a slot infinite, no later step of the execution changes
+    anything until the host allows it.
+    """
     plain, model = (network(Bursting(where), Away(name="away"), built=False) for _ in range(2))
     trained(plain, batches(X, range(3)))
     transaction = alone(model, way, several=2)
@@ -125,7 +135,7 @@ def test_stands_still(way, where):
 
 
 class Marks(layers.Layer):
-    """Notes something infinite where it sees a large number, which it hands on as a small one."""
+    """Records an infinite value for a large number, which it passes on as a small one."""
 
     def build(self, shape):
         self.mark = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mark")
@@ -143,7 +153,7 @@ ALONE += [(what, way) for what in ("weights", "slots") for way in ("kept", "eage
 @pytest.mark.daily("*-deferred", "weights-kept", "slots-eager")
 @pytest.mark.parametrize(("what", "way"), ALONE)
 def test_each_sum_alone(what, way):
-    """One sum that is bad is enough to refuse the step, and is all that is told of."""
+    """One bad sum is enough to refuse the step, and is the only one reported."""
     inside, bad = what in ("weights", "slots"), [2] if what in ("weights", "slots") else [*BAD]
     plain, model = (network(Bursting(what) if inside else None, Marks(), Away(name="away"), loss=spoiled(what)) for _ in range(2))
     x, y = X.copy(), Y.copy()
@@ -166,7 +176,9 @@ def test_each_sum_alone(what, way):
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 @pytest.mark.parametrize("built", [True, False])
 def test_a_loss_scale(way, built):
-    """Where the gradients alone are bad it is halved, as by stock Keras, from the very first step; other steps let it grow."""
+    """If only the gradients are bad it is halved, as in stock Keras, from the first step on; other
+    steps let it grow.
+    """
 
     def scaled():
         inner = keras.optimizers.SGD(0.05, momentum=0.9)
@@ -200,7 +212,9 @@ def test_a_loss_scale(way, built):
 @pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 def test_what_is_infinite_on_purpose(way):
-    """What a step does not write is none of its sums, nor is what may be infinite."""
+    """Variables that a step does not write are in none of its sums, and neither are those that may
+    be infinite.
+    """
     model = network()
     model.mark = model.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), trainable=False, name="mark")
     transaction = alone(model, way)
@@ -212,7 +226,7 @@ def test_what_is_infinite_on_purpose(way):
 
 
 def test_a_tape_around_a_step_watches_the_weights_alone():
-    """The variables of the guard are none that a gradient could be asked of."""
+    """The variables of the guard are not watched by a gradient tape."""
     model = network()
     transaction = alone(model, several=2)
 
@@ -228,7 +242,7 @@ def test_a_tape_around_a_step_watches_the_weights_alone():
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_more_reports_than_are_kept(way, set_limit):
-    """The first are there; nobody waits for the others, and every verdict is read."""
+    """The first reports are kept; nothing waits for the others, and every verdict is read."""
     set_limit("reports of a TensorFlow program", 3)
     transaction = alone(network(), way, several=8)
     _, verdicts, found = run(transaction, batches(WITH_BAD, [BAD[0]] * 8), 8, way)
@@ -238,7 +252,9 @@ def test_more_reports_than_are_kept(way, set_limit):
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_each_report_has_its_batch(way):
-    """Where nobody keeps the batches, those of refused steps are in their reports, however late these are read."""
+    """If nothing else stores the batches, the reports of refused steps have them, however late they
+    are read.
+    """
     model = network()
     transaction = alone(model, way, host_has_batches=False)
     execute = execution(transaction)
@@ -250,7 +266,7 @@ def test_each_report_has_its_batch(way):
 
 
 def test_nothing_of_a_run_is_left():
-    """Neither its reports nor its batches nor what it is told of new variables."""
+    """Neither reports nor batches nor the callback for new variables remain."""
     model = network()
     transaction = alone(model, several=2)
     execute, given = execution(transaction), batches(WITH_BAD, BAD[:2])
@@ -265,7 +281,9 @@ def test_nothing_of_a_run_is_left():
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_batches_that_take_much_memory(way, set_limit):
-    """Of the refused batches that wait for the host the first stays, and others while they fit; all counts are there."""
+    """Of the refused batches that wait for the host the first is kept, and others if they fit; all
+    counts are complete.
+    """
     one = 4 * SIZE * (3 + 1)  # bytes of x and y
     for most, kept in ((1, 1), (3 * one, 3)):
         set_limit("bytes of remembered batches", most)
@@ -277,7 +295,9 @@ def test_batches_that_take_much_memory(way, set_limit):
 
 @pytest.mark.parametrize("way", ["deferred", "kept"])
 def test_the_bits_of_plain_descent(way):
-    """A gradient that TensorFlow would fuse with its rate is so fused, though the guard reads it."""
+    """A gradient that TensorFlow would fuse with its rate is still fused, although the guard reads
+    it.
+    """
     plain, model = (network(keras.optimizers.SGD(0.05)) for _ in range(2))
     trained(plain, batches(X))
     run(alone(model, way), batches(X))
@@ -285,7 +305,7 @@ def test_the_bits_of_plain_descent(way):
 
 
 def test_a_transaction_that_was_left_is_taken_off():
-    """A step is guarded once, whatever an earlier run has left around it."""
+    """A step is guarded only once, after any earlier run."""
     plain, model = network(), network()
     for one, callbacks in ((plain, []), (model, [NanGuard(verbose=0)])):
         if one is model:
@@ -296,7 +316,7 @@ def test_a_transaction_that_was_left_is_taken_off():
 
 
 class Sentinels(layers.Layer):
-    """Writes the largest number of float32 into ten entries, the sum of which overflows."""
+    """Writes the largest float32 number into ten entries, so their sum overflows."""
 
     def build(self, shape):
         self.mark = self.add_weight(shape=(10,), initializer="zeros", trainable=False, name="mark")
@@ -311,7 +331,9 @@ class Sentinels(layers.Layer):
 @pytest.mark.parametrize("what", ["loss", "gradients", "statistics", "weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_finite_numbers_are_never_refused(way, what):
-    """A sum that overflows over finite entries decides nothing: the run is the plain one, and every number told is finite."""
+    """A sum that overflows over finite entries decides nothing: the run equals the plain one, and
+    every reported number is finite.
+    """
     large = {"loss": 0.0, "gradients": 1e21}.get(what, 1.0)
 
     def loss(y, found):
@@ -339,7 +361,7 @@ def test_finite_numbers_are_never_refused(way, what):
 FEW, BAD_FIRST = range(5), (0, 2)
 SPOILT = X.copy()
 SPOILT[[*BAD_FIRST], 2, 1] = np.nan
-"""Batches of which the first is bad."""
+"""Batches, the first of which is bad."""
 
 
 def gradients_of(model, batch):
@@ -351,7 +373,9 @@ def gradients_of(model, batch):
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
 def test_what_the_first_step_makes(way):
-    """A bad first step of a model that it builds leaves it as if it had not run, and its variables are noted once."""
+    """A bad first step that builds its model leaves it unbuilt in effect, and its variables are
+    noted once.
+    """
 
     def unbuilt():
         keras.utils.set_random_seed(0)
@@ -375,7 +399,9 @@ def test_what_the_first_step_makes(way):
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
 def test_two_loss_scales(way):
-    """Each of two optimizers that the first step builds halves its scale where all gradients are bad, as stock Keras does."""
+    """Each of two optimizers that the first step builds halves its scale if all gradients are bad,
+    as in stock Keras.
+    """
 
     def made():
         scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=scale) for scale in (64.0, 16.0)]
@@ -404,7 +430,9 @@ def test_two_loss_scales(way):
 
 @pytest.mark.parametrize("where", ["weights", "slots"])
 def test_what_the_first_update_makes(where):
-    """In eager execution the first step reads what it has made, and is refused where that is bad."""
+    """In eager execution the first step reads the variables that it has created, and is refused if
+    they are bad.
+    """
     model = network(Bursting(where, update=0), Away(name="away"), built=False)
     before = [np.array(v) for v in model.variables]
     (verdict,) = run(alone(model, "eager"), batches(X, [0]), 1, "eager")[1]
@@ -414,7 +442,7 @@ def test_what_the_first_update_makes(where):
 
 
 def test_a_step_that_makes_nothing():
-    """It is traced once, and gives back what nobody lists in its very first run."""
+    """It is traced once, and restores unlisted variables also in its first run."""
     model, hidden = network(), tf.Variable(tf.zeros((3,)), trainable=False)
 
     def body(batch):
@@ -442,7 +470,9 @@ def test_a_step_that_makes_nothing():
 
 
 def test_what_a_step_returns():
-    """The outputs of a step that no trainer calls are those of the step, whatever they are made of; scalars among them are losses."""
+    """The outputs of a step without a trainer are unchanged, of any structure; scalars among them
+    are losses.
+    """
     weight = keras.Variable(np.ones((3, 1), "float32"))
     model = keras.Sequential([keras.Input((3,))])
     optimizer = keras.optimizers.SGD(0.1)
@@ -480,7 +510,9 @@ def test_what_a_step_returns():
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_python_stays_python(way):
-    """A condition on a tensor is refused by TensorFlow as in a plain step: nothing rewrites what the user wrote."""
+    """TensorFlow rejects a Python condition on a tensor as in a plain step: the user's code is not
+    rewritten.
+    """
     model = network()
 
     def body(batch):
@@ -491,7 +523,7 @@ def test_python_stays_python(way):
 
 
 def test_other_sizes_of_batches():
-    """A compiled step is not traced for each of them: in the end for all."""
+    """A compiled step is not traced for each size of batch, but once for all further ones."""
     model, traces = network(), []
 
     def body(batch):

@@ -1,4 +1,6 @@
-"""One step for each batch that the host takes is what Keras makes of it, for every kind of data and of model."""
+"""One step for each batch that the host reads agrees with Keras, for every kind of data and of
+model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from keras_nanguard.testing import inject
 
 
 class Traced(keras.Model):
-    """A model that counts how often its step is traced, and notes what it was given."""
+    """A model that counts the traces of its step, and records its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +44,7 @@ def numbers(count):
 
 
 def both(run):
-    """Return the two models that `run(model, callbacks)` has trained, without and with a guard."""
+    """Return the two models trained by `run(model, callbacks)`, without and with a guard."""
     models = []
     for callbacks in ([], [NanGuard(verbose=0)]):
         models.append(traced())
@@ -53,7 +55,7 @@ def both(run):
 
 
 def test_batches_come_as_keras_hands_them():
-    """Nested as they were, whole and short ones, with weights for samples or without."""
+    """With their nesting, whole and short ones, with sample weights or without."""
     x, y = numbers(20)
 
     def run(model, callbacks):
@@ -79,7 +81,7 @@ def test_what_a_generator_leaves_out_is_none():
 
 
 def test_shapes_that_change_from_fit_to_fit():
-    """A trace that served one shape of batches does not get others."""
+    """A trace for one shape of batches is not used for others."""
 
     def run(model, callbacks):
         for count in (8, 6, 8, 5):
@@ -90,7 +92,7 @@ def test_shapes_that_change_from_fit_to_fit():
 
 
 def test_epochs_and_fits_need_no_trace_more():
-    """Each epoch brings an iterator of its own; the step is traced no more often for them than without a guard."""
+    """Each epoch has its own iterator; the step is traced no more often than without a guard."""
     x, y = numbers(16)
 
     def run(model, callbacks):
@@ -104,7 +106,9 @@ def test_epochs_and_fits_need_no_trace_more():
 @pytest.mark.daily("4")
 @pytest.mark.parametrize("bad", [10, 1, 4])
 def test_a_train_function_of_any_number_of_steps(bad):
-    """Each step of a train function of the user's own is counted, and a bad one reported with its number and its row."""
+    """Each step of a custom train function is counted, and a bad one reported with its number and
+    its row.
+    """
 
     class Twelve(Traced):
         def make_train_function(self, force=False):
@@ -130,7 +134,9 @@ def test_a_train_function_of_any_number_of_steps(bad):
 
 
 def test_functions_that_run_eagerly():
-    """`tf.config.run_functions_eagerly` lets the Python of a step run in each step, as it does without a guard."""
+    """With `tf.config.run_functions_eagerly` the Python code of a step runs in each step, as
+    without a guard.
+    """
     x, y = numbers(16)
     tf.config.run_functions_eagerly(True)
     try:
@@ -147,7 +153,7 @@ def test_functions_that_run_eagerly():
 
 
 def test_a_train_function_of_the_users_own_is_kept():
-    """A model that makes its own train function is run by that."""
+    """A model with a custom train function uses it."""
 
     class Own(Traced):
         calls = 0
@@ -171,7 +177,7 @@ def test_a_train_function_of_the_users_own_is_kept():
 
 @pytest.mark.parametrize("of_model", [False, True], ids=["callback", "model"])
 def test_single_batches_and_fits_in_turn(of_model):
-    """`train_on_batch` and `fit` run one transaction."""
+    """`train_on_batch` and `fit` use the same transaction."""
     plain = zoo.plain(dropout=False)
     model = NanGuardModel(plain.inputs, plain.outputs) if of_model else plain
     model.compile(keras.optimizers.Adam(), "mse")

@@ -1,4 +1,4 @@
-"""A refusal in a compiled step, where the step does what most steps do not."""
+"""Refusals in compiled steps with unusual behaviour."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(one, other):
 
 
 def test_nothing_is_said_by_tensorflow():
-    """A refusal is no error: the only line that a user reads is ours."""
+    """A refusal is not an error: only the guard's line is printed."""
     program = f"""
 import numpy as np, keras, sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
@@ -60,7 +60,7 @@ fit(network(), BAD, Y, NanGuard())
 
 
 def test_an_update_that_does_not_wait():
-    """An optimizer that steps out of all control dependencies is refused like any other."""
+    """An optimizer outside of all control dependencies is refused like any other."""
 
     class Free(keras.optimizers.SGD):
         def apply(self, grads, trainable_variables=None):
@@ -76,7 +76,7 @@ def test_an_update_that_does_not_wait():
 
 
 def test_an_error_of_ones_own():
-    """What the user's step asserts reaches the user."""
+    """An assertion in the user's step reaches the user."""
 
     class Strict(keras.Model):
         def train_step(self, data):
@@ -90,7 +90,7 @@ def test_an_error_of_ones_own():
 
 
 class Telling(keras.Model):
-    """Logs something that no metric holds."""
+    """Logs a value without a metric."""
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -99,7 +99,9 @@ class Telling(keras.Model):
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_logs_that_no_metric_holds(first):
-    """Of a refused step they are those of the step before, and the worst number where there was none."""
+    """After a refused step they are those of the previous step, or the worst number if there was
+    none.
+    """
     bad, seen = X.copy(), []
     bad[first * 8 : first * 8 + 8] = np.inf
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["first"]))

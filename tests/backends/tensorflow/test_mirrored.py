@@ -1,4 +1,6 @@
-"""Under `tf.distribute.MirroredStrategy`: one verdict for all replicas, whichever of them saw it."""
+"""Under `tf.distribute.MirroredStrategy` there is one verdict for all replicas, whichever of them
+has the fault.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ the same shapes (see docs/limits.md)."""
 
 DAILY = TOGETHER["graph"]
 SLOW = tuple(name for names in TOGETHER.values() for name in names if name not in DAILY)
-"""Cases that are left to the slow tests."""
+"""Cases that run only as slow tests."""
 
 
 def cases(*names: str) -> list[Any]:
-    """Return cases as parameters; some are left to the slow tests."""
+    """Return cases as parameters; some run only as slow tests."""
     return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
 
 
@@ -51,7 +53,7 @@ def results(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture
 def result(once):
-    """`result(name)`: what a case reported; all cases of its process run at once."""
+    """`result(name)`: the report of a case; all cases of its process run together."""
 
     def of_case(name: str) -> dict[str, Any]:
         process = next(process for process, names in TOGETHER.items() if name in names)
@@ -65,7 +67,9 @@ ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", 
 
 @pytest.mark.parametrize("name", cases(*ORACLE, "bad_target", "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
-    """Keras ends in NaN; the guarded run ends, in the copy of each replica, where it ends without the bad batches."""
+    """Keras ends with NaN; each replica of the guarded run ends with the values of the run without
+    the bad batches.
+    """
     reported = result(name)
     assert reported["stock"] > 0, "the poison does nothing to Keras"
     assert reported["differences"] == []
@@ -74,7 +78,7 @@ def test_a_bad_batch_never_happened(result, name):
 
 @pytest.mark.parametrize("name", cases(*ORACLE, "bad_target"))
 def test_replicas_are_named(result, name):
-    """An incident names the replica that saw it, or both of them."""
+    """An incident names the replica with the fault, or both."""
     reported = result(name)["replicas"]
     if zoo.OLD and name in ("two_optimizers", "own_step"):  # reported of both replicas although one of them saw it
         assert all(set(true) <= set(found) for true, found in zip(REPLICAS, reported))
@@ -84,7 +88,7 @@ def test_replicas_are_named(result, name):
 
 @pytest.mark.parametrize("name", cases(*ORACLE))
 def test_rows_are_those_of_the_whole_batch(result, name):
-    """The diagnosis tells the rows of the batch as the user made it, not those of a replica's share of it."""
+    """The diagnosis reports the rows of the whole batch, not those of the part of a replica."""
     reported = result(name)
     assert set(reported["causes"]) == {"input_nonfinite"}
     assert reported["samples"] == [[1], [6], [1, 6]] * 2
@@ -92,13 +96,15 @@ def test_rows_are_those_of_the_whole_batch(result, name):
 
 @pytest.mark.slow
 def test_one_replica_is_no_replica(result):
-    """Where there is only one replica, none is named."""
+    """With only one replica, none is named."""
     assert result("several_steps")["replicas"] == [[]] * 6
 
 
 @pytest.mark.slow
 def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
-    """The loss scale learns on every replica from what one of them saw, once, and nothing else moves."""
+    """An overflow on one replica lowers the loss scale on all replicas, once, and nothing else
+    changes.
+    """
     reported = result("overflow")
     assert reported["finite"] and reported["overflows"] == 1 and reported["steps"] == []
     assert reported["changed"] == {
@@ -110,27 +116,30 @@ def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
 
 @pytest.mark.parametrize("name", cases("healthy", "healthy_two_optimizers"))
 def test_a_healthy_run_is_untouched(result, name):
-    """On clean data a guarded run and one that is not guarded are the same, bit by bit."""
+    """On clean data guarded and plain runs agree, bit by bit."""
     reported = result(name)
     assert reported["differences"] == [] and reported["steps"] == []
 
 
 def test_observe_changes_nothing(result):
-    """Under `observe` the run ends where Keras ends it, NaN included, and the replica is named."""
+    """Under `observe` the run ends like that of Keras, including NaN, and the replica is reported.
+    """
     reported = result("observed")
     assert reported["same"] and reported["steps"] == [4] and reported["replicas"] == [[1]] and reported["refused"] == [False]
 
 
 @pytest.mark.slow
 def test_a_replica_without_rows(result):
-    """A last batch with fewer rows than replicas is as good as Keras makes it."""
+    """The result for a last batch with fewer rows than replicas is that of Keras."""
     reported = result("uneven")
     assert reported["finite"] == (reported["stock"] or zoo.OLD) and (reported["steps"] == []) == reported["stock"]
 
 
 @pytest.mark.slow
 def test_train_on_batch(result):
-    """A `NanGuardModel` refuses a bad batch of `train_on_batch`, of which every replica is given all rows."""
+    """A `NanGuardModel` refuses a bad batch of `train_on_batch`, which passes all rows to every
+    replica.
+    """
     reported = result("on_batch")
     assert reported["changed"] == [] and reported["steps"] == [1] and reported["replicas"] == [[0, 1]] and reported["samples"] == [[2]]
 
@@ -143,7 +152,9 @@ def test_asked_to_compile(result):
 
 @pytest.mark.slow
 def test_a_layer_that_leaves_its_domain(result):
-    """A diagnosis replays the step on one replica's own graph, and names the layer and the row of the whole batch."""
+    """A diagnosis replays the step on the graph of one replica, and names the layer and the row of
+    the whole batch.
+    """
     reported = result("forward_domain")
     assert reported["finite"] and reported["steps"] == [3] and reported["replicas"] == [[1]]
     assert reported["causes"] == ["forward_domain"] and reported["samples"] == [[6]]
@@ -152,7 +163,7 @@ def test_a_layer_that_leaves_its_domain(result):
 
 @pytest.mark.slow
 def test_a_replica_that_was_given_no_row(result):
-    """What a layer makes of nothing is found by giving it nothing."""
+    """The result of a layer for an empty batch is found by replaying an empty batch."""
     reported = result("no_rows")
     assert reported["causes"] == ["forward_domain"] and reported["replicas"] == [[1]]
     assert "batch_normalization" in reported["culprits"][0]
@@ -167,7 +178,8 @@ def test_a_second_fit_after_a_diagnosis(result):
 
 @pytest.mark.slow
 def test_four_replicas():
-    """All four replicas end alike, the one that saw it is named, and a replay names the layer."""
+    """All four replicas end alike, the one with the fault is named, and a replay names the layer.
+    """
     batches = results("4", "adam")["adam"]
     domain = results("4", "forward_domain")["forward_domain"]
     assert batches["stock"] > 0 and batches["differences"] == [] and batches["steps"] == STEPS

@@ -1,4 +1,6 @@
-"""Train steps that do what most do not: a healthy run is that of stock Keras to the bit, and a refused step gives back all it wrote."""
+"""Unusual train steps: a healthy run equals that of stock Keras to the bit, and a refused step
+undoes all of its writes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def sgd():
 
 
 class Plain(keras.Model):
-    """What the others are made of; `state` lists what a step may write, Keras' own lists apart."""
+    """Base of the others; `state` lists variables that a step may write, besides Keras' own lists.
+    """
 
     def __init__(self):
         super().__init__()
@@ -56,7 +59,7 @@ class LowersItsRate(Plain):
 
 
 class ReadsItsRateLate(Plain):
-    """Its rate is a callable that reads a variable which the step writes after its update."""
+    """Its rate is a callable that reads a variable, which the step writes after its update."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +72,7 @@ class ReadsItsRateLate(Plain):
 
 
 class WritesWeights(Plain):
-    """Moves its weights by itself before and after its update."""
+    """Changes its weights itself before and after its update."""
 
     def train_step(self, data):
         for weight in self.trainable_weights:
@@ -81,7 +84,7 @@ class WritesWeights(Plain):
 
 
 class SetsItsRateFirst(Plain):
-    """Writes the learning rate before its update, by what the batch holds."""
+    """Writes the learning rate before its update, depending on the batch."""
 
     def train_step(self, data):
         rate = self.optimizer.learning_rate
@@ -90,7 +93,7 @@ class SetsItsRateFirst(Plain):
 
 
 class WritesASlotFirst(Plain):
-    """Moves the momentum of its last weight before its update."""
+    """Changes the momentum of its last weight before its update."""
 
     def train_step(self, data):
         if self.optimizer.built:
@@ -100,7 +103,7 @@ class WritesASlotFirst(Plain):
 
 
 class HidesAVariable(Plain):
-    """Writes a `tf.Variable` that only a closure holds."""
+    """Writes a `tf.Variable` that is only in a closure."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +128,7 @@ class ReadsItsWeights(Plain):
 
 
 def nested(how):
-    """Return a step that writes a `tf.Variable` inside of something."""
+    """Return a step that writes a `tf.Variable` inside a construct."""
 
     class Nested(Plain):
         def __init__(self):
@@ -158,7 +161,7 @@ def nested(how):
 
 
 class TrainsNative(keras.Model):
-    """Trains a `tf.Variable`, as a `tf.Module` holds it."""
+    """Trains a `tf.Variable`, such as one of a `tf.Module`."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +185,7 @@ class TrainsNative(keras.Model):
 
 
 def updates_inside(how, slots):
-    """Return a step that trains its `tf.Variable` inside of something."""
+    """Return a step that trains its `tf.Variable` inside a construct."""
 
     class Inside(TrainsNative):
         def compile(self, optimizer, *args, **kwargs):
@@ -199,7 +202,9 @@ def updates_inside(how, slots):
 
 
 class Adversarial(keras.Model):
-    """A GAN whose networks are no attributes of it; the generator's step reads the discriminator that was just updated."""
+    """A GAN whose networks are not attributes; the step of the generator reads the updated
+    discriminator.
+    """
 
     def __init__(self):
         super().__init__()
@@ -244,7 +249,7 @@ class Summarises(Plain):
 
 
 class Counts(Plain):
-    """Counts in a table, which no refusal gives back, and keeps its loss to itself."""
+    """Counts in a table, which a refusal does not restore, and does not report its loss."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +288,7 @@ KEEPS_OLD_VALUES = {
     *("writes a slot first", "networks that are no attributes"),
     *(name for name in STEPS if name.startswith("updates in a ")),
 }
-"""Steps of which an update in graph mode cannot wait for the verdict, so that old values are kept."""
+"""Steps with an update in graph mode that cannot be deferred, so old values are stored."""
 
 NOT_EAGER = {
     "networks that are no attributes": "their statistics are given back in graph mode only: said among the limits",
@@ -309,7 +314,7 @@ def same(one, other):
 
 
 def in_turn():
-    """Return every step with every mode; the normal run has each step in one of them, turn and turn about."""
+    """Return every step in every mode; the normal run has one mode for each step, in turn."""
     for n, name in enumerate(STEPS):
         for m, mode in enumerate(MODES):
             yield pytest.param(name, mode, marks=[pytest.mark.slow] if (n + m) % len(MODES) else [])
@@ -327,7 +332,7 @@ def test_a_healthy_run_is_that_of_stock_keras(name, mode):
 
 @pytest.mark.parametrize(("name", "mode"), in_turn())
 def test_bad_batches_leave_nothing_behind(name, mode):
-    """A run with bad batches ends where stock Keras ends without them."""
+    """A run with bad batches ends like stock Keras without them."""
     if mode == "eager" and name in NOT_EAGER:
         pytest.skip(NOT_EAGER[name])
     guard = NanGuard(verbose=0, diagnose=False)
@@ -342,14 +347,14 @@ def test_bad_batches_leave_nothing_behind(name, mode):
 
 
 def test_a_summary_in_the_step():
-    """What a step writes that is no variable is none of the guard's business."""
+    """Writes of a step to anything but variables are not affected by the guard."""
     guard = NanGuard(verbose=0)
     same(fitted(Summarises, X, Y, [guard], "graph")[1], fitted(Summarises, X, Y, [], "graph")[1])
     assert guard.incidents == []
 
 
 def test_a_rollback_takes_networks_that_are_no_attributes_along():
-    """A snapshot holds whatever the optimizers train, and a scan of the state finds it."""
+    """A snapshot has everything that the optimizers train, and a scan of the state finds it."""
     policy = {"rules": [{"name": "back", "do": {"rollback": {"replay_steps": False}}}]}
     guard, spoiled = NanGuard(policy, verbose=0, diagnose=False), []
 
@@ -368,7 +373,7 @@ def test_a_rollback_takes_networks_that_are_no_attributes_along():
 
 
 def test_a_tf_variable_is_named():
-    """Trouble in a `tf.Variable` that is trained is reported by its name."""
+    """A fault in a trained `tf.Variable` is reported with its name."""
     guard = NanGuard(verbose=0)
     x = WITH_BAD.copy()
     fitted(TrainsNative, x, Y, [guard], "graph")
@@ -399,7 +404,7 @@ class GuardedRawLoss(RawLoss, NanGuardModel):
 
 
 class Doubled(RawLoss):
-    """Returns a metric's result in other units, and one as it is."""
+    """Returns the result of one metric in other units, and another one unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -429,7 +434,9 @@ def seen_by_callbacks(make, x, callbacks, mode, y=Y):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [RawLoss, Doubled])
 def test_logs_are_those_that_the_step_returned(make, mode):
-    """A committed step logs what it returned, whatever names it chose; a refused one what the last committed one logged."""
+    """A committed step logs its own results, under any names; a refused one logs those of the last
+    committed step.
+    """
     plain, guarded = (seen_by_callbacks(make, X, callbacks, mode) for callbacks in ([], [NanGuard(verbose=0)]))
     assert plain == guarded
     if mode == "two steps in one":
@@ -443,7 +450,7 @@ def test_logs_are_those_that_the_step_returned(make, mode):
 
 
 def test_a_single_batch_logs_its_own_loss():
-    """`train_on_batch` of a guarded model returns what that of the plain one does."""
+    """`train_on_batch` of a guarded model returns the same as that of the plain one."""
     results = []
     for make in (RawLoss, GuardedRawLoss):
         model = make()
@@ -453,7 +460,8 @@ def test_a_single_batch_logs_its_own_loss():
 
 
 def test_an_optimizer_that_writes_while_it_is_built():
-    """Stock `ScheduleFreeAdamW` starts with momenta of 0 in graph mode and with the weights in eager execution.
+    """Stock `ScheduleFreeAdamW` starts with momenta of 0 in graph mode and with the weights in
+    eager execution.
 
     What it writes while it is built is in the trace that `tf.function` throws away. A guarded run keeps the numbers of each.
     """
@@ -481,8 +489,9 @@ def checked_numerics():
 
 
 def test_beside_check_numerics(checked_numerics):
-    """Who hunts a NaN with `tf.debugging.enable_check_numerics` can leave the guard where it is: healthy steps run as ever,
-    and the first bad one raises what it raises without the guard, before anything is written."""
+    """With `tf.debugging.enable_check_numerics` healthy steps run as usual, and the first bad one
+    raises the same as without the guard, before anything is written.
+    """
     guard = NanGuard(verbose=0)
     same(fitted(Plain, X, Y, [guard], "graph")[1], fitted(Plain, X, Y, [], "graph")[1])
     assert guard.incidents == []

@@ -1,4 +1,6 @@
-"""A healthy run has the bits of the unguarded one: every optimizer of Keras, on every kind of layer, for two hundred steps."""
+"""A healthy run has the bits of the unguarded one: every Keras optimizer, every kind of layer, two
+hundred steps.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ Source: keras/src/backend/tensorflow/sparse.py.
 """
 
 NORMAL = {SCALED}
-"""Those of the normal run; all of them are a campaign."""
+"""Cases of the normal run; a campaign runs all of them."""
 
 
 def dense(x, penalty=None):
@@ -91,7 +93,7 @@ def check(networks, optimizer, penalty=None):
 
 @pytest.mark.parametrize("optimizer", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.slow) for name in OPTIMIZERS])
 def test_every_kind_of_layer_at_once(optimizer):
-    """One network of all kinds of layers; not one bit of one weight differs after any step."""
+    """One network of all kinds of layers; no bit of any weight differs after any step."""
     check(list(NETWORKS.values()), optimizer)
 
 
@@ -100,5 +102,7 @@ def test_every_kind_of_layer_at_once(optimizer):
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_kind_of_layer(optimizer, network, penalty):
-    """Each kind of layers by itself, where other operations stand beside each other, with and without a regularizer."""
+    """Each kind of layer separately, so that other operations are adjacent, with and without a
+    regularizer.
+    """
     check([NETWORKS[network]], optimizer, keras.regularizers.L2(penalty) if penalty else None)

@@ -1,4 +1,6 @@
-"""Updates by fused kernels: where they are used, and that they come to the bits of Keras' own operations."""
+"""Updates by fused kernels: when they are used, and that they give the bits of Keras' own
+operations.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ BY_KERNELS = {
     "Lamb": (optimizers.Lamb, {"descend": 2}),
     "Muon": (getattr(optimizers, "Muon", optimizers.Lamb), None),
 }
-"""Optimizers, and how many of which kernel the update of one weight takes; `None` where that depends on the weight."""
+"""Optimizers, and the number of kernels of each kind in the update of one weight; `None` if that
+depends on the weight.
+"""
 
 AS_IT_IS = {
     "SGD clipped by norms": lambda: optimizers.SGD(_warmed_up(), clipnorm=1.0),
@@ -52,7 +56,7 @@ AS_IT_IS = {
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """How often each kernel was traced."""
+    """The number of traces of each kernel."""
     used = collections.Counter()
 
     def counting(name, real):
@@ -69,7 +73,7 @@ def kernels(monkeypatch):
 
 
 def network(optimizer):
-    """Return a model whose update has a constraint in it, too."""
+    """Return a model with a constraint, which is part of its update."""
     limit = keras.constraints.MaxNorm(0.7)
     body = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.ReLU()]
     model = keras.Sequential([*body, keras.layers.Dropout(0.2), keras.layers.Dense(1, kernel_constraint=limit)])
@@ -85,7 +89,7 @@ IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_I
 @pytest.mark.daily(*(f"{name}-*" for name in ("Adam", "EMA", "loss scale", "accumulates")), "momentum-*", "Lamb-False")
 @pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
 def test_the_same_bits(kernels, name, in_turn, set_limit):
-    """Guarded with bad batches put in, the run ends as the plain one without them, whichever way the update takes.
+    """A guarded run with bad batches equals the plain one without them, for each kind of update.
 
     Updates of large weights run one after another (`in_turn`).
     """
@@ -103,7 +107,7 @@ def test_the_same_bits(kernels, name, in_turn, set_limit):
 
 
 def test_large_arrays(kernels):
-    """Arrays that several threads compute a part of each."""
+    """Arrays of which several threads compute a part each."""
 
     def build():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3001), keras.layers.Dense(67), keras.layers.Dense(1)])
@@ -117,14 +121,16 @@ def test_large_arrays(kernels):
 
 @pytest.mark.parametrize("name", ["Adam", "accumulates"])
 def test_what_was_not_written_is_not_found_bad(name):
-    """The values that a refused update would have written are no state, and nothing is reported of them."""
+    """The values that a refused update would have written are not part of the state, and are not
+    reported.
+    """
     run = zoo.run(lambda: network(BY_KERNELS[name][0]()), zoo.regression().with_poison((2,)), guard=True, epochs=1)
     (incident,) = run.guard.incidents
     assert incident.refused and {f.site for f in incident.findings}.isdisjoint({"weights", "slots"})
 
 
 def test_scattered_writes_stay_as_they_are(kernels):
-    """A table of which a step writes a few rows is written as Keras writes it."""
+    """A table in which a step writes a few rows is written as in Keras."""
 
     def build():
         model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.Flatten()])
@@ -139,7 +145,7 @@ def test_scattered_writes_stay_as_they_are(kernels):
 
 
 class Before(optimizers.Adam):
-    """Divides by the moment as it was before this step."""
+    """Divides by the moment from before this step."""
 
     def update_step(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
@@ -149,14 +155,15 @@ class Before(optimizers.Adam):
 
 
 def test_a_moment_that_is_written_in_between(kernels):
-    """The kernel would read it too late, so an update of a user's own divides by itself."""
+    """The kernel would read it too late, so a custom update divides by itself."""
     run = zoo.run(lambda: network(Before(1e-4)), zoo.regression(), guard=True)
     assert zoo.differences(run, zoo.run(lambda: network(Before(1e-4)), zoo.regression())) == []
     assert kernels["descend"] and not kernels["divide"]
 
 
 def test_an_epsilon_of_zero(kernels):
-    """TensorFlow's graph optimizer may change such a quotient, and the kernel would then come to other bits."""
+    """TensorFlow's graph optimizer may change such a quotient, so a kernel would give other bits.
+    """
 
     def build():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
@@ -170,7 +177,7 @@ def test_an_epsilon_of_zero(kernels):
 
 @pytest.mark.parametrize("how", ["other bits", "float64", "xla", "own way to assign"])
 def test_where_no_kernel_serves(kernels, monkeypatch, how):
-    """The update then runs as Keras wrote it."""
+    """Without a suitable kernel the update runs as Keras wrote it."""
 
     class Own(optimizers.SGD):
         def assign_sub(self, variable, value):
@@ -193,14 +200,14 @@ def test_where_no_kernel_serves(kernels, monkeypatch, how):
 
 
 def test_nothing_is_left_on_the_optimizer():
-    """Its methods are its own again as soon as its update is traced."""
+    """Its own methods are restored as soon as its update is traced."""
     run = zoo.run(lambda: network(optimizers.Adam(0.01)), zoo.regression(), guard=True, epochs=1)
     assert {"assign_add", "assign_sub", "apply"}.isdisjoint(vars(run.model.optimizer))
 
 
 @pytest.mark.parametrize("kernel", ["descend", "divide"])
 def test_other_bits_are_seen(monkeypatch, kernel):
-    """A kernel that rounds once where Keras rounds twice is found out."""
+    """A kernel that rounds once instead of twice is detected."""
     real = getattr(fused, f"_{kernel}")
 
     def rounding_once(handle, *args):
@@ -212,7 +219,9 @@ def test_other_bits_are_seen(monkeypatch, kernel):
 
 
 class Twice(optimizers.SGD):
-    """Reads what it has just written, writes one variable more than once, and one with what another is given."""
+    """Reads a value that it has just written, writes one variable twice, and two variables from one
+    value.
+    """
 
     def build(self, variables):
         super().build(variables)
@@ -227,7 +236,9 @@ class Twice(optimizers.SGD):
 
 
 def test_reads_what_it_wrote(kernels):
-    """The program's order is kept, and variables that were given one value do not share it afterwards."""
+    """The order of the program is kept, and variables that were assigned one value do not share
+    memory afterwards.
+    """
     data = zoo.regression()
     plain = zoo.run(lambda: network(Twice(0.05)), data)
     run = zoo.run(lambda: network(Twice(0.05)), data.with_poison((2,)), guard=True)
@@ -253,7 +264,8 @@ def before(op):
 
 @pytest.mark.parametrize(("size", "waits"), [(4, False), (1024, True)])
 def test_one_by_one(size, waits):
-    """All of the update of a large weight waits for the one before it; small ones run when they like."""
+    """The whole update of a large weight waits for the previous one; small ones run in any order.
+    """
     optimizer = keras.optimizers.Adam()
     weights = [keras.Variable(tf.zeros((size, 1024))) for _ in range(3)]
     optimizer.build(weights)

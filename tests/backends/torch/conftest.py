@@ -1,4 +1,4 @@
-"""These tests import what belongs to one backend: on another they are not even collected."""
+"""These tests import modules of one backend, so they are not collected on the others."""
 
 import os
 
