@@ -1,4 +1,6 @@
-"""The library's own NumPy arithmetic on NaN, Inf and huge numbers warns of nothing: a warning that a user reads is the user's."""
+"""The library's own NumPy arithmetic on NaN, Inf and huge numbers emits no warnings: every warning
+comes from the user's code.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def model(optimizer=None, wide=False, dtype="float32", **compiled):
 
 
 def large(part, value, wide=False):
-    """Return data that is bad, or so large that squares and sums of it overflow, with a model for it."""
+    """Return data that is bad, or so large that its squares and sums overflow, with a model for it.
+    """
     x, y = X.copy(), Y.copy()
     (x if part == "x" else y)[12] = value
     return model(wide=wide), x, y
@@ -47,7 +50,9 @@ PROGRAMS = {
 
 
 def silent(work):
-    """Do something where NumPy raises at each floating-point error that nobody has expected; return the warnings of NumPy."""
+    """Run a function while NumPy raises at each unexpected floating-point error; return the
+    warnings of NumPy.
+    """
     with warnings.catch_warnings(record=True) as seen, np.errstate(all="warn"):
         warnings.simplefilter("always")
         work()
@@ -78,7 +83,7 @@ def test_a_fit_with_incidents(name, tmp_path):
 
 
 def test_a_refusal_where_every_warning_is_an_error():
-    """Handling a bad step raises no warning of any category, deprecations included."""
+    """Handling a bad step emits no warning of any category, deprecations included."""
     built, x, y = PROGRAMS["NaN in x"]()
     guard = NanGuard(verbose=0)
     built.fit(X, Y, batch_size=8, verbose=0)  # Keras itself warns while it traces
@@ -92,7 +97,7 @@ def test_a_refusal_where_every_warning_is_an_error():
 @pytest.mark.parametrize("site", ["gradients", "weights", "statistics", "slots"])
 @pytest.mark.parametrize("kind", [pytest.param("nan", marks=pytest.mark.slow), "overflow"])
 def test_injected(site, kind):
-    """Trouble in the state: read, reported and put right."""
+    """Faults in the state: detected, reported and repaired."""
     built = model(keras.optimizers.Adam(1e-3), wide=True)
     guard = NanGuard(verbose=0)
 
@@ -105,7 +110,7 @@ def test_injected(site, kind):
 
 
 def test_functions():
-    """`diagnose`, `scan`, `lint`, `repair` and `recalibrate` of a model that is ruined."""
+    """`diagnose`, `scan`, `lint`, `repair` and `recalibrate` of a model with bad values."""
     built = model(wide=True)
     built.layers[0].kernel.assign(np.full((4, 80), 3e38))
     built.layers[1].moving_variance.assign(np.full(80, np.inf))

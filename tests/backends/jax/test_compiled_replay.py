@@ -1,4 +1,4 @@
-"""A step that is bad only as it was compiled is replayed layer by layer."""
+"""A step that is bad only when compiled is replayed layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_nanguard import NanGuard
 
 
 def hot(x):
-    """Whether there is a large number in a compiled step. Eagerly there is none."""
+    """Whether there is a large number in a compiled step. There is none in an eager one."""
     compiled = isinstance(jnp.zeros(()), jax.core.Tracer)
     return (jnp.max(x) > 50) & compiled
 
@@ -38,7 +38,9 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("cause", FUNCTIONS)
 def test_the_layer_is_found(cause):
-    """The eager replay is finite. The compiled one names the layer, by forward and backward pass, and the state stays."""
+    """The eager replay is finite. The compiled one names the layer, in forward and backward pass,
+    and the state is unchanged.
+    """
     data = zoo.regression()
     data.x[3 * zoo.BATCH] = 200.0
 

@@ -1,4 +1,4 @@
-"""JAX in the modes in which it checks a program."""
+"""The debugging modes of JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In `fit` the next step is started before the host reads the verdict on the one before."""
+"""In `fit` the next step starts before the host reads the verdict of the previous one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENT = {"snapshot": {"every": 4, "verify_after": 1}, "max_consecutive_refused
 
 @pytest.fixture
 def order(monkeypatch):
-    """What was started, and what was read, by number of step, in that order."""
+    """The started steps, and the read verdicts, by step number, in order."""
     found, kept = [], []
     start, finish = Transaction.start, Transaction.finish
 
@@ -43,12 +43,14 @@ def order(monkeypatch):
 
 
 def ahead(order):
-    """Return the steps that were read when a later one had been started."""
+    """Return the steps whose verdict was read after a later one had started."""
     return [n for place, (what, n) in enumerate(order) if what == "read" and ("start", n + 1) in order[:place]]
 
 
 def test_nobody_waits(order):
-    """A step is read when the next one has been started; but for the ends of an epoch, and where the state is looked at."""
+    """A verdict is read after the next step has started, except at the end of an epoch, and before
+    the state is read.
+    """
     guard = NanGuard(verbose=0, snapshot={"every": 8, "verify_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
@@ -59,7 +61,9 @@ def test_nobody_waits(order):
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
 def test_waited_for(order, how):
-    """Where something acts between two steps, or shows what a step gave, the verdict comes first."""
+    """If anything acts between two steps, or shows the results of a step, its verdict is read
+    first.
+    """
     data = zoo.regression()
     if how == "train_on_batch":
 
@@ -112,7 +116,9 @@ BAD = {
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
 def test_the_same_without_the_bad_batches(where, steps):
-    """Nothing of a bad batch, nor of the start of the step after it, is in the state, in the logs, or in what was counted."""
+    """Neither a bad batch nor the early start of the next step leaves a trace in state, logs or
+    counts.
+    """
     bad = BAD[where]
     build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
     rule = {"name": "on", "do": "skip"}
@@ -137,15 +143,15 @@ ACTIONS = {
 
 
 class Waits(keras.callbacks.Callback):
-    """Is called for each batch, so that each verdict is read before."""
+    """Is called for each batch, so that each verdict is read before the next step."""
 
     def on_train_batch_end(self, batch, logs=None):
         pass
 
 
 def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
-    """Compare a run that is ahead of its verdicts with one that waits for each; returns both, and how many steps the first started
-    in vain.
+    """Compare a run with deferred verdicts with one that waits for each; return both, and the
+    number of steps that the first started in vain.
     """
     runs, starts = [], []
     for callbacks in ([], [Waits()]):
@@ -168,7 +174,7 @@ def _all(incident):
 
 @pytest.mark.parametrize(("action", "site"), [*((a, "x") for a in ACTIONS), ("rollback", "y"), ("reset slots", "weights")])
 def test_the_same_as_with_waiting(order, action, site):
-    """What the policy does comes between the bad step and the one after it, though that was started already."""
+    """The policy acts between the bad step and the next one, although that had already started."""
     policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action]}]}
     data, inside = zoo.regression(), lambda model: contextlib.nullcontext()
     if site == "weights":
@@ -182,7 +188,7 @@ def test_the_same_as_with_waiting(order, action, site):
 
 
 def test_an_epoch_of_bad_steps(order):
-    """Its logs are those that they are with waiting."""
+    """Its logs are the same as with waiting."""
     policy = {**PATIENT, "rules": [{"name": "on", "do": "skip"}]}
     data = zoo.regression()
     data.x[:] = np.nan
@@ -193,7 +199,7 @@ def test_an_epoch_of_bad_steps(order):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_overflows_in_a_row(count):
-    """Each halves the loss scale once, though the step after it was started, and refused, before it ran."""
+    """Each halves the loss scale once, although the next step had started, and was refused."""
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model, guard, data = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0), zoo.regression()
@@ -205,7 +211,9 @@ def test_overflows_in_a_row(count):
 
 
 class First(keras.callbacks.Callback):
-    """Stands ahead of the guard, and notes what is known when an epoch ends and when a validation begins."""
+    """Runs before the guard, and records the known steps at the end of an epoch and at the start of
+    a validation.
+    """
 
     def __init__(self):
         super().__init__()
@@ -220,7 +228,8 @@ class First(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
 def test_an_epoch_ends_with_all_of_its_steps(order, for_good):
-    """What the last batch of an epoch did is known when the epoch ends, whoever asks, and when a validation runs."""
+    """The last batch of an epoch is known at its end, for any reader, and when a validation runs.
+    """
     data, first = zoo.poison(zoo.regression(), BATCHES - 1), First()
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
@@ -240,7 +249,7 @@ def test_an_epoch_ends_with_all_of_its_steps(order, for_good):
 
 
 def ends(data, batch):
-    """Give batches until this one, and fail then."""
+    """Yield batches until this one, and then fail."""
     for n in range(batch):
         rows = slice(n * zoo.BATCH, (n + 1) * zoo.BATCH)
         yield data.x[rows], data.y[rows]
@@ -248,7 +257,9 @@ def ends(data, batch):
 
 
 def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
-    """The last step before an exception was bad, and nobody had asked for it yet; what is reported of the exception comes after."""
+    """The last step before an exception was bad and not yet read; it is reported before the
+    exception.
+    """
     of_data = Finding("inputs", "nonfinite"), None
     monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
     guard = NanGuard(verbose=0)
@@ -258,7 +269,9 @@ def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
 
 
 def test_looks_at_the_state_of_their_step(order, monkeypatch):
-    """Where the sums of a step ask for a look at the state, the step that was started by then is waited for."""
+    """If the sums of a step trigger a check of the state, the host waits for the step that has
+    already started.
+    """
 
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):
@@ -293,7 +306,7 @@ def asking_within(calls):
 
 @pytest.mark.parametrize("call", [printing, asking, asking_within])
 def test_calls_of_the_host(call, order):
-    """A step that prints, or asks the host for something, calls it as often as without a guard."""
+    """A step that prints, or calls the host, does so as often as without a guard."""
     calls = []
 
     class Model(keras.Sequential):

@@ -1,4 +1,6 @@
-"""JAX over several simulated devices: one verdict for all of them, and next to nothing more to exchange."""
+"""JAX with several simulated devices: one verdict for all of them, and hardly any additional
+communication.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,16 @@ def reported(devices, *asked):
 
 @pytest.fixture(scope="module")
 def on_four(once):
-    """Everything that is asked of four devices."""
+    """All requested results with four devices."""
     asked = ("data", "data float16", "data rollback", "data traffic", "model", "model rollback")
     return once("four devices", lambda folder: reported(4, *asked))
 
 
 @pytest.mark.parametrize("what", ["data", "data float16", "model"])
 def test_refused_on_all_devices(on_four, what):
-    """A bad row of the first and of the last of four devices: the run ends as the one without these batches."""
+    """A bad row on the first and on the last of four devices: the run ends like the one without
+    these batches.
+    """
     found = on_four[what]
     assert found["steps"] == [3, 7]
     assert found["causes"] == ["input_nonfinite"] * 2
@@ -43,7 +47,7 @@ def test_refused_on_all_devices(on_four, what):
 
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_rolled_back_on_all_devices(on_four, what):
-    """What a rollback writes lies where the arrays lay."""
+    """The arrays of a rollback have their original placement."""
     found = on_four[f"{what} rollback"]
     assert found["outcomes"] == [["warn", "skip"], ["warn", "skip"], ["warn", "rollback"]]
     assert found["finite"]
@@ -51,7 +55,9 @@ def test_rolled_back_on_all_devices(on_four, what):
 
 
 def test_traffic_of_a_verdict(on_four):
-    """A verdict adds as many bytes to a step on 8 devices as on 2, and as many to a large model as to a small one."""
+    """A verdict adds as many bytes to a step on 8 devices as on 2, and as many for a large model as
+    for a small one.
+    """
     more = []
     for devices in (2, 4, 8):
         found = (on_four if devices == 4 else reported(devices, "data traffic"))["data traffic"]

@@ -1,4 +1,6 @@
-"""JAX over several processes: all decide as one, one of them writes, and a killed run goes on."""
+"""JAX with several processes: all make the same decisions, one of them writes, and a killed run is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from support.several_processes import LIMIT, assert_same, ended, jax_runs, jax_s
 from keras_nanguard import Recording
 
 WAYS = {"data parallel": (2, []), "four processes": (4, []), "model parallel": (2, ["model"])}
-"""How many processes; with `model` a kernel is spread over the devices of each process as well."""
+"""Number of processes; with `model` a kernel is also spread over the devices of each process."""
 
 ENDED = (
     "plain",
@@ -32,7 +34,7 @@ ENDED = (
     "ahead",
     "observed",
 )
-"""The runs that come to their end by themselves."""
+"""The runs that complete without help."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -43,7 +45,7 @@ def way(request):
 
 @pytest.fixture(scope="module")
 def runs(way, once):
-    """What all processes of each run reported; and the directory."""
+    """The reports of all processes of each run, and the directory."""
     found, directory = once(way, lambda folder: (jax_runs(folder, *WAYS[way], *ENDED), str(folder)))
     return found, Path(directory)
 
@@ -55,13 +57,13 @@ def assert_alike(ranks):
 
 
 def same(one, other, tolerance=0.0):
-    """Check that two runs end alike: in the same bits if both run one compiled step."""
+    """Check that two runs end alike, with the same bits if both run one compiled step."""
     for a, b in zip([one["loss"], *one["weights"]], [other["loss"], *other["weights"]]):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_one_recording(way, runs):
-    """The first process writes what was recorded, every step once."""
+    """The first process writes the recording, every step once."""
     found, directory = runs
     first = found["bad"][0][0]
     recording = Recording.read(directory / "bad")
@@ -73,7 +75,7 @@ def test_one_recording(way, runs):
 
 
 def test_refused_by_both(way, runs):
-    """A bad row of either process: all skip the batch, and end where a run without it ends."""
+    """A bad row of either process: all skip the batch, and end like a run without it."""
     found, directory = runs
     ranks, printed = found["bad"]
     first, *others = ranks
@@ -125,7 +127,7 @@ def test_rolled_back_by_both(way, runs):
 
 @pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory", "slots", "statistics", "ahead"])
 def test_the_same_end(runs, fault):
-    """All end alike, whatever happens to one process."""
+    """All end alike, for a fault in any process."""
     ranks, _ = runs[0][fault]
     assert_alike(ranks)
     incidents = ranks[0]["incidents"]
@@ -157,7 +159,7 @@ def test_observed_by_all(runs):
 
 
 def test_stopped_by_both(runs):
-    """Nobody waits for the other."""
+    """No process waits for the other."""
     ranks, _ = runs[0]["endless"]
     first = ranks[0]
     assert_alike(ranks)
@@ -166,7 +168,7 @@ def test_stopped_by_both(runs):
 
 
 def test_killed_and_resumed(way, runs, tmp_path):
-    """One process dies; started again, all resume from disk and end as if nothing had happened."""
+    """One process dies; after a restart all resume from disk and end like an uninterrupted run."""
     whole = runs[0]["whole"][0][0]
     count, spread = WAYS[way]
     *others, last = jax_started([tmp_path] * count, *spread, "killed")
@@ -187,7 +189,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
 
 
 def test_the_others_end_with_an_error(way, tmp_path):
-    """One process dies: the others end by themselves, and not as if all was well."""
+    """One process dies: the others end by themselves, with an error."""
     count, spread = WAYS[way]
     *others, last = jax_started([tmp_path] * count, *spread, "killed")
     last.communicate(timeout=LIMIT)
@@ -197,7 +199,7 @@ def test_the_others_end_with_an_error(way, tmp_path):
 
 
 def test_not_the_same_directory(way, runs, tmp_path):
-    """If one process alone finds a snapshot, all learn of it, and none waits for another."""
+    """If only one process finds a snapshot, all detect this, and none waits for another."""
     here, (count, spread) = tmp_path / "here", WAYS[way]
     shutil.copytree(runs[1] / "whole", here / "killed")
     processes = jax_started([here, *[tmp_path / "elsewhere"] * (count - 1)], *spread, "resumed")

@@ -1,4 +1,4 @@
-"""Two processes on JAX decide as one; `test_process_matrix.py` has the other faults."""
+"""Two processes on JAX make the same decisions; `test_process_matrix.py` has the other faults."""
 
 from __future__ import annotations
 

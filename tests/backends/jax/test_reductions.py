@@ -10,12 +10,14 @@ import pytest
 from keras_nanguard._backends.jax import reductions
 
 SHAPES = [(3,), (1024, 1024), (1100, 1000), (1_050_001,), (7, 150_001), (1, 2, 525_000)]
-"""Small; large, of the windows of 32 in which XLA sums, and of other lengths."""
+"""Small sizes, large ones that are multiples of XLA's windows of 32, and others."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_squares(shape):
-    """Half the sum of squares of all entries, none left out and none counted twice; one that is not finite shows wherever it is."""
+    """Half the sum of squares of all entries, each counted once; an entry that is not finite shows
+    anywhere.
+    """
     values = np.random.default_rng(0).standard_normal(shape).astype("float32")
     squares = jax.jit(lambda *arrays: reductions.squares(arrays, jnp.float32))
     expected = 0.5 * np.square(values, dtype="float64").sum()
@@ -39,7 +41,7 @@ HUGE = {
 @pytest.mark.parametrize("numbers", HUGE)
 @pytest.mark.parametrize("how", ["total", "add"])
 def test_no_sum_overflows_before_its_entries(how, numbers, jit):
-    """A sum is finite if and only if all entries are, however large they are."""
+    """A sum is finite if and only if all entries are, for entries of any size."""
     sums = lambda array: getattr(reductions, how)([array], jnp.float32)  # noqa: E731
     of = jax.jit(sums) if jit else sums
     values = HUGE[numbers]

@@ -1,4 +1,6 @@
-"""What is particular to JAX: steps that are functions from state to state, written over in place or not."""
+"""Features of JAX: steps that are functions from state to state, with or without overwriting the
+state.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BAD = (3, 4, 8)
 
 
 def oracle(build, data=None, where="x", tolerance=0.0, **fit):
-    """Compare three runs: unguarded, guarded, and guarded with poisoned batches put in; returns the guarded ones."""
+    """Compare three runs: unguarded, guarded, and guarded with inserted bad batches; return the
+    guarded ones.
+    """
     data = data or zoo.regression()
     plain = zoo.run(build, data, **fit)
     healthy = zoo.run(build, data, guard="undiagnosed", **fit)
@@ -53,7 +57,9 @@ OPTIMIZERS = {
 
 
 def network(optimizer, **mode):
-    """Return a model in which no gradient is but noise, which Adam would blow up: no bias before BatchNormalization."""
+    """Return a model without gradients that are pure rounding noise, which Adam would amplify: no
+    bias before BatchNormalization.
+    """
     model = keras.Sequential(
         [
             *(keras.Input((6,)), layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()),
@@ -66,14 +72,14 @@ def network(optimizer, **mode):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_written_over(recwarn, optimizer):
-    """A step that writes over its state refuses without a trace, whatever its optimizer keeps."""
+    """A step that overwrites its state refuses without a trace, for any optimizer."""
     runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=3), tolerance=1e-5)
     assert not any(run.guard.session.run.transaction.keeps_undo for run in runs)
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
 class Both(keras.optimizers.SGD):
-    """Writes a slot by itself, and then through the optimizer."""
+    """Writes a slot itself, and then through the optimizer."""
 
     def build(self, variables):
         super().build(variables)
@@ -87,7 +93,7 @@ class Both(keras.optimizers.SGD):
 
 
 class Halves(Both):
-    """Assigns in a way of its own."""
+    """Overrides assignments."""
 
     def assign_sub(self, variable, value):
         super().assign_sub(variable, value / 2)
@@ -95,13 +101,15 @@ class Halves(Both):
 
 @pytest.mark.parametrize("kind", [Both, Halves])
 def test_an_optimizer_that_assigns_by_itself(kind):
-    """A variable is what it was, whichever of its assignments the optimizer passes on, and in whatever way."""
+    """A variable is restored for any kind of assignment of the optimizer."""
     _, bad = oracle(lambda: network(kind(0.05)), tolerance=1e-5)
     assert np.abs(bad.model.optimizer.seen[0].numpy()).max() > 0
 
 
 def test_an_update_that_overflows():
-    """Finite gradients times a rate make infinite weights: reported, whichever way the step goes, and undone."""
+    """Finite gradients times a rate give infinite weights: reported and undone, in each kind of
+    step.
+    """
     data = zoo.regression(batches=24)
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
     net = network(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([5], [1e-2, 1e30])))
@@ -114,7 +122,7 @@ def test_an_update_that_overflows():
 
 
 class Same(keras.optimizers.SGD):
-    """Gives a weight and two slots one and the same value."""
+    """Gives a weight and two slots the same value."""
 
     def build(self, variables):
         super().build(variables)
@@ -127,7 +135,7 @@ class Same(keras.optimizers.SGD):
 
 
 def test_one_value_in_several_places():
-    """No two arrays of a state share the memory that the next step but one writes over."""
+    """No two arrays of a state share memory that a later step overwrites."""
     _, bad = oracle(lambda: network(Same(0.05)), tolerance=1e-5)
     weight, slots = bad.model.trainable_variables[0], [seen[0] for seen in bad.model.optimizer.seen]
     for slot in slots:
@@ -135,7 +143,9 @@ def test_one_value_in_several_places():
 
 
 def test_overflow_halves_the_scale():
-    """A gradient that overflows halves the loss scale and starts its count again, and changes nothing else."""
+    """A gradient that overflows halves the loss scale and resets its counter, and changes nothing
+    else.
+    """
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=64.0)
     model, data, guard = zoo.plain(optimizer, dropout=False), zoo.regression(), NanGuard(verbose=0)
@@ -152,7 +162,7 @@ def test_overflow_halves_the_scale():
 
 
 class OwnStep(keras.Model):
-    """Its own loss, its own logs that no metric holds, `compute_loss` never called."""
+    """A custom loss and custom logs without a metric; `compute_loss` is never called."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +216,7 @@ class SlowCopy(OwnStep):
 
 
 class Conditional(OwnStep):
-    """Updates within a conditional of its own."""
+    """Makes its update within a conditional."""
 
     def train_step(self, state, data):
         weights, other, slots, metrics = state
@@ -217,7 +227,9 @@ class Conditional(OwnStep):
 
 
 class Adversarial(keras.Model):
-    """A GAN: two optimizers, the slots of the second held as variables of the model; each reads the other's update."""
+    """A GAN: two optimizers, the slots of the second are variables of the model; each reads the
+    other's update.
+    """
 
     def __init__(self):
         super().__init__()
@@ -270,12 +282,13 @@ def _own(kind, **mode):
 
 
 STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: False, Conditional: True, Adversarial: True}
-"""Each with whether its verdict depends on an update, or its weights on more than one."""
+"""Each with whether its verdict depends on an update, or its weights on several."""
 
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_own_step(kind):
-    """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
+    """A custom train step is the same transaction; if it uses updated variables, this is detected.
+    """
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
     assert bad.guard.session.run.transaction.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
@@ -304,7 +317,9 @@ class Keeping(OwnStep):
 
 
 def test_a_gradient_that_stays():
-    """An array that goes to the updates and also stays in the state, or in the logs, is not given up with the others."""
+    """An array that goes to the updates and also into the state, or into the logs, is not donated
+    with the others.
+    """
     _, bad = oracle(functools.partial(_own, Keeping), tolerance=1e-5)
     assert np.abs(bad.model.last.numpy()).max() > 0
 
@@ -315,7 +330,7 @@ def test_own_step_eager():
 
 
 def test_first_step_of_raw_logs_is_bad():
-    """A refused first step has no last committed logs: finite ones stand in."""
+    """A refused first step has no last committed logs: it logs finite values."""
     data = zoo.poison(zoo.regression(batches=3), 0)
     run = zoo.run(functools.partial(_own, OwnStep), data, guard=True, epochs=1)
     assert run.steps == [0] and np.isfinite(run.history["loss"][0])
@@ -325,7 +340,9 @@ def test_first_step_of_raw_logs_is_bad():
 
 
 def test_healthy_steps_leave_the_variables_alone(monkeypatch):
-    """The state is put into the variables only where the host looks at it: at the start, for monitors and snapshots."""
+    """The state is written to the variables only if the host reads it: at the start, for monitors
+    and snapshots.
+    """
     model, data, guard = zoo.plain(), zoo.regression(batches=40), NanGuard(verbose=0)
     calls = []
     real = model.jax_state_sync
@@ -335,7 +352,8 @@ def test_healthy_steps_leave_the_variables_alone(monkeypatch):
 
 
 def test_other_callbacks_see_the_state():
-    """A callback that looks at the model, or changes it, sees and changes the state that training goes on with."""
+    """A callback that reads the model, or changes it, reads and changes the state of the next step.
+    """
 
     def halve(model):
         model.layers[0].kernel.assign(model.layers[0].kernel * 0.5)
@@ -346,7 +364,7 @@ def test_other_callbacks_see_the_state():
 
 
 def test_counts_name_variables():
-    """An incident counts the bad entries of each gradient, by its variable's path."""
+    """An incident counts the bad entries of each gradient, by the path of its variable."""
     model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
     with inject(model, site="gradients", kind="inf", step=3, path="*/kernel", entries=2):
         model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
@@ -356,7 +374,7 @@ def test_counts_name_variables():
 
 
 def test_counts_are_of_their_own_batch():
-    """The last batch of an epoch is a smaller one, and is traced apart from the others."""
+    """The last batch of an epoch is smaller, and is traced separately."""
     x, y = np.random.default_rng(0).standard_normal((20, 4)).astype("float32"), np.zeros((20, 1), "float32")
     x[:8] = x[16:] = np.nan
     model, guard = keras.Sequential([keras.Input((4,)), layers.Dense(1)]), NanGuard(verbose=0, diagnose=False)
@@ -367,7 +385,9 @@ def test_counts_are_of_their_own_batch():
 
 
 def test_a_diagnosis_runs_the_compiled_step_again():
-    """It takes no new trace to run a step again as training has compiled it, from another batch, and the state stays."""
+    """Replaying a step as compiled for training, on another batch, needs no new trace, and the
+    state is unchanged.
+    """
     model = network(keras.optimizers.Adam(0.01))
     data, traces, found = zoo.regression(), _traces_of(model), []
 
@@ -384,7 +404,9 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
 
 def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
-    """The same under a schedule that is lowered and lowered further: no new trace, and the update is that of the present rate."""
+    """The same under a schedule that is lowered twice: no new trace, and the update has the current
+    rate.
+    """
     model = network(keras.optimizers.SGD(_schedule()))
     data, traces, found = zoo.regression(), _traces_of(model), []
 
@@ -436,14 +458,16 @@ def test_one_step_at_a_time():
 
 
 def test_no_nnx(monkeypatch):
-    """With NNX turned on the guard says that it cannot work there."""
+    """If NNX is enabled, the guard reports that it is not supported."""
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
     with pytest.raises(GuardError, match="NNX"):
         zoo.run(zoo.plain, zoo.regression(), guard=True)
 
 
 def test_an_execution_over_a_list():
-    """Keras 3.6 gives the batches of an execution as a list: each is a step, and the logs are those of the last."""
+    """Keras 3.6 passes the batches of an execution as a list: each is a step, and the logs are
+    those of the last one.
+    """
     run = jax_trainer.over_lists(lambda state, batch: ({"loss": batch}, state + batch))
     assert run(1, [2, 3]) == ({"loss": 3}, 6)
 
@@ -452,7 +476,7 @@ def test_an_execution_over_a_list():
 
 
 class Loop:
-    """A stateless step and the state it begins with."""
+    """A stateless step and its initial state."""
 
     def __init__(self):
         keras.utils.set_random_seed(0)
@@ -482,7 +506,9 @@ def batches(bad=()):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_loop(compiled):
-    """A guarded loop ends as an unguarded one without the bad batches; its guard tells which steps were refused."""
+    """A guarded loop ends like an unguarded one without the bad batches; its guard has the refused
+    steps.
+    """
     ends = []
     for bad in ((), BAD):
         loop, guard, refused = Loop(), NanGuard(verbose=0), []
@@ -500,7 +526,9 @@ def test_loop(compiled):
 
 
 def test_loop_remembers_its_batches_in_one_buffer():
-    """The batches before a refused step are known, also where the loop writes each into the same array."""
+    """The batches before a refused step are known, also if the loop writes each into the same
+    array.
+    """
     loop, guard, found = Loop(), NanGuard(verbose=0), []
     inputs, targets = (np.empty_like(part) for part in batches()[0])
     state = loop.state
@@ -518,7 +546,7 @@ def test_loop_remembers_its_batches_in_one_buffer():
 
 
 def test_loop_rolls_back():
-    """A rollback hands the loop the last good state, and a lower rate in it."""
+    """A rollback passes the last good state to the loop, with a lower rate in it."""
     loop, state = Loop(), None
     policy = {
         "snapshot": {"every": 3, "verify_after": 1},
@@ -537,7 +565,7 @@ def test_loop_rolls_back():
 
 
 def test_loop_that_is_compiled_anew():
-    """A step that is made anew goes on with what the one before has found out."""
+    """A step that is compiled again keeps the facts of the previous one."""
     loop, guard = Loop(), NanGuard(verbose=0)
     with guard.watch(loop.model, loop.optimizer) as session:
         step, state = guard.step(jax.jit(loop.step)), loop.state
@@ -551,14 +579,14 @@ def test_loop_that_is_compiled_anew():
 
 
 def test_loop_of_another_layout():
-    """A state that does not hold the model's values is refused with the layout that is wanted."""
+    """A state without the values of the model is rejected, with the expected layout."""
     loop, guard = Loop(), NanGuard(verbose=0)
     with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="trainable_variables"):
         guard.step(loop.step)([jnp.zeros(3)], *batches()[0])
 
 
 def test_loop_without_a_state():
-    """A step that does not hand back its state gets an error that says how to write it."""
+    """A step that does not return its state gives an error with the required form."""
     loop, guard = Loop(), NanGuard(verbose=0)
     with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="return loss, state"):
         guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
@@ -566,7 +594,7 @@ def test_loop_without_a_state():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_loop_that_loses_a_part_of_its_state(compiled):
-    """A step that hands back another structure gets an error, and the state it was given is still there."""
+    """A step that returns another structure gives an error, and its previous state is kept."""
     loop, guard = Loop(), NanGuard(verbose=0)
 
     def forgetful(state, x, y):
@@ -579,7 +607,9 @@ def test_loop_that_loses_a_part_of_its_state(compiled):
 
 
 def test_a_step_logs_its_own_loss():
-    """In whatever way steps are refused, a committed one logs what it returned, and a refused one what the last committed one did."""
+    """Also with refused steps, a committed one logs its own results, and a refused one those of the
+    last committed one.
+    """
     from report.test_logs_of_steps import Noisy, fitted, own
 
     stock = fitted(lambda: own(Noisy), zoo.regression())
@@ -591,7 +621,7 @@ def test_a_step_logs_its_own_loss():
 
 
 def largest_program(callbacks=()):
-    """Return the bytes that the step of a fit takes at its peak beside what it is given."""
+    """Return the peak memory of the step of a fit beyond its arguments, in bytes."""
     keras.utils.clear_session()
     gc.collect()
     model = keras.Sequential([keras.Input((1056,)), *(layers.Dense(1056, use_bias=False) for _ in range(4)), layers.Dense(1)])
@@ -605,13 +635,13 @@ def largest_program(callbacks=()):
 
 
 def test_a_step_takes_its_gradients_more_than_without_a_guard():
-    """All of them are there until the verdict; no weight and no slot is there twice."""
+    """All of them are kept until the verdict; no weight and no slot exists twice."""
     gradients = 4 * 4 * 1056**2
     assert largest_program([NanGuard(verbose=0)]) <= largest_program() + gradients + (1 << 20)
 
 
 class Interrupting:
-    """A vector of a verdict that a signal interrupts the wait for, once."""
+    """A vector of a verdict whose wait is interrupted by a signal, once."""
 
     def __init__(self, vector, error):
         self.vector, self.errors = vector, [error]
@@ -626,7 +656,9 @@ class Interrupting:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError("no memory")])
 @pytest.mark.parametrize("wide", [8, 600], ids=["small", "large"])
 def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
-    """The new state is published before the host waits: the model is the one after the last step, and the user sees the interrupt."""
+    """The new state is published before the host waits: the model has the state of the last step,
+    and the user gets the interrupt.
+    """
     data, started, real = zoo.regression(), [], Transaction.start
 
     def start(self, *args, **more):
@@ -651,7 +683,9 @@ def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
 
 
 def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
-    """A signal handler raises before anyone has taken the new state: it is in the list that the program wrote it to."""
+    """A signal handler raises before anything has taken the new state: it is in the list to which
+    the program wrote it.
+    """
     model, calls, real = zoo.plain(), [], StepResult.__init__
 
     def made(self, *args, **more):
@@ -675,7 +709,9 @@ HUGE = {
 
 @pytest.mark.parametrize("at", [1, 5, 11], ids=["at its start", "within an epoch", "at its end"])
 def test_one_huge_gradient(at):
-    """A single step of such gradients, read when the next one has been started or when the epoch ends, is none that is refused."""
+    """A single step with such gradients, read after the next one has started or at the end of the
+    epoch, is not refused.
+    """
 
     def build():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
@@ -694,7 +730,9 @@ def test_one_huge_gradient(at):
 
 @pytest.mark.parametrize("optimizer", HUGE)
 def test_huge_gradients(optimizer):
-    """Gradients of 1e20 are finite: a step commits if what its update makes of them is, and only then."""
+    """Gradients of 1e20 are finite: a step commits if and only if the results of its update are
+    finite.
+    """
     make, commits = HUGE[optimizer]
 
     def build():
@@ -712,7 +750,9 @@ def test_huge_gradients(optimizer):
 
 
 def test_loop_of_another_library():
-    """A loop whose optimizer is not one of Keras needs none for the guard: its state passes through the step."""
+    """A loop with an optimizer of another library needs no optimizer in `watch`: its state passes
+    through the step.
+    """
     loop, guard, refused = Loop(), NanGuard(verbose=0), []
     weights, other, _ = loop.state
     momentum = [jnp.zeros_like(w) for w in weights]
@@ -733,7 +773,7 @@ def test_loop_of_another_library():
 
 
 def test_an_optimizer_of_another_library():
-    """It is not an argument of `watch`, and the error says what to write instead."""
+    """It is not an argument of `watch`, and the error names the right call."""
     with pytest.raises(GuardError, match=r"Write guard.watch\(model\)"), NanGuard(verbose=0).watch(zoo.plain(), object()):
         pass
     with pytest.raises(GuardError, match="its own argument"), NanGuard(verbose=0).watch(zoo.plain(), [keras.optimizers.SGD()]):

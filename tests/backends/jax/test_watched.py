@@ -1,4 +1,6 @@
-"""What the sums of a step on JAX are made of, whichever way it goes: not more of the state than may be judged, and not less."""
+"""The variables in the sums of a step on JAX: exactly those that must be finite, in each kind of
+step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ BAD[AT * BATCH] = np.nan
 
 
 class Tracks(layers.Layer):
-    """Keeps a number of its input in a weight of the model's state that no loss depends on."""
+    """Stores a number from its input in a weight of the model's state on which no loss depends."""
 
     def __init__(self, of, first=0.0):
         super().__init__(name="tracks")
@@ -39,7 +41,7 @@ class Tracks(layers.Layer):
 
 
 class Undefined(keras.metrics.Metric):
-    """NaN in every step, in a state of its own."""
+    """NaN in every step, in its own state."""
 
     def __init__(self):
         super().__init__(name="undefined")
@@ -68,7 +70,9 @@ def fitted(tracks, x=X, optimizer=None, **compiling):
 
 
 def test_a_statistic_that_turns_bad_refuses_its_step():
-    """Loss and gradients are finite. The incident names the variable, counts it, and it is as it was before the step."""
+    """Loss and gradients are finite. The incident names the variable and counts it, and its value
+    is that from before the step.
+    """
     model, guard = fitted(Tracks(lambda x, last: jnp.exp(x[0, 0])), HOT)
     assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)]
     found = [f for f in guard.incidents[0].findings if f.site == "statistics"]
@@ -77,19 +81,19 @@ def test_a_statistic_that_turns_bad_refuses_its_step():
 
 
 def test_a_metric_may_be_nan():
-    """What a metric holds is no state that training depends on."""
+    """The variables of a metric are not part of the state of training."""
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), metrics=[Undefined()])
     assert guard.incidents == [] and guard.session.run.counts.refused == 0 and guard.session.run.step == BATCHES
 
 
 def test_what_was_infinite_before_the_run_may_stay_so():
-    """A running minimum begins with Inf."""
+    """A running minimum starts with Inf."""
     model, guard = fitted(Tracks(lambda x, last: jnp.maximum(last.value, jnp.min(x)), first=np.inf))
     assert guard.incidents == [] and np.isposinf(np.asarray(model.layers[0].last))
 
 
 class SpoilsItsSlots(keras.optimizers.SGD):
-    """Writes an Inf into the slot of each variable in one of its updates, and to no weight."""
+    """Writes an Inf into the slot of each variable in one of its updates, but into no weight."""
 
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
@@ -109,7 +113,9 @@ def test_a_slot_that_turns_bad_is_seen_in_its_step(apart, set_limit):
 
 
 class Halves(OwnStep):
-    """Two networks that know nothing of one another, each with an optimizer; the variables of the second are the model's."""
+    """Two independent networks, each with an optimizer; the variables of the second are the
+    model's.
+    """
 
     def __init__(self, rate=0.01):
         super().__init__()
@@ -136,7 +142,7 @@ class Halves(OwnStep):
 
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_the_weights_of_each_of_two_optimizers(which):
-    """An update by an infinite learning rate is seen in its step, whichever optimizer makes it."""
+    """An update with an infinite learning rate is detected in its step, for either optimizer."""
     keras.utils.set_random_seed(0)
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([AT - 1], [0.01, np.inf])
     model = Halves(rate if which == "second" else 0.01)
@@ -151,7 +157,7 @@ def test_the_weights_of_each_of_two_optimizers(which):
 
 @pytest.mark.parametrize("scale", [-4.0, 0.0])
 def test_a_scale_that_scales_nothing_refuses_its_step(scale):
-    """Also where the gradients are finite all the same; it begins anew."""
+    """Also if the gradients are finite; the scale is reset."""
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
@@ -165,7 +171,7 @@ def test_a_scale_that_scales_nothing_refuses_its_step(scale):
 
 @pytest.mark.parametrize("policy", ["recover", "observe"])
 def test_logs_of_a_refused_step(policy):
-    """Other callbacks see the means over the committed steps; where the guard only looks they see what Keras shows."""
+    """Other callbacks get the means over the committed steps; under `observe` those of Keras."""
     seen = []
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
@@ -179,7 +185,7 @@ def test_logs_of_a_refused_step(policy):
 
 
 class ByHand(OwnStep):
-    """Moves its weights without an optimizer; by an infinite step where its input is large."""
+    """Changes its weights without an optimizer; by an infinite step if its input is large."""
 
     def train_step(self, state, data):
         weights, other, slots, metrics = state
@@ -189,7 +195,7 @@ class ByHand(OwnStep):
 
 
 def test_weights_that_no_optimizer_moves():
-    """They are judged in the step that moves them, and given back."""
+    """They are checked in the step that changes them, and restored."""
     keras.utils.set_random_seed(0)
     model = ByHand()
     model.compile("sgd")
@@ -201,7 +207,8 @@ def test_weights_that_no_optimizer_moves():
 
 
 def test_a_scale_that_is_no_part_of_the_state():
-    """A loop hands over the state of one of two optimizers: an overflow halves that one's scale."""
+    """A loop passes the state of one of two optimizers: an overflow halves the scale of that one.
+    """
     loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)
     unused, used = (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0) for _ in range(2))
     for optimizer in (unused, used):
@@ -227,7 +234,7 @@ def test_a_scale_that_is_no_part_of_the_state():
 
 
 def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
-    """Nobody can put other logs in their place any more, so they are those of the restored metrics."""
+    """The logs cannot be replaced any more, so they are those of the restored metrics."""
     seen, real = [], Session.logs_for_callbacks
 
     def logs_for_callbacks(self, logs, *more):

@@ -1,4 +1,4 @@
-"""The transaction of PyTorch without a fit around it: one step after another, and what each leaves behind."""
+"""The transaction of PyTorch without a fit: single steps, and the effects of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from keras_nanguard import NanGuard
 
 
 def test_a_healthy_step():
-    """Nothing is refused; without a loss scale the scale is 1, and the norm that of the gradients."""
+    """Nothing is refused; without a loss scale the scale is 1, and the norm is that of the
+    gradients.
+    """
     model = network()
     kernel, bias = (np.array(ops.convert_to_numpy(v)) for v in model.trainable_variables)
     error = X.numpy() @ kernel + bias - Y.numpy()
@@ -41,7 +43,7 @@ def test_a_healthy_step():
 
 @pytest.mark.parametrize("refuse", [True, False])
 def test_an_update_that_overflows_before_the_verdict(refuse):
-    """It is seen in its own step, and undone where bad steps are refused."""
+    """It is detected in its own step, and undone if bad steps are refused."""
     model = network()
     model.optimizer.build(model.trainable_variables)
     step = alone(model, wild(model), refuse=refuse)
@@ -58,7 +60,9 @@ def test_an_update_that_overflows_before_the_verdict(refuse):
 
 
 class Masked(layers.Layer):
-    """Holds tensors that Keras does not know: a mask that is infinite on purpose, and one that it writes."""
+    """Has tensors that Keras does not know: a mask that is infinite on purpose, and one that it
+    writes.
+    """
 
     def __init__(self):
         super().__init__()
@@ -72,7 +76,9 @@ class Masked(layers.Layer):
 
 
 def test_a_tensor_that_is_infinite_on_purpose():
-    """Nobody writes it, so it is a constant; what is written beside it and becomes NaN is refused and given back."""
+    """Nothing writes it, so it is a constant; a written tensor next to it that becomes NaN is
+    refused and restored.
+    """
     layer = Masked()
     model = network(None, layer)
     step = alone(model)
@@ -89,7 +95,7 @@ def test_a_tensor_that_is_infinite_on_purpose():
 
 
 class Best(keras.metrics.Metric):
-    """Is infinite until something is better."""
+    """Is infinite until there is a better value."""
 
     def __init__(self):
         super().__init__(name="best")
@@ -103,7 +109,7 @@ class Best(keras.metrics.Metric):
 
 
 def test_a_metric_that_is_infinite():
-    """What a metric holds says nothing of training."""
+    """The variables of a metric are not part of training."""
     model = network()
     model.compile("sgd", "mse", metrics=[Best()])
     step = alone(model)
@@ -113,7 +119,7 @@ def test_a_metric_that_is_infinite():
 
 
 def root(y, prediction):
-    """Finite, with a gradient that is not, where the prediction is 0."""
+    """Finite, with a gradient that is not, if the prediction is 0."""
     return ops.mean(ops.sqrt(ops.abs(prediction - y)))
 
 
@@ -124,7 +130,9 @@ def zeros(model):
 
 @pytest.mark.parametrize("built", [True, False])
 def test_a_loss_scale_learns_from_the_first_step(built):
-    """Also where the optimizer had not been built, as its first update was refused; the weights are as they were."""
+    """Also if the optimizer was not built, because its first update was refused; the weights are
+    unchanged.
+    """
     model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0), loss=root)
     if built:
         model.optimizer.build(model.trainable_variables)
@@ -149,7 +157,8 @@ def test_a_loss_scale_learns_beside_an_optimizer_without_one():
 
 @pytest.mark.parametrize("every", [None, 1, 3])
 def test_a_step_that_adds_to_the_gradients_it_finds(every):
-    """A refused step leaves the gradients as it found them: none before the first step, and those of the good steps later.
+    """A refused step leaves the gradients unchanged: none before the first step, and those of the
+    good steps later.
 
     The loop clears them after as many steps as it accumulates over, or never.
     """
@@ -192,7 +201,7 @@ def test_a_step_that_adds_to_the_gradients_it_finds(every):
 
 @pytest.mark.parametrize("good", [0, 2, 3])
 def test_a_weight_that_is_written_in_place_is_given_back(good):
-    """Once it is known, it is kept before each step; what only the updates write is not."""
+    """Once known, it is stored before each step; variables that only the updates write are not."""
     model = network()
     model.optimizer.build(model.trainable_variables)
     kernel = model.layers[-1].kernel.value
@@ -214,7 +223,7 @@ def test_a_weight_that_is_written_in_place_is_given_back(good):
 
 
 class Counts(layers.Layer):
-    """Counts its calls in a weight, in place, past Keras."""
+    """Counts its calls in a weight, in place, outside of Keras."""
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
@@ -228,7 +237,7 @@ class Counts(layers.Layer):
 
 @pytest.mark.parametrize("bad", [(0, 1), (1, 3), (2,), (3, 4)])
 def test_a_state_that_is_written_in_place_is_given_back(bad):
-    """Within Keras' own step as well, from the first step on."""
+    """Also within Keras' own step, from the first step on."""
     layer = Counts()
     model = network(None, layer)
     layer.calls.assign(0.0)
@@ -241,7 +250,9 @@ def test_a_state_that_is_written_in_place_is_given_back(bad):
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_variable_that_a_step_creates_is_reported_once(bad):
-    """With its first value, and the train state is read anew: for the verdict of that step, and before the next one."""
+    """With its first value; the train state is read again for the verdict of that step, and before
+    the next one.
+    """
     model, noted, read, wanted, made = network(), [], [], [], []
 
     def train_state():

@@ -1,4 +1,4 @@
-"""Steps on PyTorch one after the other: hooks on a class, tensors in attributes."""
+"""Consecutive steps on PyTorch: hooks on a class, tensors in attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ VARIABLE = keras.src.backend.Variable
 
 
 def test_the_class_is_changed_once_for_a_fit():
-    """Python forgets what it knows of the attributes of a class that is changed; so the hooks stay while a fit runs, and go with it."""
+    """Changing a class clears Python's cache of its attributes; so the hooks stay while a fit runs,
+    and are removed with it.
+    """
     before, during = VARIABLE._direct_assign, set()
     seen = zoo.After(lambda model: during.add(VARIABLE._direct_assign), 3)
     again = zoo.After(lambda model: during.add(VARIABLE._direct_assign), 4)
@@ -33,7 +35,7 @@ def test_the_class_is_changed_once_for_a_fit():
 
 
 class Penalty(keras.layers.Layer):
-    """Adds a loss, and keeps what it has computed last."""
+    """Adds a loss, and stores its last result."""
 
     def call(self, x):
         self.last = x * 1.0
@@ -43,7 +45,9 @@ class Penalty(keras.layers.Layer):
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_what_the_last_call_has_computed_is_no_state(kind):
-    """A loss that a layer has added, or a result that it has kept, is NaN after a refused step; the steps after that are none the worse."""
+    """A loss that a layer has added, or a result that it has stored, is NaN after a refused step;
+    later steps are not affected.
+    """
     data = zoo.regression()
     model = keras.Sequential([keras.Input(data.x.shape[1:]), keras.layers.Dense(4, "tanh"), Penalty(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -54,7 +58,9 @@ def test_what_the_last_call_has_computed_is_no_state(kind):
 
 
 class Keeps(keras.layers.Layer):
-    """Keeps tensors without a history: its last input, every input, and a running mean that it puts in the place of the one before."""
+    """Stores tensors without a history: its last input, every input, and a running mean that
+    replaces the previous one.
+    """
 
     def build(self, shape):
         self.last, self.all, self.mean = None, [], 0.0
@@ -77,7 +83,9 @@ def keeping(data):
 @pytest.mark.parametrize("diagnose", [False, True])
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_a_tensor_in_an_attribute_is_given_back(step, diagnose):
-    """A refused step puts back the tensors that it has replaced, and so does what is run again to explain it."""
+    """A refused step restores the tensors that it has replaced, and so does a replay for the
+    diagnosis.
+    """
     data = zoo.regression()
     keep = np.ones(len(data.x), bool)
     keep[step * zoo.BATCH : (step + 1) * zoo.BATCH] = False
@@ -92,7 +100,7 @@ def test_a_tensor_in_an_attribute_is_given_back(step, diagnose):
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_result_that_stays_somewhere_is_no_later_steps_fault(step):
-    """What a bad step has left in a list is NaN, and no step after it has made it so."""
+    """A bad step has left NaN in a list; later steps are not blamed for it."""
     data = zoo.regression()
     model = keeping(data)
     guard = NanGuard(verbose=0, diagnose=False)
@@ -103,7 +111,7 @@ def test_a_result_that_stays_somewhere_is_no_later_steps_fault(step):
 
 
 def test_a_fit_that_cannot_begin_leaves_no_hook():
-    """A guard whose train function cannot be made takes itself off."""
+    """A guard whose train function cannot be created detaches itself."""
     before = VARIABLE._direct_assign
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     NanGuard(verbose=0).set_model(model)

@@ -1,4 +1,6 @@
-"""What a step of a loop changes besides its model and optimizer: schedulers, scalers, averaged models, tensors of its own."""
+"""Objects besides model and optimizer that a step of a loop changes: schedulers, scalers, averaged
+models, its own tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SCHEDULERS = {
 
 
 class Own(lr_scheduler.StepLR):
-    """A class of the user's own, with a `step` of its own."""
+    """A custom class with a `step` method."""
 
     def step(self, epoch=None):
         super().step()
@@ -33,7 +35,7 @@ class Own(lr_scheduler.StepLR):
 
 
 class Loop:
-    """A network, its optimizer, and a step that moves more than these."""
+    """A network, its optimizer, and a step that changes more than these."""
 
     def __init__(self, scheduler="none", closure=False, averaged=True):
         torch.manual_seed(0)
@@ -106,14 +108,16 @@ def assert_same(one, other):
 
 
 def test_without_the_guard_a_bad_batch_reaches_all_of_them():
-    """Plain PyTorch: the averaged model and the total are NaN for good, and the schedule has moved on."""
+    """In plain PyTorch the averaged model and the total stay NaN, and the schedule has advanced."""
     tensors, numbers, _ = trained(Loop("step"), poisoned())
     assert not any(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point()) and numbers["last_epoch"] == STEPS
 
 
 @pytest.mark.parametrize("scheduler", [*SCHEDULERS, "own"])
 def test_a_bad_step_never_happened(scheduler):
-    """The run is the one without the bad batches, bit for bit; replays for the diagnosis leave no trace either."""
+    """The run equals the one without the bad batches, bit for bit; replays for the diagnosis also
+    leave no trace.
+    """
     without = trained(Loop(scheduler), [b for i, b in enumerate(BATCHES) if i not in BAD])
     state, guard = guarded(Loop(scheduler), poisoned())
     assert [i.step for i in guard.incidents] == list(BAD) and all(i.diagnosis.cause == "input_nonfinite" for i in guard.incidents)
@@ -121,7 +125,7 @@ def test_a_bad_step_never_happened(scheduler):
 
 
 def test_an_optimizer_with_a_closure():
-    """The same for one that evaluates the loss itself."""
+    """The same for an optimizer that evaluates the loss itself."""
     without = trained(Loop(closure=True), [b for i, b in enumerate(BATCHES) if i not in BAD])
     state, guard = guarded(Loop(closure=True), poisoned())
     assert len(guard.incidents) == len(BAD)
@@ -129,7 +133,7 @@ def test_an_optimizer_with_a_closure():
 
 
 def test_a_healthy_run_is_the_plain_one():
-    """Nothing that a healthy step writes is undone."""
+    """Writes of a healthy step are not undone."""
     state, guard = guarded(Loop("one cycle"), BATCHES)
     assert not guard.incidents
     assert_same(state, trained(Loop("one cycle"), BATCHES))
@@ -137,7 +141,7 @@ def test_a_healthy_run_is_the_plain_one():
 
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_scaler_learns_once_from_each_bad_step(unscaled):
-    """The scale of a `GradScaler` is halved by each bad step, as without the guard, and by no replay."""
+    """Each bad step halves the scale of a `GradScaler`, as without the guard; replays do not."""
 
     def run(batches, watched):
         loop, scaler = Loop(averaged=False), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10)

@@ -1,4 +1,6 @@
-"""Steps that `torch.compile` compiles: of a Keras trainer with `jit_compile=True`, and hand-written ones."""
+"""Steps compiled by `torch.compile`: of a Keras trainer with `jit_compile=True`, and hand-written
+ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 BAD = (1, 4, 8)
 EPOCHS = 2
 STEADY = 6
-"""Steps after which nothing may be compiled any more."""
+"""Number of steps after which nothing may be compiled again."""
 
 COMPILED: list[bool] = []
 """An entry for each compiled step."""
@@ -28,7 +30,7 @@ def note():
 
 
 class Noted(layers.Layer):
-    """Notes the steps that were traced by torch's compiler."""
+    """Records the steps that torch's compiler has traced."""
 
     def call(self, x):
         if torch.compiler.is_compiling():
@@ -37,7 +39,7 @@ class Noted(layers.Layer):
 
 
 class Steady(keras.callbacks.Callback):
-    """Makes torch raise where it would compile anew."""
+    """Makes torch raise if it would compile again."""
 
     steps = 0
 
@@ -54,14 +56,14 @@ def steady():
 
 
 class Hidden:
-    """Holds a variable that no list of Keras names."""
+    """Has a variable that no list of Keras contains."""
 
     def __init__(self):
         self.sum = keras.Variable(0.0, trainable=False)
 
 
 class OwnStep(keras.Model):
-    """Goes on after its update, and adds up its loss in such a variable."""
+    """Continues after its update, and adds up its loss in such a variable."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs)
@@ -108,7 +110,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("keras", "own st
 
 @pytest.mark.parametrize("name", ["half precision", *SLOW])
 def test_a_bad_batch_never_happened(name, steady):
-    """A compiled guarded fit ends where one ends that was never given the bad batches, and is compiled once."""
+    """A compiled guarded fit ends like one without the bad batches, and is compiled once."""
     build, policy = CASES[name]
     data, guard = zoo.regression().with_poison(BAD), NanGuard(verbose=0)
     keras.config.set_dtype_policy(policy)
@@ -126,7 +128,7 @@ def test_a_bad_batch_never_happened(name, steady):
 
 
 def test_a_healthy_fit_is_as_keras_compiles_it():
-    """On clean data the guarded fit ends where the compiled fit of Keras ends."""
+    """On clean data the guarded fit ends like the compiled fit of Keras."""
     guard = NanGuard(verbose=0)
     guarded = zoo.run(lambda: network()(jit_compile=True), zoo.regression(), guard=guard, epochs=EPOCHS)
     assert zoo.differences(guarded, zoo.run(lambda: network()(jit_compile=True), zoo.regression(), epochs=EPOCHS), 1e-5) == []
@@ -135,7 +137,7 @@ def test_a_healthy_fit_is_as_keras_compiles_it():
 
 @pytest.mark.slow
 def test_the_next_fit_compiles_nothing(steady):
-    """A guarded step is compiled once for all fits, as Keras' own is, until `compile` is called."""
+    """A guarded step is compiled once for all fits, like Keras' own, until `compile` is called."""
     model, data = network()(jit_compile=True), zoo.regression()
     fit = {"batch_size": zoo.BATCH, "verbose": 0, "shuffle": False}
     model.fit(*data.all, callbacks=[NanGuard(verbose=0)], **fit)
@@ -158,7 +160,7 @@ def test_a_model_that_is_guarded_for_good():
 
 
 def test_a_loop():
-    """A hand-written step that is given to the guard compiled is compiled around what the guard has to see."""
+    """A compiled hand-written step is compiled again with the code of the guard."""
     data = zoo.regression().with_poison(BAD)
 
     def trained(guard, left_out=()):

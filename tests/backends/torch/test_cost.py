@@ -1,4 +1,5 @@
-"""What a guarded step on PyTorch costs beside its sums: tensors that are copied, and times that the host waits for a device."""
+"""The cost of a guarded step on PyTorch besides its sums: copied tensors, and waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from support.torch_steps import BODIES, X, Y, alone, network
 
 @pytest.mark.parametrize("kind", ["stock", "own"])
 def test_copies_of_a_healthy_step(monkeypatch, kind):
-    """What a step writes beside its update is copied, each tensor once; no weight is copied."""
+    """Tensors that a step writes besides its update are copied once; no weight is copied."""
     model = network(None, layers.BatchNormalization(), layers.Dropout(0.2, seed=1))
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     clones, clone = [], torch.Tensor.clone

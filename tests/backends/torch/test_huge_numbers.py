@@ -1,4 +1,6 @@
-"""Finite numbers on PyTorch whose sums overflow: nothing of them is refused unless the update itself is not finite."""
+"""Finite numbers on PyTorch whose sums overflow: a step is refused only if the update itself is not
+finite.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ BIG = torch.finfo(torch.float32).max
 
 
 class Holds(keras.layers.Layer):
-    """Writes a value of its own in each step."""
+    """Writes its own value in each step."""
 
     def __init__(self, value, dtype="float32"):
         super().__init__()
@@ -50,7 +52,7 @@ def scaled(by):
     ],
 )
 def test_huge_numbers_are_trained_on(kind, optimizer, more, loss):
-    """A step that stock Keras makes with finite weights is made, bit for bit."""
+    """A step that gives finite weights in stock Keras commits, bit for bit."""
     ends = []
     for guarded in (True, False):
         model = network(optimizer(), *(Holds(*values) for values in more), loss=loss)
@@ -66,7 +68,8 @@ def test_huge_numbers_are_trained_on(kind, optimizer, more, loss):
 
 @pytest.mark.parametrize("kind", ["stock", "own", "wild"])
 def test_a_finite_gradient_that_overflows_the_update(kind):
-    """Adam squares it into a slot that is Inf: the step is refused and leaves the state as it was."""
+    """Adam squares it into a slot that is Inf: the step is refused and does not change the state.
+    """
     by = [1.0]
     model = network(keras.optimizers.Adam(1e-3), loss=lambda y, out: scaled(by[0])(y, out))
     model.optimizer.build(model.trainable_variables)

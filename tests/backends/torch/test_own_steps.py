@@ -1,4 +1,6 @@
-"""Single steps on PyTorch that do more than Keras' own: they add gradients up, create slots, set rates, raise, or are compiled."""
+"""Single unusual steps on PyTorch: they accumulate gradients, create slots, set rates, raise, or
+are compiled.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def scaled(**more):
 
 @pytest.mark.parametrize("batches", [(X, BAD, 2 * X, 3 * X), (X, X, X, X, BAD, X, X), (BAD, X, X, X)])
 def test_a_train_step_that_adds_up_gradients_over_several_calls(batches):
-    """A refused step takes nothing away of what the good ones before it have added up."""
+    """A refused step does not change the gradients that earlier good steps have accumulated."""
 
     def trained(batches, guarded):
         model, good = network(), []
@@ -68,7 +70,9 @@ def test_a_train_step_that_adds_up_gradients_over_several_calls(batches):
 @pytest.mark.parametrize("kind", ["stock", "own", "loop"])
 @pytest.mark.parametrize("good", [1, 3])
 def test_gradients_that_a_refused_step_leaves(kind, good):
-    """None; a step of one's own at first has those that it found, as it is not known yet what it does with them."""
+    """None; the first hand-written steps restore the gradients that they found, because their use
+    is not known yet.
+    """
     model = network()
     model.optimizer.build(model.trainable_variables)
     step = Transaction(own(model), lambda: TrainState.of(model)) if kind == "loop" else alone(model, BODIES[kind](model))
@@ -88,7 +92,7 @@ def test_gradients_that_a_refused_step_leaves(kind, good):
 @pytest.mark.parametrize("kind", BODIES)
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, scaled])
 def test_an_optimizer_that_a_bad_first_step_builds(kind, optimizer):
-    """Its slots are as they were created, also where the update could not wait for the verdict."""
+    """Its slots have their initial values, also if the update could not be deferred."""
     model, other, noted = network(optimizer()), network(optimizer()), {}
     step = alone(model, BODIES[kind](model), note_created=lambda tensor, value: noted.__setitem__(id(tensor), value))
     step((BAD, Y))
@@ -106,7 +110,7 @@ def test_an_optimizer_that_a_bad_first_step_builds(kind, optimizer):
 
 
 class Broken(torch.optim.Optimizer):
-    """Its slots are not finite from the first on."""
+    """Its slots are not finite from the start."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -117,7 +121,9 @@ class Broken(torch.optim.Optimizer):
 
 
 def loop(make):
-    """Return the transaction of a loop over two parameters, of which the second one is in use after three steps, and what it noted."""
+    """Return the transaction of a loop with two parameters, the second of which is used after three
+    steps, and its notes.
+    """
     net = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))])
     of, noted = make(net.parameters()), {}
     module, optimizers = adapted(net, [of])
@@ -136,7 +142,9 @@ def loop(make):
 
 
 def test_slots_that_an_optimizer_of_torch_creates():
-    """Each is noted with its first value in the step that creates it, whenever that is, and is part of the train state from then on."""
+    """Each is noted with its first value in the step that creates it, and is part of the train
+    state from then on.
+    """
     step, of, noted = loop(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
     for late in (False, False, False, True):
         step(late)
@@ -158,7 +166,7 @@ def test_bad_slots_are_seen_in_the_step_that_creates_them():
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_scale_that_grows_to_infinity_is_judged_by_the_next_step(kind):
-    """It was finite when the loss was scaled; the next step is refused, and the scale begins anew."""
+    """It was finite when the loss was scaled; the next step is refused, and the scale is reset."""
     model = network(scaled())
     model.optimizer.build(model.trainable_variables)
     model.layers[-1].kernel.assign(np.zeros((3, 1), "float32"))
@@ -174,7 +182,7 @@ def test_a_scale_that_grows_to_infinity_is_judged_by_the_next_step(kind):
 
 
 def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
-    """As a rate that a schedule gives is."""
+    """Like a rate that a schedule gives."""
     model = network()
     model.optimizer.build(model.trainable_variables)
 
@@ -191,7 +199,9 @@ def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
 
 
 class Raising(keras.metrics.Metric):
-    """Raises after the update if `when` returns true: an error of torch's, or one of its own with this message."""
+    """Raises after the update if `when` returns true: an error of torch, or its own one with this
+    message.
+    """
 
     def __init__(self, when, message):
         super().__init__(name="raising")
@@ -217,7 +227,7 @@ def with_metric(when, message):
 
 
 def test_a_metric_that_raises_on_a_bad_prediction():
-    """The step was refused before, and its exception goes with it."""
+    """The step was refused before, and its exception is dropped."""
     model = with_metric(lambda prediction: bool(torch.isnan(prediction).any()), NUMERIC)
     model.optimizer.build(model.trainable_variables)
     step, before = alone(model), state(model)
@@ -230,7 +240,7 @@ def test_a_metric_that_raises_on_a_bad_prediction():
 @pytest.mark.parametrize("message", [NUMERIC, "disk full"])
 @pytest.mark.parametrize("guarded", [True, False])
 def test_an_exception_after_the_update(guarded, message):
-    """Goes on to the user; the update is made, and what belongs to it stays, as without a guard: nothing is half undone."""
+    """Reaches the user; the update and everything that belongs to it stay, as without a guard."""
     ends = []
     for guard in (guarded, False):
         calls = []
@@ -246,7 +256,9 @@ def test_an_exception_after_the_update(guarded, message):
 
 @pytest.mark.parametrize("refuse", [True, False])
 def test_an_exception_before_the_update(refuse):
-    """Leaves the state as it was before the step, or, where nothing is refused, as it is without a guard."""
+    """Restores the state from before the step, or, if nothing is refused, leaves it as without a
+    guard.
+    """
     model, other = (network(keras.optimizers.Adam(0.1), layers.BatchNormalization()) for _ in range(2))
 
     def body(of, data):
@@ -264,7 +276,7 @@ def test_an_exception_before_the_update(refuse):
 
 
 def test_a_frozen_weight_that_a_layer_holds_a_second_time():
-    """It is no more of a statistic than one that is held once."""
+    """It is not a statistic, like one that is referenced once."""
     frozen = layers.Dense(3, use_bias=False, trainable=False)
     model = network(None, frozen)
     frozen.__dict__["again"] = frozen.kernel.value
@@ -276,7 +288,9 @@ def test_a_frozen_weight_that_a_layer_holds_a_second_time():
 
 
 def test_frozen_parameters_of_torch_are_no_statistics():
-    """Torch writes its buffers without counting it; a parameter that is not trained it does not write."""
+    """Torch writes its buffers without counting it, but never writes a parameter that is not
+    trained.
+    """
     net = torch.nn.Linear(3, 1)
     net.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
     net.register_buffer("seen", torch.full((3,), 2.0))

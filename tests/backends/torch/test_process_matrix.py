@@ -1,4 +1,4 @@
-"""Several processes on PyTorch: after each fault all hold the same weights, slots and rate."""
+"""Several processes on PyTorch: after each fault all have the same weights, slots and rate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAME = ("weights", "optimizer", "rate", "steps", "snapshots", "incidents")
 
 @pytest.fixture
 def found(once):
-    """What the processes of each case have left."""
+    """The results of the processes of each case."""
     return once("matrix", lambda folder: torch_cases(CASES))
 
 
@@ -36,7 +36,7 @@ def found(once):
     "case", [case for case in CASES if not case.endswith((":plain", ":without", ":without:4"))]
 )
 def test_the_matrix(found, case):
-    """All processes end alike, or all that are left with an error."""
+    """All processes end alike, or all remaining ones end with an error."""
     ranks, (program, fault, *count) = found[case], case.split(":")
     if fault == "observed":  # nothing is refused: NaN reaches all of them
         assert_same(ranks, "rate", "steps", "incidents")

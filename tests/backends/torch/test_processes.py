@@ -1,4 +1,5 @@
-"""Two processes on PyTorch decide as one; `test_process_matrix.py` has the other faults."""
+"""Two processes on PyTorch make the same decisions; `test_process_matrix.py` has the other faults.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SAME = ("weights", "optimizer", "rate", "steps", "snapshots", "incidents")
 
 @pytest.fixture
 def found(once):
-    """What the processes of each case have left."""
+    """The results of the processes of each case."""
     return once("processes", lambda folder: torch_cases(CASES))
 
 
@@ -56,6 +57,6 @@ def test_three_bad_batches_of_one_process(found):
 
 
 def test_a_process_that_is_killed(found):
-    """The others end with an error, not with silence."""
+    """The others end with an error that is printed."""
     left, gone = found["module:kill"]
     assert gone is None and "rank 1" in left["error"] and left["steps"] == 11

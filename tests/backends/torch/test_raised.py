@@ -1,4 +1,6 @@
-"""Exceptions inside a guarded step on PyTorch: torch's own about a bad number is a refused step, a user's ends the run."""
+"""Exceptions inside a guarded step on PyTorch: one of torch about a bad number refuses the step, a
+user's exception ends the run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def factorize():
 
 @pytest.mark.parametrize("raising", [cross_entropy, distribution, draw, clip, factorize])
 def test_an_exception_of_torch_about_a_bad_number(raising):
-    """The step is refused, with a loss that is not a number, and the next one trains."""
+    """The step is refused, its loss is NaN, and the next one trains."""
     model = network()
     model.optimizer.build(model.trainable_variables)
     bad = [True]
@@ -72,7 +74,8 @@ def helper(message):
 @pytest.mark.parametrize("how", ["raise", "helper", "from torch's", "call"])
 @pytest.mark.parametrize("message", ["crop size to satisfy the constraint width % 8 == 0", "all elements of input should be between 0 and 1", "disk full"])
 def test_an_exception_of_the_users(how, message):
-    """Ends the fit as it does without a guard, whatever its words, with the state as it was before that step."""
+    """Ends the fit as without a guard, with any message, and with the state from before that step.
+    """
 
     class Raising(keras.Model):
         calls = 0
@@ -140,7 +143,9 @@ def batches(bad=None):
 
 
 def test_a_clip_that_raises_on_a_bad_batch():
-    """Ends a loop of stock torch; guarded it is a refused step, and the run ends as without that batch."""
+    """Ends a stock torch loop; with the guard it is a refused step, and the run ends as without
+    that batch.
+    """
     data = batches(bad=3)
     with pytest.raises(RuntimeError, match="cannot be clipped"):
         loop(data)
@@ -170,7 +175,7 @@ def test_a_clip_that_raises_on_a_bad_gradient():
 
 
 def test_a_clip_that_raises_is_caught_by_the_step():
-    """A step that handles the exception keeps its own way: nothing is refused."""
+    """If the step handles the exception itself, nothing is refused."""
     caught = []
 
     def train(x, y):

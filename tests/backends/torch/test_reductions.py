@@ -1,4 +1,6 @@
-"""The sums on PyTorch: right for any mixture of sizes, and computed in one thread where a step is small."""
+"""The sums on PyTorch: right for any mixture of sizes, and computed in one thread if a step is
+small.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 
 
 def of_every_kind(layout):
-    """Return tensors of every dtype in which numbers can be bad or not, small and large, some with other strides."""
+    """Return tensors of every dtype that can or cannot have bad numbers, small and large, some with
+    other strides.
+    """
     torch.manual_seed(0)
     made = [torch.randn(3, 4), torch.randn(8, 2).t(), torch.randn(300, 300), torch.zeros(0), torch.tensor(2.0)]
     made += [torch.randn(5).to(dtype) for dtype in DTYPES]
@@ -45,7 +49,9 @@ def of_every_kind(layout):
 @pytest.mark.parametrize("layout", ["dense", "sparse"])
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_sums_are_those_of_each_tensor(layout, bad):
-    """However tensors are laid together, a sum is that of all entries, and is not finite where one entry is not."""
+    """For any layout of tensors a sum is that of all entries, and is not finite if one entry is
+    not.
+    """
     for place in range(len(of_every_kind(layout))):
         given = of_every_kind(layout)
         if bad is not None:
@@ -63,7 +69,7 @@ def test_sums_are_those_of_each_tensor(layout, bad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [*((size,) for size in SIZES), SIZES, (10,) * 40, ()], ids=str)
 def test_norms(sizes, dtype):
-    """They are those of NumPy; one is not finite where an entry is not, wherever that stands."""
+    """They are those of NumPy; one is not finite if any entry is not."""
     given = tensors(sizes, dtype)
     wide = np.concatenate([np.zeros(0), *(t.double().numpy() for t in given)])
     assert reductions.squares_of(read(given), given) == pytest.approx(0.5 * (wide**2).sum(), rel=1e-4)
@@ -76,13 +82,13 @@ def test_norms(sizes, dtype):
 
 
 def test_a_norm_whose_square_overflows():
-    """Finite numbers of 64 bits have a finite norm."""
+    """Finite 64-bit numbers have a finite norm."""
     given = [torch.tensor([1e200, 1e300], dtype=torch.float64)]
     assert math.isfinite(reductions.norm_of(read(given), given))
 
 
 def test_small_ones_are_read_with_one_call(monkeypatch):
-    """However many there are, and of whatever dtype."""
+    """For any number of them, and any dtype."""
     calls, real = [], torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda given: calls.append(len(given)) or real(given))
     read([*tensors((10,) * 100), *tensors((10, reductions.LARGE), torch.float64)])
@@ -113,14 +119,17 @@ def fit(guards):
 fit([])
 print(fit([]), fit([NanGuard(verbose=0, diagnose=False, snapshot={"every": 1000})]))
 """
-"""Batches of one: products of a few rows wake threads by themselves on some processors of AMD."""
+"""Batches of one: products of a few rows wake threads on some AMD processors even without a guard.
+"""
 
 
 @pytest.mark.daily("3")
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads what Linux says of threads")
 @pytest.mark.parametrize("layers", [3, 20])
 def test_a_small_step_wakes_no_threads(layers):
-    """The threads of PyTorch sleep in a guarded step of small layers as in a plain one: woken up, they wait as long as the step takes."""
+    """The threads of PyTorch sleep in a guarded step of small layers as in a plain one: waking them
+    takes as long as the step.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "2", "KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run([sys.executable, "-c", PROGRAM, str(layers)], env=env, capture_output=True, text=True, check=True)
     plain, guarded = map(float, ran.stdout.splitlines()[-1].split())

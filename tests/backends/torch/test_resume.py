@@ -1,4 +1,5 @@
-"""A loop with an optimizer of PyTorch resumes from disk: with the slots that its first update makes."""
+"""A loop with a PyTorch optimizer resumes from disk, with the slots that its first update creates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ OPTIMIZERS = {
 
 
 def train(directory, kind, steps, resume=False):
-    """Train up to a step; returns the parameters and the slots."""
+    """Train up to a step; return the parameters and the slots."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = OPTIMIZERS[kind](net.parameters())

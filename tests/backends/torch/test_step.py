@@ -70,7 +70,7 @@ def late_step(model, optimizer):
 
 
 def looking_step(model, optimizer):
-    """Looks at the weights after the update."""
+    """Reads the weights after the update."""
 
     def step(x, y):
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def closure_step(model, optimizer):
 
 
 def clipped_step(model, optimizer):
-    """Clips its gradients in place and lowers its rate by a scheduler of torch's, within the step."""
+    """Clips its gradients in place and lowers its rate with a torch scheduler, within the step."""
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=6)
 
     def step(x, y):
@@ -131,7 +131,7 @@ def tensors(poison=()):
 
 
 def loop(make_step, optimizer, *, poison=(), left_out=(), guard=None):
-    """Train for one pass; returns everything that is left behind."""
+    """Train for one pass; return the final state."""
     model = network()
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     torch.manual_seed(1)
@@ -157,7 +157,9 @@ LOOPS = [*((plain_step, name) for name in OPTIMIZERS if name != "lbfgs"), (late_
 
 @pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw")])
 def test_loop_with_bad_batches(make_step, optimizer):
-    """A guarded loop of torch's own ends bit-identical to one without the bad batches, the first step among them."""
+    """A guarded torch loop ends bit-identical to one without the bad batches, including the first
+    step.
+    """
     guard = NanGuard(verbose=0)
     guarded = loop(make_step, optimizer, poison=BAD, guard=guard)
     assert unequal(guarded, loop(make_step, optimizer, poison=BAD, left_out=BAD)) == []
@@ -167,14 +169,16 @@ def test_loop_with_bad_batches(make_step, optimizer):
 
 @pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw"), (clipped_step, "sgd"), (lazy_step, "sgd")])
 def test_healthy_loop(make_step, optimizer):
-    """A healthy loop of torch's own is untouched."""
+    """A healthy torch loop is unchanged."""
     guard = NanGuard(verbose=0)
     assert unequal(loop(make_step, optimizer, guard=guard), loop(make_step, optimizer)) == []
     assert guard.incidents == []
 
 
 def test_loop_heals():
-    """Three bad steps in a row: the loop goes back to a verified state, with its slots, and lowers the rate of torch."""
+    """After three bad steps in a row the loop returns to a verified state, including slots, and
+    lowers the torch rate.
+    """
     model = network()
     optimizer = torch.optim.AdamW([{"params": model[:1].parameters(), "lr": 0.02}, {"params": model[1:].parameters()}], lr=0.01)
     guard = NanGuard(verbose=0)
@@ -190,7 +194,7 @@ def test_loop_heals():
 
 
 def test_module_that_is_bad_before():
-    """A module that holds NaN before the first step is reported, with its own name for the parameter."""
+    """A module with NaN before the first step is reported, with its own name for the parameter."""
     model = network()
     with torch.no_grad():
         model[4].weight[0, 0] = float("nan")
@@ -202,7 +206,7 @@ def test_module_that_is_bad_before():
 
 
 def test_infinite_mask_is_no_incident():
-    """A buffer of -Inf that nobody writes is a constant of the program."""
+    """A buffer of -Inf that nothing writes is a constant of the program."""
 
     class Masked(nn.Module):
         def __init__(self):
@@ -223,7 +227,7 @@ def test_infinite_mask_is_no_incident():
 
 
 def test_torch_optimizer_on_a_keras_model():
-    """A Keras model in a plain loop with an optimizer of torch's keeps the promise, too."""
+    """A Keras model in a plain loop with a torch optimizer has the same guarantees."""
 
     def trained(guard, left_out):
         keras.utils.set_random_seed(0)
@@ -263,7 +267,9 @@ def classifier(guarded=keras.Model):
 
 
 def test_raising_loss_is_a_refused_step():
-    """Where torch raises on a NaN prediction before there is a loss, the step is refused as any other is."""
+    """If torch raises for a NaN prediction before there is a loss, the step is refused like any
+    other.
+    """
     data = zoo.regression()
     data.y = (data.y > 0).astype("float32")
     oracle = zoo.run(classifier, data)
@@ -277,7 +283,9 @@ def test_raising_loss_is_a_refused_step():
 
 
 def test_validation_that_raises_is_told():
-    """Where torch raises on a NaN prediction in validation, the fit goes on, with NaN for what it could not compute."""
+    """If torch raises for a NaN prediction in validation, the fit continues, with NaN for the
+    missing values.
+    """
     data = zoo.regression()
     data.y = (data.y > 0).astype("float32")
     guard, model = NanGuard(verbose=0, diagnose=False), classifier()
@@ -291,7 +299,7 @@ def test_validation_that_raises_is_told():
 
 
 class OwnStep(keras.Model):
-    """A train step of the user's own, which makes its logs after the update."""
+    """A custom train step that computes its logs after the update."""
 
     def train_step(self, data):
         x, y = data
@@ -304,7 +312,7 @@ class OwnStep(keras.Model):
 
 
 class Reading(keras.metrics.Metric):
-    """Sums up the count of steps of an optimizer, as it is when the metric is asked."""
+    """Sums up the step count of an optimizer at the time of the call."""
 
     def __init__(self, optimizer):
         super().__init__(name="count")
@@ -319,7 +327,9 @@ class Reading(keras.metrics.Metric):
 
 @pytest.mark.parametrize("base", [keras.Model, "custom"])
 def test_what_reads_after_the_update_reads_what_it_would(base):
-    """A metric that looks at the optimizer sees it after the update, in Keras' step and in one of the user's own."""
+    """A metric that reads the optimizer reads it after the update, in Keras' step and in a custom
+    one.
+    """
 
     class Own(OwnStep):
         def logs(self, x, y, y_pred, loss):
@@ -340,7 +350,9 @@ def test_what_reads_after_the_update_reads_what_it_would(base):
 
 
 def test_writes_in_place():
-    """What a step writes past Keras, in place, is given back, too: buffers of torch's modules and weights by hand."""
+    """In-place writes of a step outside of Keras are restored, too: buffers of torch modules, and
+    weights.
+    """
 
     class Mixed(keras.Model):
         def __init__(self):
@@ -379,7 +391,7 @@ def test_writes_in_place():
 
 
 def test_observing_changes_nothing():
-    """Under `observe` a poisoned run goes as it would, and is reported."""
+    """Under `observe` a run with bad batches continues unchanged, and is reported."""
     data = zoo.regression().with_poison((3,))
     build = functools.partial(zoo.plain, dropout=False)
     guard = NanGuard("observe", verbose=0)
@@ -429,7 +441,9 @@ with guard.watch(net, optimizer):
 @pytest.mark.daily("silent")
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_process_that_does_not_answer(tmp_path, how):
-    """Where another process is gone, or silent for as long as the process group allows, the step ends and says what it waited for."""
+    """If another process has ended, or does not answer within the time limit of the process group,
+    the step ends with an error that names it.
+    """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     meeting = f"file://{tmp_path / 'meet'}"
     workers = [
@@ -451,7 +465,7 @@ def test_a_process_that_does_not_answer(tmp_path, how):
 
 @pytest.fixture
 def away(monkeypatch):
-    """Let the step take the processor for such a device."""
+    """Treat the processor as a device for which the host has to wait."""
     monkeypatch.setattr(reductions, "is_away", lambda tensor: True)
 
 
@@ -468,7 +482,7 @@ class Once(keras.optimizers.schedules.LearningRateSchedule):
 
 @pytest.mark.parametrize("own_step", [False, True])
 def test_one_look_for_each_step(away, monkeypatch, own_step):
-    """A guarded step has the host wait for the device once, however many numbers it reads."""
+    """A guarded step waits for the device once, for any number of values that it reads."""
 
     class Own(OwnStep):
         def logs(self, x, y, y_pred, loss):
@@ -502,7 +516,9 @@ def test_one_look_for_each_step(away, monkeypatch, own_step):
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_an_update_that_overflows(request, later):
-    """It is healed in its own step, or in the next one where the host would have to wait once more, and reported of that step."""
+    """It is undone in its own step, or in the next one if the host would have to wait again, and
+    reported for that step.
+    """
     if later:
         request.getfixturevalue("away")
     guard = NanGuard(verbose=0)
@@ -532,7 +548,7 @@ class RateOfItsOwn(keras.Model):
 
 
 def test_an_update_reads_its_rate_before_the_step_writes_it():
-    """A healthy run is that of stock Keras, and a refused step gives the rate back."""
+    """A healthy run equals that of stock Keras, and a refused step restores the rate."""
     data, bad = zoo.regression(batches=4), zoo.poison(zoo.regression(batches=4), 2)
     ends = []
     for given, callbacks in ((data, []), (data, [NanGuard(verbose=0)]), (bad, [NanGuard(verbose=0, diagnose=False)])):
@@ -546,7 +562,7 @@ def test_an_update_reads_its_rate_before_the_step_writes_it():
 
 
 def _capturing(model, force=False):
-    """Make a train function as Keras 3.16 does, which takes the train step of the model once."""
+    """Create a train function like Keras 3.16, which reads the train step of the model once."""
     if model.train_function is None or force:
         step = model.train_step
         model.train_function = lambda data: [step(batch) for batch in data][-1]
@@ -554,14 +570,18 @@ def _capturing(model, force=False):
 
 
 def test_keras_takes_the_train_step_once(monkeypatch):
-    """A bad step is refused, too, where Keras looks for the train step as it makes its train function and never again."""
+    """A bad step is also refused if Keras reads the train step only when it creates its train
+    function.
+    """
     monkeypatch.setattr(keras.Model, "make_train_function", _capturing)
     run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 3), guard="undiagnosed", epochs=1)
     assert [incident.step for incident in run.guard.incidents] == [3] and zoo.bad_entries(run.model) == []
 
 
 def test_keras_runs_another_step(monkeypatch):
-    """Where Keras does not run the guarded step at all, the fit ends with an error: no run goes on unguarded."""
+    """If Keras does not run the guarded step, the fit ends with an error: no run continues
+    unguarded.
+    """
 
     def bypassing(model, force=False):
         model.train_function = lambda data: [type(model).train_step(model, batch) for batch in data][-1]

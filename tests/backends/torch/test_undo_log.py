@@ -1,4 +1,4 @@
-"""The undo log by itself: whatever is written while it watches is as it was afterwards."""
+"""The undo log alone: all writes while it is active can be undone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nothing(variable):
 
 
 def test_what_was_kept_is_undone_where_it_was_written():
-    """In place, past Keras; a tensor that nobody wrote is not written either."""
+    """In place, outside of Keras; a tensor without writes is not written by the log."""
     changed, same = torch.tensor(VALUES), torch.tensor(VALUES)
     log = UndoLog([changed, same, changed], nothing)
     before = same._version
@@ -34,7 +34,9 @@ def test_what_was_kept_is_undone_where_it_was_written():
 
 @pytest.mark.parametrize("how", ["uncounted", "unseen"])
 def test_what_torch_does_not_count_is_undone_too(how):
-    """A write through NumPy, which shares the memory, as the running statistics of torch's own layers are written."""
+    """A write through NumPy, which shares the memory, like writes of running statistics by torch's
+    own layers.
+    """
     tensor = torch.tensor(VALUES)
     log = UndoLog(*(((), nothing, [tensor]) if how == "uncounted" else ([tensor], nothing)))
     tensor.numpy()[:] = 0.0
@@ -53,7 +55,9 @@ def test_a_write_that_is_not_counted_stays_where_nobody_asked():
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 1), (1, 3), (2, 1, 3), (1, 1)])
 def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
-    """PyTorch writes into no tensor that was expanded: its memory is written once, along every dimension that repeats it."""
+    """PyTorch cannot write into an expanded tensor: its memory is written once, along every
+    repeated dimension.
+    """
     for base in (torch.full((1,) * len(shape), 4.0), torch.arange(1.0, shape[-1] + 1.0)):
         expanded = base.expand(shape)
         before = values(expanded)
@@ -80,7 +84,7 @@ def test_a_variable_without_memory_has_nothing_to_be_kept():
 
 
 def test_a_variable_that_was_kept_is_still_known_to_be_written():
-    """Its value from before is kept already; the log also has to know whose it is."""
+    """Its earlier value is already stored; the log also has to know its variable."""
     variable = keras.Variable(VALUES)
     log = UndoLog([variable.value], nothing)
     with log:
@@ -91,7 +95,7 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
 
 
 def test_generators_of_a_device(monkeypatch):
-    """The generator of the current device too, once there is one; looking at it starts none."""
+    """The generator of the current device too, once there is one; reading it does not start one."""
     given = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
