@@ -33,7 +33,9 @@ settings.load_profile("unhurried")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave a test out on the backends that it does not name: `@pytest.mark.requires_backend("torch", reason="...")`."""
+    """Skip a test on the backends that it does not name: `@pytest.mark.requires_backend("torch",
+    reason="...")`.
+    """
     for marker in item.iter_markers("requires_backend"):
         if os.environ["KERAS_BACKEND"] not in marker.args:
             pytest.skip(marker.kwargs["reason"])
@@ -72,10 +74,11 @@ DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 
 COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
 COMPILED += ("unscaled", "every kind", "memorised", "DataLoader")
-"""Words in the name of a shared test that runs on TensorFlow: most of these need a compiled step."""
+"""Words in the name of a shared test that runs on TensorFlow: most of these need a compiled step.
+"""
 
 BACKENDS = ("torch", "tensorflow", "jax")
-"""Where a shared test runs: the first of these that can run it. PyTorch compiles nothing."""
+"""Backends of shared tests: the first one that can run a test runs it. PyTorch compiles nothing."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,7 +101,7 @@ def _is_nightly_page(name: str) -> bool:
 
 
 def _is_nightly_case(item: pytest.Item) -> bool:
-    """Whether a case of a parametrized test is not among those that `@pytest.mark.daily` names."""
+    """Whether `@pytest.mark.daily` omits this case of a parametrized test."""
     marks, case = list(item.iter_markers("daily")), getattr(item, "callspec", None)
     daily = [pattern for mark in marks for pattern in mark.args]
     return bool(marks and case) and not any(fnmatchcase(case.id, pattern) for pattern in daily)
@@ -120,7 +123,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out nightly cases, and with `--share` what runs on another backend."""
+    """Omit nightly cases, and with `--share` tests that run on another backend."""
     backend = os.environ["KERAS_BACKEND"]
 
     def left_out(item: pytest.Item) -> bool:
@@ -138,7 +141,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest):
-    """Give every test that trains a model the float32 policy and fresh layer names, and take away what it left."""
+    """Reset the float32 policy and layer names for every test that trains a model, and remove its
+    objects afterwards.
+    """
     if "keras" not in sys.modules:  # the tests of policy and records need no backend
         yield
         return
@@ -166,20 +171,21 @@ def set_limit(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def _unhurried(set_limit: Callable[[str, float], None]):
-    """A diagnosis that takes long because the machine is busy prints no line that says so."""
+    """A slow diagnosis on a busy machine does not print its line."""
     if "keras" in sys.modules:
         set_limit("seconds until a diagnosis is slow", 600.0)
 
 
 @pytest.fixture
 def snapshots_kept(monkeypatch: pytest.MonkeyPatch):
-    """A guard keeps its snapshots after the fit, for tests that read them then."""
+    """A guard keeps its snapshots after the fit, for tests that read them."""
     monkeypatch.setattr("keras_nanguard._fit.snapshots.Ring.close", lambda ring: None)
 
 
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """`once(name, make)`: what `make(folder)` returns, made by the worker that asks first; JSON has to hold it.
+    """`once(name, make)`: the result of `make(folder)`, computed by the first worker that needs it;
+    it must be valid JSON.
 
     Tests of one file can come to several workers, and what one of them has made the others wait for and read.
     """

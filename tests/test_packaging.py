@@ -1,4 +1,6 @@
-"""What git tracks is packed: all data of the package in the wheel, all else that a user of the sources needs in the sdist."""
+"""All data of the package are in the wheel, and everything else that a user of the sources needs is
+in the sdist.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NOT_PACKED = {".gitignore"}
 
 
 def tracked() -> list[str]:
-    """Return every file that git tracks."""
+    """Return every file in git."""
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("not a clone: git lists no files here")
@@ -32,7 +34,7 @@ def settings() -> configparser.ConfigParser:
 
 
 def test_data_of_the_package():
-    """Each file of the package that is no module matches a pattern of `package_data`."""
+    """Each file of the package that is not a module matches a pattern of `package_data`."""
     patterns = settings()["options.package_data"]["keras_nanguard"].split()
     data = [name.partition("/")[2] for name in tracked() if name.startswith("keras_nanguard/") and not name.endswith(".py")]
     assert len(data) > 10
@@ -40,7 +42,9 @@ def test_data_of_the_package():
 
 
 def test_sources():
-    """Each folder and file beside the package is named in MANIFEST.in, or is what setuptools packs by itself."""
+    """Each folder and file next to the package is named in MANIFEST.in, or is packed by setuptools
+    anyway.
+    """
     manifest = (ROOT / "MANIFEST.in").read_text("utf-8")
     folders = set(re.findall(r"^graft (\S+)", manifest, re.MULTILINE)) | {"keras_nanguard"}
     named = set(" ".join(re.findall(r"^include (.+)", manifest, re.MULTILINE)).split()) | {"setup.cfg", "pyproject.toml", "MANIFEST.in"}
@@ -49,7 +53,9 @@ def test_sources():
 
 
 def test_metadata():
-    """Version, classifiers and the lowest Python say the same; the version is a release, and the changelog begins with it."""
+    """Version, classifiers and the lowest Python agree; the version is a release, and the changelog
+    begins with it.
+    """
     metadata = settings()["metadata"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", keras_nanguard.__version__)
     pythons = re.findall(r"Python :: (3\.\d+)", metadata["classifiers"])

@@ -1,4 +1,6 @@
-"""The fault campaign in short: its plan is fixed, what it expects follows from the numbers, and some of its faults are run."""
+"""A short form of the fault campaign: its plan is fixed, its expectations follow from the numbers,
+and some of its faults are run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BACKEND = keras.backend.backend()
 
 
 def test_the_plan_is_fixed():
-    """The same faults each time, each in a run, and none of those that share a run in the same step."""
+    """The same faults each time, each in a run, and never two of one run in the same step."""
     one, other = (fault_plan.plan("name", 60, 24, 32, "float32", ["statistics"]) for _ in range(2))
     assert one == other != fault_plan.plan("another", 60, 24, 32, "float32", ["statistics"])
     assert sorted(f.number for f in one) == list(range(60))
@@ -70,7 +72,9 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 
 
 def test_a_few_faults(monkeypatch):
-    """Of one configuration of each backend every fault is as it has to be, and no healthy run is accused."""
+    """Every fault of one configuration of each backend is as expected, and no healthy run has an
+    incident.
+    """
     monkeypatch.setattr(fault_runs, "WARM_UP", 1)
     mode = {"tensorflow": "graph", "jax": "XLA", "torch": "eager"}[BACKEND]
     configuration = fault_models.Configuration(BACKEND, "MLP", mode, "float32", "Adam")

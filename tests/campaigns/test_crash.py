@@ -1,4 +1,4 @@
-"""The campaign of kills, in its short form."""
+"""A short form of the campaign of kills."""
 
 from __future__ import annotations
 

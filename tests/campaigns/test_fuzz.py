@@ -1,4 +1,4 @@
-"""A short run of the fuzzing campaign: its oracles see what they are made for, and its mutations find nothing."""
+"""A short run of the fuzzing campaign: its oracles work, and its mutations find nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from keras_nanguard import FileFormatError
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="readers are the same on each backend")
 
 MUTATIONS = 6
-"""Of each target; `make fuzz` runs tens of thousands."""
+"""Number of executions of each target; `make fuzz` runs tens of thousands."""
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Return a function that makes the bench of a target, all with one watch, over files that a run has written."""
+    """Return a function that creates the bench of a target, all with one watch, over files of a
+    run.
+    """
     folder = tmp_path_factory.mktemp("fuzz")
     before = tempfile.tempdir
     (folder / "run").mkdir()
@@ -47,7 +49,7 @@ def bench(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_is_found(bench, name):
-    """What a run has written, and mutations of it, are read or refused, with nothing else to be seen of it."""
+    """Files of a run, and mutations of them, are read or rejected, without any other effect."""
     if name == "orbax":
         pytest.importorskip("tensorstore")
     made = bench(name)
@@ -85,7 +87,7 @@ def _raise(error):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_an_oracle_sees_what_it_is_made_for(tmp_path, monkeypatch, name):
-    """Each thing that must not happen is found when it is done on purpose, and by the oracle that is named after it."""
+    """Each forbidden action is detected when it is done on purpose, by its own oracle."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     watch = Watch(tmp_path / "inputs")
     outside(tmp_path / "outside")
@@ -97,7 +99,7 @@ def test_an_oracle_sees_what_it_is_made_for(tmp_path, monkeypatch, name):
 
 
 def test_time_is_bounded(tmp_path, monkeypatch):
-    """A reader that does not come back is interrupted, even where it catches every exception."""
+    """A reader that does not return is interrupted, even if it catches every exception."""
     monkeypatch.setattr("campaigns.fuzz_oracles.SECONDS", 0.2)
     monkeypatch.setattr(tempfile, "tempdir", None)
 
@@ -119,14 +121,16 @@ ACTING = ("<script>2</script>", "<img src=x onerror=a()>", "<a href='javascript:
 
 @pytest.mark.parametrize("more", ACTING)
 def test_what_acts_in_a_page_is_seen(more):
-    """Scripts, handlers, frames and addresses that were not there before; text is only text."""
+    """New scripts, handlers, frames and addresses are detected; text is ignored."""
     check_page(PAGE.replace("text", "&lt;script&gt;"), PAGE)
     with pytest.raises(Wrong):
         check_page(PAGE.replace("text", more), PAGE)
 
 
 def test_recipes_are_files(tmp_path):
-    """What is written from a recipe can be read as what it says, and a recipe survives as bytes."""
+    """A file written from a recipe can be read with its content, and a recipe survives the
+    conversion to bytes.
+    """
     import h5py
     import numpy as np
 
@@ -147,7 +151,9 @@ def test_recipes_are_files(tmp_path):
 
 
 def test_mutations_are_the_same_for_the_same_number():
-    """A run can be repeated by its seed; a mutation changes something, and leaves the recipe that it comes from as it is."""
+    """A run can be repeated by its seed; a mutation changes something, but not the recipe from
+    which it starts.
+    """
     from random import Random
 
     recipe = {"tree": {"a": [1, 2, {"b": "c"}], "d": None}}

@@ -1,4 +1,6 @@
-"""What `make release` tries: it misses no file that is not packed, and no command that ends otherwise than it should."""
+"""`make release` detects every missing file, and every command that ends in another way than
+expected.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def archives(folder, in_wheel, in_sdist):
 
 
 def test_files_that_are_not_packed(tracked, tmp_path):
-    """A data file that the wheel lacks and a test that the sdist lacks are named, and nothing else is."""
+    """Exactly the missing data file of the wheel and the missing test of the sdist are named."""
     data, test = "keras_nanguard/policies/recover.toml", "tests/test_api.py"
     packed = [name for name in tracked if name.startswith("keras_nanguard/")]
     assert installed.missing(*archives(tmp_path, packed, tracked)) == []
@@ -49,14 +51,16 @@ def test_files_that_are_not_packed(tracked, tmp_path):
     ],
 )
 def test_a_command_that_does_not_work(program, code, said, tmp_path):
-    """Another exit code, other words or a traceback are failures, told with what was printed; the expected is none."""
+    """Another exit code, other words or a traceback are failures, reported with the output; the
+    expected result is not.
+    """
     with pytest.raises(installed.Failure, match="exit code"):
         installed.run([sys.executable, "-c", program], tmp_path, code=code, said=said)
     installed.run([sys.executable, "-c", "print('1 NaN'); raise SystemExit(1)"], tmp_path, code=1, said="1 NaN")
 
 
 def test_everything_is_tried():
-    """The wheel is tried without a backend and with each, the sdist without one and with one."""
+    """The wheel is tested without a backend and with each, the sdist without one and with one."""
     names = list(installed.tries(None, None, "3.11"))
     assert {name.removeprefix("wheel, ") for name in names if name.startswith("wheel")} == {"without a backend", *installed.BACKENDS}
     assert len([name for name in names if name.startswith("sdist")]) == 2

@@ -1,4 +1,6 @@
-"""The matrix of versions: its cells cover what is declared, its suite names tests that are there, and the page shows what ran."""
+"""The matrix of versions: its cells cover the declared versions, the tests of its suite exist, and
+the page shows the results.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def settings() -> configparser.ConfigParser:
 
 
 def rows() -> list[list[str]]:
-    """Return the rows of the table on the page: Python, Keras, backend, its version, NumPy, what the suite came to."""
+    """Return the rows of the table on the page: Python, Keras, backend, its version, NumPy, result
+    of the suite.
+    """
     lines = [line for line in matrix.pages.read(PAGE, matrix.MARK).splitlines() if line.startswith("| ")]
     return [[part.strip() for part in line.strip("|").split("|")] for line in lines[1:]]
 
@@ -34,14 +38,16 @@ def number(version: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", short_suite.tests_of("tensorflow"))
 def test_the_short_suite_names_tests(name):
-    """Each test of the short suite is one that stands in its file."""
+    """Each test of the short suite exists in its file."""
     path, *inner = re.sub(r"\[.*\]$", "", name).split("::")
     text = (ROOT / path).read_text("utf-8")
     assert all(re.search(rf"^\s*(?:class|def) {part}\b", text, re.MULTILINE) for part in inner)
 
 
 def test_cells_cover_each_keras_on_each_backend():
-    """Each Python, and each Keras on each backend, is in a cell; of each backend the lowest version that is declared, and the newest."""
+    """Each Python, and each Keras on each backend, is in a cell, and so are the lowest declared and
+    the newest version of each backend.
+    """
     cells = [cell for cell in matrix.CELLS if cell.counts]
     assert {cell.python for cell in cells} == {"3.10", "3.11", "3.12", "3.13"}
     kerases = {"3.6", "3.9", "3.12", matrix.NEWEST}
@@ -54,7 +60,7 @@ def test_cells_cover_each_keras_on_each_backend():
 
 
 def test_what_is_declared_has_run():
-    """Each classifier and each lowest version is that of a row of the page whose suite passed."""
+    """Each classifier and each lowest version has a row on the page whose suite passed."""
     passed = [row for row in rows() if row[5].startswith("yes")]
     pythons = {row[0].rpartition(".")[0] for row in passed}
     assert pythons == set(re.findall(r"Python :: (3\.\d+)", settings()["metadata"]["classifiers"]))
@@ -67,7 +73,8 @@ def test_what_is_declared_has_run():
 
 
 def test_a_nightly_build_does_not_count(tmp_path, monkeypatch):
-    """Only cells with a released Keras make the command fail, and what has passed is not run again."""
+    """Only cells with a released Keras make the command fail, and passed cells are not run again.
+    """
     monkeypatch.setattr(matrix, "RESULTS", tmp_path)
     cells = [cell for cell in matrix.CELLS if cell.backend == "jax" and cell.version == matrix.NEWEST]
     assert [cell.counts for cell in cells] == [cell.keras != "nightly" for cell in cells] and not cells[-1].counts

@@ -1,4 +1,5 @@
-"""The mutants that survive are explained, their code exists, and a few mistakes that matter are noticed."""
+"""The surviving mutants are explained, their code exists, and some important mistakes are detected.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PAGE = PACKAGE.parent / "campaigns" / "results" / "mutate.md"
 
 
 def mutant(module: str, before: str, after: str) -> Mutant:
-    """Return the mutant of a module in which one piece of its code says something else."""
+    """Return the mutant of a module with one piece of its code replaced."""
     source = (PACKAGE / module).read_text("utf-8")
     assert source.count(before) == 1, f"{module} has no such code, or has it twice: {before}"
     start = source.index(before)
@@ -89,14 +90,14 @@ def test_a_mistake_that_matters_is_noticed(module, before, after, test):
 
 
 def test_what_is_no_function_is_not_swapped():
-    """A constant, a default and a table are imported anew instead."""
+    """Modules with another constant, default or table are imported again instead."""
     for before, after in (("BOUND = 1e24", "BOUND = 2e24"), ("SMALL_SLOTS = 8 << 20", "SMALL_SLOTS = 9 << 20")):
         assert mutant_runs.swapped(mutant("_backends/shared/rules.py", before, after)) is None
 
 
 @pytest.mark.parametrize("one", EXPLAINED, ids=lambda one: f"{one.function}: {one.before[:40]}")
 def test_an_explained_survivor_names_code_that_exists(one):
-    """An explanation goes when its code does."""
+    """An explanation is removed with its code."""
     source = (PACKAGE / one.module).read_text("utf-8")
     lines = [line.strip() for line in source.splitlines()]
     first = one.before.splitlines()[0]
@@ -127,7 +128,7 @@ def test_a_difference_makes_one_text_of_the_other(head, one, other, tail):
 
 
 def test_the_latest_result_counts(tmp_path):
-    """A mutant that ran again is counted once; one that was drawn is drawn again."""
+    """A mutant that ran again is counted once; one that was selected is selected again."""
     for outcome in ("survived", "killed"):
         with (tmp_path / "rules.results").open("a") as file:
             file.write(json.dumps({"key": "k", "outcome": outcome}) + "\n")
@@ -138,7 +139,7 @@ def test_the_latest_result_counts(tmp_path):
 
 
 def test_tests_that_cannot_be_collected_notice_nothing(tmp_path):
-    """Where a file of tests does not import, each mutant would count as noticed."""
+    """If a test file cannot be imported, each mutant would count as detected."""
     session = SimpleNamespace(testsfailed=1, items=[], Interrupted=pytest.Session.Interrupted)
     with pytest.raises(pytest.Session.Interrupted, match="1 errors in collecting"):
         mutant_runs.Runs((), (), tmp_path, "none", 1.0).pytest_runtestloop(session)

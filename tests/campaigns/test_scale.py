@@ -1,4 +1,6 @@
-"""The measurement against size, in short: models of that size, two fits side by side, a table and a plot of what was found."""
+"""A short form of the measurement against size: models of the right size, two parallel fits, a
+table and a plot.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from campaigns import scale
 
 
 def test_both_fits_make_their_steps():
-    """Both variants train the same steps from the same weights, one epoch at a time, and end at the same weights."""
+    """Both variants train the same steps from the same weights, one epoch at a time, and end with
+    the same weights.
+    """
     models = []
 
     def make():
@@ -27,7 +31,7 @@ def test_both_fits_make_their_steps():
 
 
 def test_only_unknown_points_are_measured(tmp_path):
-    """A run that was cut off goes on with the points that are missing, and what is known stays as it is."""
+    """An interrupted run continues with the missing points, and keeps the known ones."""
     asked = []
 
     def measure(axis, size):

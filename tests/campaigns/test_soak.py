@@ -1,4 +1,4 @@
-"""The soak, in short: what it counts and measures is what has happened, and what it claims can fail."""
+"""A short form of the soak: its counts and measurements are right, and its claims can fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from campaigns import soak
 
 
 def last(run, *arguments):
-    """Return what a run has saved last."""
+    """Return the last saved results of a run."""
     saved = []
     run(*arguments, saved.append)
     return saved[-1]
@@ -25,7 +25,9 @@ def often(monkeypatch):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_long_run(often, on_disk, tmp_path):
-    """Each fault of a long fit is one incident, at its step and with its cause; no thread, open file or graph is left behind."""
+    """Each fault of a long fit is one incident, at its step and with its cause; no thread, open
+    file or graph is left.
+    """
     before = threading.active_count()
     result = last(soak.steady, "disk" if on_disk else "steps", 345, 5, str(tmp_path) if on_disk else None)
     assert threading.active_count() == before
@@ -40,7 +42,7 @@ def test_long_run(often, on_disk, tmp_path):
 
 @pytest.mark.parametrize("form", ["same", "one-guard", "fresh"])
 def test_fits(form):
-    """Each fit has its incident, and the model of an earlier one is gone."""
+    """Each fit has its incident, and the model of an earlier one is released."""
     result = last(soak.fits, form, 3)
     assert result["fits"] == result["faults"] == result["incidents"] == 3
     assert not result["wrong"] and result["finite"] and result["alive"] <= 1
@@ -58,7 +60,7 @@ SOUND = {
 
 
 def test_sound():
-    """Of a run in which nothing has grown everything is claimed."""
+    """If nothing has grown in a run, every claim holds."""
     assert all(soak.claims(SOUND).values())
 
 
@@ -77,7 +79,7 @@ def test_sound():
     ],
 )
 def test_each_claim_can_fail(change, claim):
-    """What has grown at the end, or was counted wrongly, breaks its claim and no other."""
+    """Growth at the end, or a wrong count, breaks its claim and no other."""
     result = copy.deepcopy(SOUND)
     for name, value in change.items():
         (result["samples"][-1] if name in result["samples"][-1] else result)[name] = value
@@ -86,6 +88,6 @@ def test_each_claim_can_fail(change, claim):
 
 
 def test_wrong():
-    """An incident that is missing, and one that nobody has caused, are both named."""
+    """A missing incident, and one without a fault, are both named."""
     found = soak.wrong([(1, True, "a"), (2, True, "b")], [(2, True, "b"), (3, True, "c")])
     assert found == ["missing: (1, True, 'a')", "not made: (3, True, 'c')"]

@@ -1,4 +1,4 @@
-"""The one definition of "finite", against what NumPy says of each entry."""
+"""The one definition of "finite", compared with NumPy entry by entry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_
 OTHERS = ("int8", "uint8", "int32", "int64", "bool", "string")
 NATIVE = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
 SIZES = (1, 7, 4095, 4096, 4097, 9000)
-"""On both sides of the size from which on a dot product decides."""
+"""Sizes below and above the one from which a dot product is used."""
 
 
 def array(dtype, values):
@@ -30,7 +30,7 @@ def test_which_dtypes_can_be_bad():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
-    """A NaN in any float dtype; where the dtype has an Inf, that too."""
+    """A NaN in any float dtype; also an Inf, if the dtype has one."""
     bad = array(dtype, [1.0, np.nan, 2.0])
     assert not finiteness.is_finite(bad) and finiteness.counts(bad) == (1, 0, 3)
     assert finiteness.is_finite(array(dtype, [1.0, 0.5])) and finiteness.counts(array(dtype, [1.0, 0.5])) == (0, 0, 2)
@@ -61,7 +61,9 @@ def test_what_has_no_wider_dtype_stays_as_it_is(dtype):
     st.sampled_from(["float32", "float64", "complex64"]),
 )
 def test_one_bad_entry_is_found_wherever_it_is(size, bad, place, dtype):
-    """In arrays of either size, in the first entry as in the last, in the real as in the imaginary part."""
+    """In arrays of either size, in the first and the last entry, in the real and the imaginary
+    part.
+    """
     values = np.random.default_rng(0).normal(size=size).astype(dtype)
     assert finiteness.is_finite(values)
     values[int(place * size)] = bad if dtype == "complex64" else np.real(bad) + np.imag(bad)
@@ -71,7 +73,7 @@ def test_one_bad_entry_is_found_wherever_it_is(size, bad, place, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "int32", "float16"])
 def test_large_finite_entries_are_finite_and_say_nothing(size, dtype):
-    """A sum of squares that overflows decides nothing, and NumPy's warnings of it reach nobody."""
+    """A sum of squares that overflows decides nothing, and NumPy's warnings are suppressed."""
     largest = np.iinfo(dtype).max if dtype == "int32" else float(np.finfo(dtype).max)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -108,7 +110,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 def test_large_arrays_are_read_in_pieces(dtype, layout):
-    """Of three million entries, in any order of storage: every piece counts, and takes less memory than a byte for each."""
+    """Every piece of three million entries counts, in any order of storage, with less memory than a
+    byte for each.
+    """
     values = np.zeros((3000, 1000), "float32")
     values[0, 0], values[1500, 7], values[-1, -1] = 2.0, -9.0, 3.0
     whole = LAYOUTS[layout](array(dtype, values))

@@ -9,7 +9,7 @@ from keras_nanguard._core.history import WINDOW, level_of, onset
 
 
 def test_the_level_is_a_median_with_a_robust_spread():
-    """The oracle is NumPy: one outlier moves neither."""
+    """The oracle is NumPy: one outlier changes neither."""
     draw = np.random.default_rng(0)
     losses = [*draw.normal(5.0, 0.5, 40), 1e9]
     level = level_of(list(enumerate(losses)))
@@ -25,7 +25,9 @@ def test_a_short_series_has_no_level():
 
 @pytest.mark.parametrize("rises_at", [24, 57, 93])
 def test_the_onset_is_the_change_point(rises_at):
-    """A loss falls, stays, and rises from one step on: that step is found, within the noise of three steps."""
+    """A loss falls, stays, and rises from one step on: that step is found, within the noise of
+    three steps.
+    """
     draw = np.random.default_rng(rises_at)
     losses = [2.0 * 0.8**step + 0.5 for step in range(rises_at)]
     losses += [0.5 + 0.3 * (step + 1) for step in range(30)]
@@ -38,7 +40,7 @@ def test_the_onset_of_a_loss_that_never_rises_is_after_the_last_step():
 
 
 def test_a_loss_that_explodes_at_once_left_its_level_at_once():
-    """Three steps of a run that overflows: it began with the second."""
+    """The loss of a run that overflows in three steps leaves its level in the second."""
     assert onset([(0, 8.0), (1, 1e4), (2, 1e15)]) == 1
     assert onset([]) == 0
 

@@ -1,4 +1,4 @@
-"""Which functions read their data from an iterator."""
+"""Functions that read their data from an iterator."""
 
 from __future__ import annotations
 

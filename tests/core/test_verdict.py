@@ -1,4 +1,4 @@
-"""What a step reports, read on the host: every combination of finite, NaN and infinite numbers."""
+"""The numbers of a step on the host: every combination of finite, NaN and infinite numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ SCALES = {1.0: True, 2.0**15: True, 0.0: False, -1.0: False, NAN: False, INF: Fa
 
 
 def test_a_row_and_the_record_have_one_order():
-    """The host reads what the step has written; truth values travel as 0 and 1, the step as a whole number."""
+    """The host reads the values in the order of the step; truth values are 0 and 1, the step is a
+    whole number.
+    """
     found = Verdict.of([1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7.0, 0.0])
     assert found == Verdict(True, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7, False)
     assert (type(found.refused), type(found.step), type(found.halted)) == (bool, int, bool)
@@ -38,7 +40,7 @@ def test_a_row_and_the_record_have_one_order():
 
 
 def test_float32_represents_every_step_number():
-    """The row may be float32: every number below `PERIOD` has to be exact in it, and its neighbours different ones."""
+    """In float32 every number below `PERIOD` is exact and distinct from its neighbours."""
     for step in (PERIOD - 1, PERIOD // 2 + 1, 1):
         assert int(np.float32(step)) == step and np.float32(step) != np.float32(step - 1)
     assert PERIOD > 1_000_000  # longer than any execution
@@ -46,7 +48,7 @@ def test_float32_represents_every_step_number():
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.floats(2.0**-14, 2.0**20))
 def test_the_gradient_norm_is_that_of_the_unscaled_gradients(gradients, scale):
-    """Half the sum of squares of the scaled gradients comes back as their norm without the scale."""
+    """Half the sum of squares of the scaled gradients gives their norm without the scale."""
     half = sum((scale * g) ** 2 for g in gradients) / 2
     found = FINE._replace(gradients=half, scale=scale).gradient_norm
     assert found == pytest.approx(float(np.linalg.norm(gradients)), rel=1e-9, abs=1e-150)
@@ -54,7 +56,7 @@ def test_the_gradient_norm_is_that_of_the_unscaled_gradients(gradients, scale):
 
 @pytest.mark.parametrize(("gradients", "scale"), [(1.0, 0.0), (-1.0, 1.0), (NAN, 1.0), (1.0, NAN)])
 def test_there_may_be_no_gradient_norm(gradients, scale):
-    """Nothing is divided by a scale of 0, and no root is taken of what is no sum of squares."""
+    """There is no division by a scale of 0, and no root of an invalid sum of squares."""
     assert math.isnan(FINE._replace(gradients=gradients, scale=scale).gradient_norm)
 
 
@@ -65,7 +67,7 @@ def test_the_gradient_norm_of_no_gradient_is_0():
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_combination_of_sums(refused, scale):
-    """Each judgement, in the words of its docstring, for each set of sums that are not finite."""
+    """Each property, as in its docstring, for each set of sums that are not finite."""
     for bad in itertools.product((1.5, NAN, INF, -INF), repeat=5):
         verdict = Verdict(refused, *bad, scale)
         fine = dict(zip(SUMS, map(math.isfinite, bad)))
@@ -81,7 +83,7 @@ def report(verdict=FINE, **counts):
 
 
 def test_a_finding_for_each_bad_row():
-    """Counts become findings, in order; what has neither NaN nor Inf becomes none."""
+    """Counts become findings, in order; rows without NaN and Inf become none."""
     found = report(inputs=(1, 0, 8), loss=(0, 0, 1), gradients=(0, 2, 4), weights=(3, 4, 9))
     assert found == [
         Finding("inputs", "nonfinite", "a/inputs", 1, 0, 8),
@@ -100,13 +102,15 @@ def test_a_loss_is_a_finding_of_one_number(loss, nan, inf):
 
 @pytest.mark.parametrize("site", SUMS[1:])
 def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
-    """Where every entry is finite the sum has overflowed; where one is not, that is the finding."""
+    """If every entry is finite the sum has overflowed; if one is not, that is the finding."""
     assert report(FINE._replace(**{site: INF})) == [Finding(site, "explosion", "", 0, 0, None, INF)]
     assert report(FINE._replace(**{site: INF}), **{site: (0, 1, 2)}) == [Finding(site, "nonfinite", f"a/{site}", 0, 1, 2)]
 
 
 def test_gradients_that_nobody_has_counted():
-    """Where memory was short: a NaN in their sum is one in a gradient then, as finite squares give none. Other sites were counted."""
+    """Without counts, because memory was short, a NaN in the sum of gradients is a NaN in a
+    gradient, because finite squares give none. Other sites were counted.
+    """
     kinds = [
         [finding.kind for finding in report(FINE._replace(**{site: NAN}), **{counted: (0, 0, 4)})]
         for site, counted in (("gradients", "outputs"), ("gradients", "gradients"), ("statistics", "outputs"))
@@ -115,7 +119,9 @@ def test_gradients_that_nobody_has_counted():
 
 
 def test_bad_slots_explain_a_bad_sum_over_weights_and_slots():
-    """Small slots are summed up with the weights: their finding is not reported as an explosion of the weights, too."""
+    """Small slots are summed with the weights: their finding is not also reported as an explosion
+    of the weights.
+    """
     assert [f.site for f in report(FINE._replace(weights=NAN), slots=(1, 0, 2))] == ["slots"]
     assert [f.site for f in report(FINE._replace(slots=NAN), weights=(1, 0, 2))] == ["weights", "slots"]
 
@@ -131,14 +137,14 @@ def test_a_report_of_a_step_that_is_finite_has_no_findings():
 
 
 def test_the_losses_among_the_logs():
-    """`loss` alone where there is one, else whatever ends in it, else nothing."""
+    """`loss` alone if there is one, else all names that end in it, else nothing."""
     assert logged_losses({"loss": 1, "d_loss": 2, "accuracy": 3}) == {"loss": 1}
     assert logged_losses({"d_loss": 2, "g_loss": 4, "accuracy": 3, "lossy": 5}) == {"d_loss": 2, "g_loss": 4}
     assert logged_losses({0: 1}) == {} and logged_losses(None) == {} and logged_losses(3.0) == {}
 
 
 def test_the_prediction_among_the_arguments_of_compute_loss():
-    """By its place, or by its name, or not at all; `None` is what Keras passes where there is none."""
+    """By position, by name, or missing; Keras passes `None` if there is none."""
     assert predicted(("x", "y", "p", "w"), {}) == "p"
     assert predicted(("x",), {"y_pred": "p", "y": "y"}) == "p"
     assert predicted((), {"x": "x", "y": "y"}) is None

@@ -1,4 +1,6 @@
-"""The tables of docs/evidence.md are what the campaigns wrote, and name the commit that was measured."""
+"""The tables of docs/evidence.md agree with the results of the campaigns, and name the measured
+commit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ evidence_tables = load("evidence_tables")
 
 @pytest.mark.parametrize("name", evidence_tables.SOURCES)
 def test_a_table_shows_what_its_campaign_wrote(name):
-    """`python docs/evidence_tables.py` has been run since the campaign wrote its results."""
+    """`python docs/evidence_tables.py` was run after the campaign wrote its results."""
     assert evidence_tables.pages.read(evidence_tables.PAGE, name).strip() == evidence_tables.written(name)
 
 
@@ -22,5 +24,5 @@ def test_a_table_names_the_commit_that_was_measured(name):
 
 
 def test_a_cell_that_names_two_numbers():
-    """A cell of a full table has one number if all faults are meant, two if some are missing."""
+    """A cell of a full table has one number for all faults, and two if some are missing."""
     assert evidence_tables._shares([["**7** of 1,000"], ["30"], [""]], 0) == (37, 1030)

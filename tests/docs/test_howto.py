@@ -1,4 +1,6 @@
-"""The pages by symptom are listed, show code with its output, and answer the twenty-five common questions."""
+"""The pages by symptom are listed, show code with its output, and answer the twenty-five common
+questions.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,20 @@ def _links(page: Path) -> list[Path]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_each_page_shows_how_to_see_it(page):
-    """A symptom is shown by code that runs, with what it prints."""
+    """A symptom is shown by code that runs, with its output."""
     assert re.search(r"^```python\n.*?^```\n\n```text\n", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.mark.parametrize("folder", ["howto", "tutorials"])
 def test_the_index_lists_each_page(folder):
-    """The page that lists them has all of them."""
+    """The index lists all pages."""
     index = (DOCS / folder / "index.md").resolve()
     listed = {page for page in _links(index) if page.parent == index.parent}
     assert listed == {page for page in index.parent.glob("*.md") if page != index}
 
 
 def test_each_question_has_a_page_two_clicks_away():
-    """Twenty-five questions, each with a link to a page; their page is a click from the front page."""
+    """Each of twenty-five questions has a link to a page, one click from the front page."""
     index = DOCS / "howto" / "index.md"
     rows = re.findall(r"^\| (\d+) \| .* \| \[.*\]\(([^)#]+\.md)(?:#[^)]*)?\) \|$", index.read_text(encoding="utf-8"), re.M)
     assert [int(number) for number, _ in rows] == list(range(1, 26))

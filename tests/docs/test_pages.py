@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, and prints what the page shows."""
+"""Every Python block of the docs runs, and prints the output on the page."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _name(path: Path) -> str:
 
 @pytest.mark.parametrize("page", HERE, ids=_name)
 def test_page(page):
-    """The blocks of a page run in order, and what they print is what the page shows."""
+    """The blocks of a page run in order, and their output is that on the page."""
     found = run_pages.problems(page)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("page", ALL, ids=_name)
 def test_what_does_not_run_says_why(page):
-    """A block that is not run has a reason before it."""
+    """A block that is not run is preceded by a reason."""
     assert run_pages.without_reason(page.read_text(encoding="utf-8")) == []
 
 
@@ -62,7 +62,7 @@ step 2 0.124
 
 @pytest.mark.requires_backend("tensorflow", reason="the sample page is one of TensorFlow")
 def test_the_tool_compares(tmp_path):
-    """A page that shows what it prints passes; one that shows another count, text or number does not."""
+    """A page with its real output passes; one with another count, text or number does not."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert run_pages.problems(page) == []
@@ -91,6 +91,6 @@ def test_the_tool_wants_reasons():
     ],
 )
 def test_numbers_that_are_rounded(expected, printed, close, rounded):
-    """Those of a page that says so may differ by more; counts and words may not."""
+    """On a page with the comment `rounded` numbers may differ by more; counts and words may not."""
     assert run_pages.same(expected, printed) == close
     assert run_pages.same(expected, printed, run_pages.tolerance_of("<!-- rounded: 0.2 for a reason -->\n")) == rounded

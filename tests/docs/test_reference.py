@@ -1,4 +1,4 @@
-"""The reference is what the code says."""
+"""The reference agrees with the code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ reference_pages = load("reference_pages")
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_generated_pages(name):
-    """`python docs/reference_pages.py` has been run."""
+    """`python docs/reference_pages.py` was run."""
     written = (reference_pages.FOLDER / name).read_text(encoding="utf-8")
     assert written == reference_pages.PAGES[name]()
 
 
 def test_every_command_and_field_is_there():
-    """The pages that are made from the code leave out no action, no parameter and no command."""
+    """The generated pages contain every action, parameter and command."""
     fields = reference_pages.policy_fields()
     for name, action in actions.ACTIONS.items():
         section = fields.split(f"### `{name}`\n")[1].split("\n### ")[0]
@@ -36,7 +36,7 @@ def test_every_command_and_field_is_there():
 
 
 def test_every_public_name_is_in_the_api_page():
-    """The page from which autodoc makes the API names all that the package hands out."""
+    """The page from which autodoc creates the API lists all public names."""
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     missing = [name for name in keras_nanguard.__all__ if name[0] != "_" and f"keras_nanguard.{name}\n" not in page]
     errors = [name for name in missing if name.endswith("Error")]
@@ -46,7 +46,8 @@ def test_every_public_name_is_in_the_api_page():
 
 @pytest.mark.parametrize("name", [name for name in keras_nanguard.__all__ if name[0] != "_"])
 def test_help(name):
-    """`help` has a sentence about every public name, each of its arguments, and each public method."""
+    """`help` has a sentence about every public name, each of its arguments, and each public method.
+    """
     public = getattr(keras_nanguard, name)
     text = inspect.getdoc(public) or ""
     assert text.splitlines()[0].endswith("."), text
@@ -59,7 +60,7 @@ def test_help(name):
 
 
 def test_help_of_the_guard():
-    """Every argument of `NanGuard` stands in its help, and everything that a user calls has a sentence."""
+    """Every argument of `NanGuard` is in its help, and every public method has a sentence."""
     text = inspect.getdoc(keras_nanguard.NanGuard)
     for argument in inspect.signature(keras_nanguard.NanGuard).parameters:
         assert f"{argument}:" in text or f"**{argument}:" in text

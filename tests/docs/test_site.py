@@ -1,4 +1,6 @@
-"""The site: built strictly and without a network, every link leads somewhere, and a browser opens it from files and searches it."""
+"""The site is built strictly and without a network, every link has a target, and a browser opens it
+from files and searches it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PR
 
 
 class Links(html.parser.HTMLParser):
-    """Collects where a page leads, what it loads, and its anchors."""
+    """Collects the links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -48,7 +50,7 @@ class Links(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(once) -> Path:
-    """Build the site once, with every warning an error and no way to a network."""
+    """Build the site once, with warnings as errors and without a network."""
 
     def build(folder: Path) -> dict[str, str]:
         command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-q", "-b", "html"]
@@ -69,14 +71,14 @@ def pages(site) -> dict[Path, Links]:
 
 
 def test_every_page_of_the_docs_is_there(site, pages):
-    """Each Markdown page has become one of the site."""
+    """Each Markdown page is a page of the site."""
     sources = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     missing = [path for path in sources if site / path.relative_to(ROOT / "docs").with_suffix(".html") not in pages]
     assert len(sources) > 30 and missing == []
 
 
 def test_links_lead_somewhere(site, pages):
-    """Every link within the site leads to a file that is there, and to an anchor in it."""
+    """Every link within the site has an existing file and anchor as its target."""
     broken = []
     for page, found in pages.items():
         for link in found.links + found.loaded:
@@ -91,13 +93,13 @@ def test_links_lead_somewhere(site, pages):
 
 
 def test_nothing_is_loaded_from_elsewhere(pages):
-    """No page loads a script, a style, a font or a picture from another place."""
+    """No page loads a script, a style, a font or an image from another place."""
     loaded = {link for found in pages.values() for link in found.loaded}
     assert [link for link in loaded if re.match(r"(\w+:)?//", link)] == []
 
 
 def test_every_example_can_be_read(site, pages):
-    """The site has the text of each script, policy file and notebook, and its page links to that place."""
+    """The site has the text of each script, policy file and notebook, and its page links to it."""
     shown = {name: TAGS.sub("", (site / f"{name}.html").read_text(encoding="utf-8")) for name in ("examples_sources", "notebooks")}
     shown = {name: html.unescape(text) for name, text in shown.items()}
     linked = {re.sub(r"[\W_]", "", urllib.parse.urlsplit(link).fragment) for link in pages[site / "examples.html"].links}
@@ -145,7 +147,7 @@ def browser():
 
 
 def test_search_finds_a_word(site, browser):
-    """Opened from files, without a server, the search finds the pages that have `moving_variance`."""
+    """Opened from files, without a server, the search finds the pages with `moving_variance`."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get((site / "index.html").as_uri())
@@ -160,7 +162,7 @@ def test_search_finds_a_word(site, browser):
 
 
 def test_dark_mode_and_tree(site, browser):
-    """The page follows the light or dark setting of the system, and one tree leads to all of it."""
+    """The page follows the light or dark setting of the system, and one tree contains all pages."""
     browser.get((site / "start" / "first_run.html").as_uri())
     seen = set()
     for scheme in ("light", "dark"):
@@ -173,7 +175,7 @@ def test_dark_mode_and_tree(site, browser):
 
 
 def test_asks_for_nothing_else(site, browser):
-    """Opening the front page asks for nothing but files."""
+    """Opening the front page loads only files."""
     browser.get_log("performance")
     browser.get((site / "index.html").as_uri())
     asked = re.findall(r'"url":"(https?://[^"]*)', " ".join(entry["message"] for entry in browser.get_log("performance")))

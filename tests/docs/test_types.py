@@ -1,4 +1,4 @@
-"""An editor sees every public name with its type, although names are imported on first use."""
+"""An editor shows every public name with its type, although names are imported on first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WRONG = {
     'NanGuard().step(train_step)("one")': "str",
     'NanGuard().step(train_step)(1.0) + "x"': "operand",
 }
-"""Mistakes, and a word of the message that each has to give."""
+"""Mistakes, each with a word that the error message must contain."""
 
 
 MISTAKES_AFTER = (
@@ -51,20 +51,21 @@ MISTAKES_AFTER = (
 
 
 def test_types_have_the_words_of_the_lists():
-    """Sites, kinds and causes are the same to a type checker as to the library."""
+    """A type checker has the same sites, kinds and causes as the library."""
     finding, diagnosis = (get_type_hints(record) for record in (Finding, Diagnosis))
     for words, family in ((finding["site"], "site"), (finding["kind"], "kind"), (diagnosis["cause"], "cause")):
         assert sorted(get_args(words)) == list(listed(family))
 
 
 def test_the_file_uses_every_public_name():
-    """No public name is left out of what is checked below."""
+    """Every public name is in the file that is checked below."""
     text = FILE.read_text(encoding="utf-8")
     assert [name for name in keras_nanguard.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_names_are_listed_for_tools_as_for_python():
-    """`__all__` is a plain list, which tools can read, of all that is imported on first use."""
+    """`__all__` is a plain list, which tools can read, of all names that are imported on first use.
+    """
     tree = ast.parse((ROOT / "keras_nanguard" / "__init__.py").read_text(encoding="utf-8"))
     listed = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
     assert sorted(ast.literal_eval(listed)) == sorted(["__version__", *keras_nanguard._HOMES])
@@ -86,7 +87,7 @@ def _mypy(path: Path, folder: Path) -> str:
 
 
 def test_mypy_strict(tmp_path):
-    """mypy in strict mode has nothing to say about the user's file, and finds each mistake of another one."""
+    """mypy in strict mode reports nothing for the user's file, and each mistake in another one."""
     pytest.importorskip("mypy", reason="takes mypy")
     assert "Success" in (said := _mypy(FILE, tmp_path)), said
     said = _mypy(_with_mistakes(tmp_path), tmp_path)
@@ -107,7 +108,7 @@ def _pyright(path: Path, folder: Path) -> list[dict]:
 
 @pytest.mark.skipif(not (PYRIGHT.exists() and shutil.which("node")), reason="takes pyright (pip install pyright) and node")
 def test_pyright_strict(tmp_path):
-    """pyright in strict mode sees every name with its type, too."""
+    """pyright in strict mode also has the type of every name."""
     assert _pyright(FILE, tmp_path) == []
     said = _pyright(_with_mistakes(tmp_path), tmp_path)
     lines = {found["range"]["start"]["line"] + 1 for found in said}

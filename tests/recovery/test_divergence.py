@@ -1,4 +1,6 @@
-"""A run at a rate that is too high recovers; one that is not proven to be lost is left alone."""
+"""A run with a learning rate that is too high recovers; one that is not proven to be lost is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def values(model):
 
 
 def same(model, other):
-    """Whether two models hold the same state: bit for bit on TensorFlow, up to the order of additions elsewhere."""
+    """Whether two models have the same state: bit for bit on TensorFlow, up to the order of
+    additions elsewhere.
+    """
     exact = zoo.BACKEND == "tensorflow"
     for one, two in zip(values(model), values(other)):
         np.testing.assert_allclose(one, two, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5)
@@ -74,7 +78,8 @@ def adam(rate):
 
 
 class TestOverflow:
-    """Stock Keras ends untrained; the guarded run ends with the bits of the run at the lower rate."""
+    """Stock Keras ends untrained; the guarded run ends with the bits of the run at the lower rate.
+    """
 
     def test_as_good_as_the_best_rate(self):
         """The oracle is plain Keras at a tenth, a hundredth, a thousandth of the rate."""
@@ -97,7 +102,9 @@ class TestOverflow:
         assert guard.session.run.counts.run_again == sum(i.refused for i in guard.incidents)
 
     def test_weights_that_training_has_made_huge(self):
-        """Weights beyond 1e30 are a divergence if the loss has grown over the steps before, and no other code wrote them."""
+        """Weights above 1e30 are a divergence if the loss has grown over the previous steps, and no
+        other code wrote them.
+        """
 
         def run(*callbacks):
             keras.utils.set_random_seed(0)
@@ -114,7 +121,9 @@ class TestOverflow:
         assert huge and {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
 
     def test_nothing_helps(self):
-        """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""
+        """A program that fails at the first step at any rate ends within a few steps, with the
+        cause, and with its original rate.
+        """
         guard = NanGuard(verbose=0)
 
         def build():
@@ -131,7 +140,7 @@ class TestOverflow:
 
 
 class TestFinite:
-    """Not one number that is not finite, and a network that no longer learns."""
+    """All numbers are finite, and the network no longer learns."""
 
     def test_a_loss_that_cannot_fall_to_half(self):
         """Six of ten labels are random, so the lowest possible loss is 1.9, and that of an untrained network 2.3."""
@@ -156,7 +165,7 @@ class TestFinite:
         assert accuracy(model) > 0.7 and changes(guard) == [["rollback", "lower_lr"]]
 
     def test_saturated(self):
-        """Adam at a thousand times its rate: the loss settles far above its start."""
+        """Adam at a thousand times its rate: the loss settles far above its initial value."""
         posed = mlp(adam(3.0))
         stock, history = fit(posed, epochs=8)
         assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.5
@@ -171,7 +180,9 @@ class TestFinite:
 
     @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")
     def test_dead_at_the_mean_of_the_targets(self):
-        """All units are dead, and the output bias has learned the mean: better than untrained, and lost."""
+        """All units are dead, and the output bias has learned the mean: better than untrained, and
+        lost.
+        """
         x = np.linspace(0, 5, 50, dtype="float32")[:, None]
         y = (5 * x**2 + np.random.default_rng(7).standard_normal((50, 1)) ** 3).astype("float32")
 
@@ -191,7 +202,7 @@ class TestFinite:
         assert any(f.kind == "stuck" for i in guard.incidents for f in i.findings)
 
     def test_a_long_epoch(self):
-        """All steps of an epoch of 320 are run again, so that the run ends as at the lower rate."""
+        """All steps of an epoch of 320 are replayed, so the run ends like one at the lower rate."""
 
         def run(rate, guard=None):
             keras.utils.set_random_seed(0)
@@ -209,7 +220,8 @@ class TestFinite:
         same(model, run(rate))
 
     def test_under_a_schedule(self):
-        """The whole schedule is scaled, on the instance: the saved configuration stays as it was."""
+        """The whole schedule is scaled, on the instance: the saved configuration does not change.
+        """
         schedule = optimizers.schedules.CosineDecay(0.01, 300, warmup_target=1.0, warmup_steps=60)
         posed = mlp(adam(schedule))
         stock, _ = fit(posed, epochs=10)
@@ -220,7 +232,9 @@ class TestFinite:
 
 
 class Spoils(keras.callbacks.Callback):
-    """Sets the weights to NaN-free garbage after the guard has acted, so that the action cannot help."""
+    """Overwrites the weights with finite random values after the guard has acted, so that the
+    action cannot help.
+    """
 
     def __init__(self, guard):
         super().__init__()
@@ -236,7 +250,9 @@ class Spoils(keras.callbacks.Callback):
 
 class TestProbation:
     def test_an_action_that_has_not_helped_is_undone_and_not_repeated(self, capsys):
-        """State and rate are restored, a line says so, and nothing finite is acted on after that."""
+        """State and rate are restored, a line reports this, and the guard never acts on finite
+        numbers again.
+        """
         guard = NanGuard()
         spoils = Spoils(guard)
         model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=6)
@@ -251,7 +267,7 @@ class TestProbation:
 
 class TestSecondFit:
     def test_a_lowered_rate_is_still_that_of_a_divergence(self):
-        """The next fit keeps the lowered rate, and what it was lowered for."""
+        """The next fit keeps the lowered rate, and the reason for it."""
         guard = NanGuard(verbose=0)
         model, _ = fit(mlp(adam(3.0)), guard, epochs=2)
         assert guard.session.guard_state.diverged
@@ -261,14 +277,14 @@ class TestSecondFit:
 
 
 class OwnStep(keras.Model):
-    """The train step of Keras, written out by a user."""
+    """The train step of Keras, written by a user."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
 
 class TestNoObjective:
-    """Where a lower loss need not be the aim, nothing finite is acted on, however bad it looks."""
+    """If a lower loss need not be the goal, the guard never acts on finite numbers."""
 
     def lost(self, build, **options):
         guard = NanGuard(verbose=0)
@@ -302,10 +318,12 @@ class TestNoObjective:
 
 
 class TestHealthy:
-    """Programs whose loss is no lower than at first, and that a lower rate would not help."""
+    """Programs whose loss is not lower than at first, and that a lower rate would not help."""
 
     def test_nothing_to_learn(self):
-        """Targets that are noise: never better than untrained, and left alone, with the bits of the plain run."""
+        """Targets are noise: never better than untrained, and left alone, with the bits of the
+        plain run.
+        """
         y = np.random.default_rng(0).integers(0, 10, len(X))
         plain, _ = fit(mlp(adam(1e-3)), y=y)
         guard = NanGuard(verbose=0)
@@ -314,7 +332,8 @@ class TestHealthy:
         same(model, plain)
 
     def test_an_easy_first_batch(self):
-        """The loss of the first step is the lowest of all: targets grow a thousandfold in time."""
+        """The loss of the first step is the lowest of all: targets grow a thousandfold over time.
+        """
         y = (X.sum(1, keepdims=True) * np.geomspace(1, 1e3, len(X))[:, None]).astype("float32")
         plain, history = fit(unscaled(adam(1e-2)), y=y, shuffle=False)
         assert history["loss"][-1] > 100.0
@@ -340,7 +359,9 @@ class TestHealthy:
 
 
     def test_a_loss_weight_that_a_callback_raises(self):
-        """States are compared with the present weight of the loss, also where the model holds it."""
+        """States are compared under the current weight of the loss, also if it is a variable of the
+        model.
+        """
         noise = 0.3 * np.random.default_rng(0).normal(size=(len(X), 1))
         y = (X[:, 20:28].sum(1, keepdims=True) + noise).astype("float32")
 
@@ -369,7 +390,7 @@ class TestHealthy:
 
 
 class CountsSteps(keras.Model):
-    """Counts its training steps, also those of trials."""
+    """Counts its training steps, including those of trials."""
 
     steps = 0
 
@@ -380,7 +401,7 @@ class CountsSteps(keras.Model):
 
 @pytest.mark.skipif(zoo.BACKEND != "torch", reason="a compiled step cannot count its calls")
 class TestTime:
-    """What trials cost a healthy run, in steps."""
+    """The cost of trials for a healthy run, in steps."""
 
     @pytest.mark.parametrize(("rate", "most"), [(1e-7, 2.0), (0.01, 0.15)])
     def test_a_share_of_the_steps(self, rate, most):
@@ -400,7 +421,8 @@ class TestTime:
 class TestReplay:
     @pytest.mark.parametrize("every", [100, 250])
     def test_the_epochs_show_the_steps_that_count(self, every):
-        """Where the steps since a snapshot are run again, the epoch that runs shows what these come to, and none that were undone.
+        """If the steps since a snapshot are replayed, the logs of the current epoch include the
+        replayed steps, and no undone ones.
 
         Its mean is over the steps of the epoch, whether the snapshot was taken before it (100) or within it (250).
         """
@@ -425,7 +447,9 @@ class TestReplay:
             assert reported == pytest.approx(mean, rel=1e-3)
 
     def test_bad_data_is_not_run_again(self):
-        """A batch that was refused for its own sake stays refused when the steps around it are run again."""
+        """A batch that was refused because of its data stays refused when the steps around it are
+        replayed.
+        """
         x = X.copy()
         x[5 * BATCH] = np.nan
 

@@ -1,4 +1,4 @@
-"""Copies of the state are taken only where there is room for them, and a run without them goes on."""
+"""Copies of the state are made only if they fit into memory, and a run without them continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MB = 1 << 20
 
 
 def files(root, **contents):
-    """Write files of a system that is made up."""
+    """Write files of a synthetic system."""
     for name, text in contents.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,9 @@ STATUS = "Name:\tpython\nVmPeak:\t 9000 kB\nVmSize:\t 8000 kB\nVmHWM:\t 3000 kB\
 
 class TestRoom:
     def test_of_the_machine(self, tmp_path):
-        """What is available, less what the process has needed at its peak beyond what it holds."""
+        """The available memory, minus the difference between the peak and the current use of the
+        process.
+        """
         assert memory.room(tmp_path) == np.inf
         files(tmp_path, proc__meminfo="MemTotal: 900000 kB\nMemAvailable: 500000 kB\n")
         assert memory.room(tmp_path) == 500000 << 10
@@ -39,7 +41,7 @@ class TestRoom:
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_of_a_container(self, tmp_path, nested):
-        """The tightest limit of all cgroups on the way up counts; what is cached for files can be had back."""
+        """The tightest limit of all cgroups up to the root counts; cached files count as free."""
         files(tmp_path, proc__meminfo="MemAvailable: 500000 kB\n", proc__self__cgroup="0::/a/b\n" if nested else "0::/\n")
         group = tmp_path / "sys/fs/cgroup"
         files(group, **{"memory.max": f"{100 * MB}\n", "memory.current": f"{60 * MB}\n"})
@@ -50,7 +52,7 @@ class TestRoom:
         assert memory.room(tmp_path) == (30 if nested else 50) * MB
 
     def test_of_the_older_kind_of_container(self, tmp_path):
-        """Version 1 of cgroups; a path on the host that is not visible within is passed over."""
+        """Version 1 of cgroups; a path on the host that is not visible inside is ignored."""
         files(tmp_path, proc__self__cgroup="9:pids:/x\n4:memory,cpu:/docker/abc\n0::/\n")
         group = files(tmp_path / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": f"{100 * MB}", "memory.usage_in_bytes": f"{90 * MB}"})
         assert memory.room(tmp_path) == 10 * MB
@@ -66,7 +68,7 @@ class TestRoom:
         assert 0 < memory.room() < 1 << 50 or memory.room() == np.inf or not sys.platform.startswith("linux")
 
     def test_exhausted(self):
-        """The errors by which Python and the backends say that memory is at its end, and others."""
+        """The errors of Python and the backends for exhausted memory, and other errors."""
         for error in (MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes"), RuntimeError("std::bad_alloc")):
             assert memory.is_exhausted(error)
         assert memory.is_exhausted(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"))
@@ -75,7 +77,7 @@ class TestRoom:
 
 @pytest.fixture
 def room(monkeypatch, set_limit):
-    """Sets how much room there is, in bytes; every copy is looked at."""
+    """Sets the free memory, in bytes; every copy is checked."""
     set_limit("bytes that are allocated unchecked", -1)
     set_limit("bytes that are left free", 0)
 
@@ -112,7 +114,8 @@ OFTEN = {"every": 4, "verify_after": 1}
 class TestFit:
     @pytest.mark.usefixtures("snapshots_kept")
     def test_without_any_copy(self, room, capsys):
-        """A run without room is guarded, has the same numbers, and says each thing once."""
+        """A run without free memory is guarded, has the same numbers, and prints each message once.
+        """
         expected = [w.copy() for w in trained(NanGuard(snapshot=OFTEN, verbose=0)).get_weights()]
         room(0)
         guard = NanGuard(snapshot=OFTEN)
@@ -125,7 +128,9 @@ class TestFit:
         assert guard.session.run.ring.snapshots == [] and "Traceback" not in said
 
     def test_steps_are_refused_all_the_same(self, room):
-        """Nothing is run again, which the incident says; what needs a snapshot is skipped with its reason."""
+        """No step is replayed, as the incident states; actions that need a snapshot are skipped
+        with their reason.
+        """
         room(0)
         guard = NanGuard(snapshot=OFTEN, verbose=0)
         model = trained(guard, bad=(6, 7, 8, 9))
@@ -136,7 +141,7 @@ class TestFit:
         assert all(o.status == "skipped" and "no verified snapshot" in o.detail for o in skipped)
 
     def test_a_divergence_is_not_tried(self, room, capsys):
-        """A run that diverges ends, whatever can be done about it without a copy."""
+        """A run that diverges ends, because nothing can be done without a copy."""
         room(0)
         model = network()
         model.compile(keras.optimizers.SGD(3.0), "mse")
@@ -146,7 +151,7 @@ class TestFit:
 
     @pytest.mark.usefixtures("snapshots_kept")
     def test_one_copy(self, room, capsys):
-        """The newest one takes the place of the one before, without a line."""
+        """The newest one replaces the previous one, without a line."""
         guard = NanGuard(snapshot=OFTEN)
         room(lambda: np.inf if guard.session.run.step < 8 else 0)
         trained(guard)

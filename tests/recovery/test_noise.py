@@ -1,4 +1,6 @@
-"""Random numbers that make a step non-finite are drawn anew; an isolated bad batch moves no generator."""
+"""Random numbers that make a step non-finite are redrawn; an isolated bad batch does not advance a
+generator.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Y = X.sum(1, keepdims=True)
 
 
 class SometimesEmpty(layers.Layer):
-    """Divides by a random mask's sum, which is 0 in one step of sixteen, whatever the batch is."""
+    """Divides by a random mask's sum, which is 0 in one step of sixteen, for any batch."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +35,9 @@ def build(*noise):
 
 
 def test_bad_noise_is_drawn_anew():
-    """Stock Keras ends with NaN. The guard skips the steps with an empty mask, and nothing is rolled back or slowed down."""
+    """Stock Keras ends with NaN. The guard skips the steps with an empty mask, without a rollback
+    or a lower rate.
+    """
     plain = build(SometimesEmpty())
     plain.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert not np.isfinite(plain.get_weights()[-1]).all()
@@ -49,7 +53,9 @@ def test_bad_noise_is_drawn_anew():
 
 @pytest.mark.parametrize("bad, moved", [((5,), 0), ((5, 6), 1)])
 def test_generators_move_after_the_second_refusal_in_a_row(bad, moved):
-    """After one bad step the seeds are those of a run without it. After two, with finite data, the next draw differs."""
+    """After one bad step the seeds equal those of a run without it. After two, with finite data,
+    the next draw differs.
+    """
     x = X.copy()
     for batch in bad:
         x[batch * 8] = 3e38  # finite, and its square is not

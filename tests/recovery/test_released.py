@@ -1,4 +1,4 @@
-"""After a fit a guard holds what its reports need, and neither snapshots nor batches."""
+"""After a fit a guard keeps the data for its reports, but neither snapshots nor batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def held(guard, looks):
 
 
 def test_after_fit(tmp_path):
-    """No snapshot is held, and the reports are complete."""
+    """No snapshot is kept, and the reports are complete."""
     guard = NanGuard(verbose=0, snapshot=OFTEN)
     looks = Looks(guard)
     run = zoo.run(zoo.plain, zoo.regression().with_poison([3]), guard=guard, callbacks=[looks])
@@ -51,7 +51,7 @@ def test_after_fit(tmp_path):
 
 
 def test_after_a_watched_loop():
-    """Nor after a loop of the user's own."""
+    """Nor after a hand-written loop."""
     model, guard = zoo.plain(), NanGuard(verbose=0, snapshot=OFTEN)
     looks = Looks(guard)
     with guard.watch(model):

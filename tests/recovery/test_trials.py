@@ -1,4 +1,4 @@
-"""A trial is undone whole: variables of any kind, rates, generators, counts."""
+"""A trial is completely undone: variables of any kind, rates, generators, counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tried(session):
 
 
 class Trial(keras.callbacks.Callback):
-    """Tries the steps so far with a tenth of the learning rate."""
+    """Runs a trial of the steps so far with a tenth of the learning rate."""
 
     def __init__(self, guard, step):
         super().__init__()
@@ -57,7 +57,9 @@ class Trial(keras.callbacks.Callback):
     ],
 )
 def test_undone_whole(name):
-    """After a trial the run ends as if there had been none: variables that no list of Keras has, loss scales and slots included."""
+    """After a trial the run ends as without it, including variables in no list of Keras, loss
+    scales and slots.
+    """
     program = PROGRAMS[name]
     data, ends = program.data(), []
     for tries in (False, True):
@@ -71,7 +73,7 @@ def test_undone_whole(name):
 
 
 def test_none_where_the_policy_refuses_nothing():
-    """Steps are run again only where a bad one of them would be refused again."""
+    """Steps are replayed only if a bad one of them would be refused again."""
     guard = NanGuard(refuse=False, verbose=0)
     trial = Trial(guard, 10)
     zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[trial], epochs=1)
@@ -80,7 +82,9 @@ def test_none_where_the_policy_refuses_nothing():
 
 @pytest.mark.parametrize("shift", [0.0, 0.1, 0.3, 1.0])
 def test_clearly_lower_is_a_paired_test(shift):
-    """Batches that differ a hundredfold do not hide a difference that each of them shows; the oracle is NumPy's t statistic."""
+    """Batches that differ a hundredfold do not hide a difference in each of them; the oracle is
+    NumPy's t statistic.
+    """
     draw = np.random.default_rng(3)
     losses = 10.0 ** draw.uniform(-1, 1, 32)
     others = losses + shift + draw.normal(0, 0.5, 32)
@@ -107,7 +111,7 @@ def test_clearly_lower_with_infinite_losses():
 
 @pytest.mark.requires_backend("torch", reason="optimizers of torch")
 def test_rates_of_the_groups_of_torch():
-    """Each group keeps its own, also where the first does not learn."""
+    """Each group keeps its own rate, also if that of the first is 0."""
     import torch
 
     from keras_nanguard._backends.torch.modules import TorchOptimizer
@@ -121,7 +125,7 @@ def test_rates_of_the_groups_of_torch():
 
 
 def test_counts_return_by_steps():
-    """What is replayed counts for its epoch only if it is of that epoch."""
+    """A replayed step counts for the current epoch only if it belongs to it."""
     counts = Counts()
     counts.step, counts.committed, counts.good = 10, 8, 8
     counts.refuse(2)
@@ -217,14 +221,15 @@ LOOPS = {"torch": _torch_loop, "tensorflow": _tensorflow_loop, "jax": _jax_loop}
 
 
 def test_undone_whole_in_a_loop():
-    """Optimizers of torch, native variables of TensorFlow, keys and averages in the state of a loop of JAX."""
+    """Torch optimizers, native TensorFlow variables, keys and averages in the state of a JAX loop.
+    """
     for one, other in zip(*(LOOPS[zoo.BACKEND](tries) for tries in (False, True)), strict=True):
         np.testing.assert_array_equal(*(np.asarray(keras.ops.convert_to_numpy(value)) for value in (one, other)))
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step of JAX draws from keys")
 def test_generators_of_the_process_go_on():
-    """A step that draws from NumPy draws what it would have drawn without the trial."""
+    """A step that draws from NumPy draws the same numbers as without the trial."""
 
     class Draws(keras.Model):
         def __init__(self):
@@ -248,7 +253,7 @@ def test_generators_of_the_process_go_on():
 
 
 def replayed(stops_at):
-    """Return a run of five steps to replay, of which one ends training, and what it has replayed."""
+    """Return a run of five steps to replay, one of which ends training, and the replayed steps."""
     counts = SimpleNamespace(step=5, committed=5, epoch_start=0, return_to=lambda step, *more: None)
     run = SimpleNamespace(
         model=None,
@@ -273,13 +278,13 @@ def replayed(stops_at):
 
 @pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
 def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
-    """What the policy has restored when it stopped is not trained on."""
+    """The state that the policy restores when it stops is not trained further."""
     replay, found = replayed(stops_at)
     assert found == list(ran) and replay.rollbacks == 0
 
 
 def test_an_exception_while_steps_are_run_again_loses_no_incident(monkeypatch):
-    """Ctrl-C there: the incident that has led to it is reported."""
+    """After Ctrl-C during a replay, the incident that caused the replay is still reported."""
     guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0)
 
     def interrupt(self, rerun):

@@ -1,4 +1,6 @@
-"""Snapshots that somebody has changed on purpose, checksums included: a sentence, and nothing of the model is set but its state."""
+"""Snapshots that were changed on purpose, checksums included, give one sentence, and only the state
+of the model is ever set.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,13 @@ STATES = {
 
 
 def test_a_guard_state_as_a_run_writes_it_is_taken():
-    """What is refused below differs from it in one thing each."""
+    """The rejected ones below each differ from it in one point."""
     assert GuardState.from_dict(json.loads(json.dumps(GOOD))).to_dict() == GOOD
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_guard_state_sets_only_what_an_action_can_have_set(name):
-    """Names and numbers that no action leaves behind are refused before anything is set."""
+    """Names and numbers that no action can produce are rejected before anything is set."""
     with pytest.raises(FileFormatError):
         GuardState.from_dict({**GOOD, **STATES[name]})
 
@@ -74,7 +76,7 @@ JSON = st.recursive(
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(GOOD)), JSON)
 def test_a_guard_state_is_taken_or_refused(name, value):
-    """With anything in place of a field a guard state is refused, or is written again as it was."""
+    """With any value in place of a field a guard state is rejected, or written again unchanged."""
     try:
         found = GuardState.from_dict({**GOOD, name: value})
     except FileFormatError as error:
@@ -123,7 +125,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_with_a_right_checksum_and_wrong_fields(snapshot, tmp_path, name):
-    """Whoever changes a file on purpose can compute its checksum: what it says is checked, too."""
+    """An attacker can compute the checksum of a changed file, so its fields are checked, too."""
     assert find(tmp_path) is not None
     sealed(snapshot / "snapshot.json", **RECORDS[name])
     with pytest.warns(UserWarning, match="older snapshot") as warned, pytest.raises(GuardError):
@@ -132,7 +134,7 @@ def test_a_record_with_a_right_checksum_and_wrong_fields(snapshot, tmp_path, nam
 
 
 def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
-    """An archive whose members are damaged does not fit the model, and says so."""
+    """An archive with damaged members does not fit the model, and the error states this."""
     raw = bytearray((snapshot / "state.npz").read_bytes())
     raw[:4] = b"none"
     (snapshot / "state.npz").write_bytes(raw)
@@ -158,7 +160,7 @@ def test_nan_behind_a_right_checksum_is_reported_when_a_run_resumes(snapshot, tm
 
 
 def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
-    """A record that is no file is passed over."""
+    """A record that is not a file is ignored."""
     (snapshot / "snapshot.json").unlink()
     os.mkfifo(snapshot / "snapshot.json")
     with pytest.warns(UserWarning, match="no such file"), pytest.raises(GuardError):
@@ -167,7 +169,7 @@ def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
 
 @pytest.mark.requires_backend("torch", reason="only PyTorch has a generator that belongs to no variable")
 def test_a_generator_with_another_state(snapshot, tmp_path):
-    """What PyTorch does not take as the state of its generator is refused in a sentence."""
+    """A state that PyTorch's generator does not accept is rejected with one sentence."""
     with np.load(snapshot / "state.npz") as stored:
         arrays = {**{name: stored[name] for name in stored.files}, "generator": np.zeros(3, np.float64)}
     np.savez(snapshot / "state.npz", **arrays)

@@ -1,4 +1,4 @@
-"""A state is restored whole or not at all, whatever is raised while it is written."""
+"""A state is restored completely or not at all, for any exception during the write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rules(*do):
 
 
 class Failing:
-    """Stands in for `write`: fails at some of the calls after it was armed."""
+    """Replaces `write`: fails at some of the calls after it was armed."""
 
     def __init__(self, error, at):
         self.real, self.error, self.at, self.calls, self.armed = keras_variables.write, error, at, 0, False
@@ -87,7 +87,7 @@ def test_failed_rollback_changes_nothing(monkeypatch, error, first):
 
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_write_that_fails_once_is_repeated(monkeypatch, at):
-    """A moment without memory does not keep a state from being restored, nor steps from a replay."""
+    """A momentary lack of memory prevents neither a restore nor a replay."""
     again = {"rollback": {"replay_steps": True}}
     _, guard, _, ended = trained(monkeypatch, EXHAUSTED, {at}, again)
     outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
@@ -96,7 +96,7 @@ def test_write_that_fails_once_is_repeated(monkeypatch, at):
 
 
 def test_failed_rollback_runs_no_step_again(monkeypatch):
-    """Steps are run again only from a state that was restored."""
+    """Steps are replayed only from a restored state."""
     again = {"rollback": {"replay_steps": True}}
     _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2, 3}, again)
     assert ended is None and guard.session.run.counts.run_again == 0
@@ -104,7 +104,9 @@ def test_failed_rollback_runs_no_step_again(monkeypatch):
 
 
 def test_state_that_cannot_be_put_back_ends_training(monkeypatch):
-    """If neither state can be written whole, the error says so, in place of a model of two states."""
+    """If neither state can be written completely, an error is raised instead of leaving a model of
+    two states.
+    """
     *_, ended = trained(monkeypatch, EXHAUSTED, range(2, 1000), "rollback")
     assert isinstance(ended, StateLostError)
     assert "load a checkpoint" in str(ended)

@@ -1,4 +1,4 @@
-"""Healthy training that looks alarming is left alone: no incident, and the bits of the plain run."""
+"""Healthy training with unusual losses has no incident, and the bits of the plain run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ VARIANTS = {
     *("averaged-weights", "cyclic-rate", "contrastive-batch-composition", "clipped-lstm"),
     *("edge-of-stability", "likelihood-through-zero", "sparse-rewards"),
 }
-"""Programs of which the table has others much like them: a campaign runs them, too."""
+"""Programs that resemble others in the table: a campaign also runs them."""
 
 ROUNDED = {"wgan", "actor-critic", "batch-of-one", "batch-of-one-wrong-label", "averaged-weights"}
 ROUNDED |= {"rate-reduced-to-nothing"}
-"""Programs in which XLA, which compiles a guarded step as another program than a plain one, rounds some last bits in another way."""
+"""Programs for which XLA, which compiles guarded and plain steps separately, rounds some last bits
+differently.
+"""
 
 
 class Misdescribed(Exception):
-    """A program is not what the table says. That is no failure of the guard's, so none that may be expected of it."""
+    """A program differs from its description. This is not a failure of the guard, so no test
+    expects it.
+    """
 
 
 def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -> list[str]:
-    """Return the paths of variables and logs in which two runs differ; of a program that overflows only those that an update writes."""
+    """Return the paths of variables and logs in which two runs differ; for a program that overflows
+    only those that an update writes.
+    """
     measured = ("/moving_", "loss/", "history[") if program.overflows else ()
     return [text for text in zoo.differences(one, other, tolerance) if not any(part in text.split(":")[0] for part in measured)]
 
@@ -48,7 +54,9 @@ def case(name: str) -> Any:
 )
 @pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):
-    """It is as wild as it says, and a default guard has nothing to say of it and changes nothing."""
+    """The program is as unusual as described, and a default guard reports nothing and changes
+    nothing.
+    """
     program = WILD[name]
     plain, measured = train(program, guarded=False)
     tame = {key: measured[key] for key, (low, high) in program.claims.items() if not low <= measured[key] <= high}
@@ -61,6 +69,6 @@ def test_left_alone(name):
 
 
 def test_the_table_is_wide():
-    """There are many programs, and each says what it is and how wild."""
+    """There are many programs, and each has a description and measured bounds."""
     assert len(WILD) >= 60 and set(WILD) >= VARIANTS | ROUNDED
     assert [name for name, program in WILD.items() if not (program.claims and program.build.__doc__)] == []

@@ -1,4 +1,4 @@
-"""A `CallbackList` that a loop of the user's own calls around `train_on_batch`."""
+"""A `CallbackList` in a hand-written loop around `train_on_batch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAD = (3, 7)
 
 
 def loop(guards, epochs=2, train=True, dies_at=None, kept=None):
-    """Train as Keras documents it; returns the model."""
+    """Train as documented by Keras; return the model."""
     keras.utils.set_random_seed(0)
     model = zoo.plain(dropout=False)
     keras.utils.set_random_seed(1)
@@ -44,12 +44,13 @@ def run(model, guards, epochs=2, train=True, dies_at=None, kept=None):
 
 
 def test_stock_keras_ends_in_nan():
-    """Without a guard one bad batch is the end of the model."""
+    """Without a guard one bad batch ruins the model."""
     assert zoo.bad_entries(loop([]))
 
 
 def test_guarded_as_in_fit():
-    """Bad steps are refused and reported with epoch and batch, and the state is that of `fit`."""
+    """Bad steps are refused and reported with epoch and batch, and the state equals that of `fit`.
+    """
     guard = NanGuard(verbose=0)
     with zoo.as_written():
         model = loop([guard])
@@ -72,7 +73,7 @@ def test_second_loop_over_the_same_model():
 
 @pytest.mark.parametrize("anew", [True, False], ids=["another guard", "the same guard"])
 def test_loop_that_died_does_not_block_the_next(anew, recwarn):
-    """In a notebook the list of a cell that was interrupted is still there when it runs again."""
+    """In a notebook the list of an interrupted cell still exists when the cell runs again."""
     kept, guard, model = [], NanGuard(verbose=0), zoo.plain()
     with pytest.raises(RuntimeError, match="dies"):
         run(model, [guard], dies_at=5, kept=kept)
@@ -86,7 +87,7 @@ def test_loop_that_died_does_not_block_the_next(anew, recwarn):
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_loop_that_cannot_be_guarded(verbose, capsys):
-    """A loop that trains past `train_on_batch` gets one line, with the way out."""
+    """A loop that trains without `train_on_batch` gets one line, with the remedy."""
     loop([NanGuard(verbose=verbose)], train=False)
     said = capsys.readouterr().out
     assert said.count("no step was guarded") == 1 and "guard.watch(model)" in said

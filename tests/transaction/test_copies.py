@@ -1,4 +1,4 @@
-"""Copies of guards and of guarded models: a guard that guards nothing, a model that is plain Keras."""
+"""Copies of guards are unattached guards, and copies of guarded models are plain Keras models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_nanguard import NanGuard, NanGuardModel, Policy
 
 BAD = zoo.poison(zoo.regression(), 5)
 SET = {"train_step", "make_train_function", "save", "save_weights", "compute_loss"}
-"""What a guard sets on a model for the time of a fit."""
+"""Attributes that a guard sets on a model during a fit."""
 
 
 def cloudpickled(guard):
@@ -25,7 +25,7 @@ def cloudpickled(guard):
 
 
 FRESH = ("copy", "deepcopy")
-"""The ways to make a guard that has seen nothing; a pickle has the incidents so far."""
+"""The ways to copy a guard without its incidents; a pickle has them."""
 
 COPIES = {
     "copy": copy.copy,
@@ -58,18 +58,18 @@ def returned(guard):
 
 
 def named(directory):
-    """Return a guard with no setting at its default."""
+    """Return a guard with every setting at a value that is not its default."""
     policy = {"version": 2, "preset": "stop", "snapshot": {"every": 7, "storage": "disk"}}
     return NanGuard(policy, directory=directory, verbose=0, functions={"said": said}, diagnose=False, resume=True)
 
 
 def reported(incidents):
-    """Return everything that incidents say, as text: NaN is not equal to itself."""
+    """Return all incidents as text, because NaN is not equal to itself."""
     return [str(incident.to_dict()) for incident in incidents]
 
 
 def compare(other, guard, work, fresh):
-    """Check that a guard is a copy of another one, and does what this one does, alone."""
+    """Check that a guard is a copy of another one, and works independently of it."""
     assert type(other) is type(guard) and other is not guard and reported(other.incidents) == ([] if fresh else reported(guard.incidents))
     assert other.incidents is not guard.incidents
     names = ("policy", "directory", "verbose", "functions", "diagnose", "resume")
@@ -87,7 +87,9 @@ class Test:
     @pytest.mark.parametrize("how", COPIES)
     @pytest.mark.parametrize("used", [False, True])
     def test_guard(self, how, used):
-        """A copy of a guard, used or not, has its settings, a pickle its incidents, too; either can guard a fit of its own."""
+        """A copy of a guard, used or not, has its settings, and a pickle also its incidents; both
+        can guard another fit.
+        """
         guard = NanGuard({"version": 2, "preset": "recover", "snapshot": {"every": 7}}, verbose=0, diagnose=used, functions={"said": said})
         if used:
             zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
@@ -97,7 +99,9 @@ class Test:
     @pytest.mark.daily("deepcopy", "pickle")
     @pytest.mark.parametrize("how", COPIES)
     def test_guard_with_a_directory(self, how, tmp_path):
-        """So has one that writes to disk and goes on from there; its pickle would go on from there, too, a fresh guard begins anew."""
+        """The same for one with a directory that resumes; its pickle resumes there, too, but a
+        fresh guard starts from scratch.
+        """
         guard = named(tmp_path)
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
         other = COPIES[how](guard)
@@ -113,7 +117,7 @@ class Test:
     @pytest.mark.daily("deepcopy", "pickle")
     @pytest.mark.parametrize("how", COPIES)
     def test_during_a_fit(self, how):
-        """So has one that is at work, seen from a callback; the fit goes on as if nobody had looked."""
+        """The same for a guard in a running fit, copied by a callback; the fit is not affected."""
         copies = zoo.After(lambda model: COPIES[how](guard), 7)
         plain = zoo.run(zoo.plain, BAD, guard=NanGuard(verbose=0, diagnose=False), epochs=2)
         guard = NanGuard(verbose=0, diagnose=False)
@@ -126,7 +130,7 @@ class Test:
         assert len(guard.incidents) == 2 and len(found[0].incidents) == (1 if how in FRESH else 2)
 
     def test_in_a_loop(self):
-        """One that watches a loop is copied as one that watches none."""
+        """A copy of a guard that watches a loop does not watch it."""
         guard = NanGuard(verbose=0)
         with guard.watch(zoo.plain()):
             other = copy.deepcopy(guard)
@@ -134,7 +138,7 @@ class Test:
                 pass
 
     def test_to_another_process_and_back(self):
-        """A used guard goes to a process that is started anew, and comes back."""
+        """A used guard can be sent to a new process, and back."""
         guard = NanGuard(verbose=0, diagnose=False)
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
         context = multiprocessing.get_context("spawn")
@@ -152,7 +156,7 @@ class Test:
             assert COPIES[how](policy) == policy
 
     def test_subclass(self):
-        """What a subclass has beside is copied, too."""
+        """Attributes of a subclass are copied, too."""
         guard = Named("mine")
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
         other = copy.deepcopy(guard)
@@ -160,7 +164,7 @@ class Test:
 
 
 class Named(NanGuard):
-    """A guard of a user's own."""
+    """A custom guard."""
 
     def __init__(self, name):
         super().__init__(verbose=0, diagnose=False)
@@ -171,7 +175,9 @@ class Named(NanGuard):
 @pytest.mark.parametrize("how", [*COPIES, "clone_model", "save"])
 @pytest.mark.parametrize("build", [zoo.plain, own])
 def test_model(build, how, tmp_path):
-    """A model that is copied, cloned or saved during a guarded fit or after it has nothing of the guard, and trains."""
+    """A model that is copied, cloned or saved during or after a guarded fit has no part of the
+    guard, and trains.
+    """
 
     def saved(model):
         model.save(tmp_path / "model.keras")
@@ -197,7 +203,9 @@ def test_model(build, how, tmp_path):
 
 
 def test_policy_of_a_loaded_model(tmp_path):
-    """The policy that is set on a model before training counts, although loading a model asks for its guard before that."""
+    """A policy that is set on a model before training is used, although loading a model reads its
+    guard before that.
+    """
     own().save(tmp_path / "model.keras")
     model = keras.models.load_model(tmp_path / "model.keras")
     before = model.nanguard

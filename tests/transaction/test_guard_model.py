@@ -1,4 +1,6 @@
-"""`NanGuardModel` counts as `NanGuard` does: per fit, per epoch, in History; and stands aside for a callback."""
+"""`NanGuardModel` counts like `NanGuard` per fit, per epoch and in History, and gives way to a
+callback.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def fit(model, *callbacks, epochs=2, **kwargs):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_epochs_and_fits_count_anew(steps):
-    """Steps count from the start of each fit, batches from the start of each epoch, and History says how many."""
+    """Steps count from the start of each fit, batches from the start of each epoch, and History has
+    the counts.
+    """
     zoo.supported({"steps_per_execution": steps})
     model = network(steps_per_execution=steps)
     per_epoch = zoo.BATCHES + len(BAD)
@@ -50,7 +54,7 @@ def test_epochs_and_fits_count_anew(steps):
 
 
 def test_no_callback_is_needed_for_the_logs_to_be_honest():
-    """An epoch without a good step is not the best one, here as there."""
+    """An epoch without a good step is never the best one, as with a callback."""
     model, data = network(), zoo.regression(batches=2)
     data.x[...] = np.nan
     seen = keras.callbacks.EarlyStopping("loss", patience=9)
@@ -59,7 +63,9 @@ def test_no_callback_is_needed_for_the_logs_to_be_honest():
 
 
 def test_a_callback_takes_over_for_its_fit():
-    """With a `NanGuard` in the list that one guards, once; before and after the model guards itself."""
+    """If the list has a `NanGuard`, only that one guards; before and after, the model guards
+    itself.
+    """
     model, guard = network(), NanGuard(verbose=0)
     fit(model, epochs=1)
     fit(model, guard, epochs=1)
@@ -69,7 +75,7 @@ def test_a_callback_takes_over_for_its_fit():
 
 
 def test_table_at_the_end(capsys):
-    """Each fit in which something happened ends with the table of that fit, as with a callback."""
+    """Each fit with incidents ends with the table of that fit, as with a callback."""
     model = network()
     model.nanguard_verbose = 1
     model.train_on_batch(np.full((8, 6), np.nan, "float32"), np.ones((8, 1), "float32"))
@@ -95,7 +101,9 @@ def test_results_and_files_are_plain_keras(tmp_path):
 
 
 def test_models_of_tensors_and_models_with_a_call_of_their_own(tmp_path):
-    """Both kinds can be made of classes that inherit from `NanGuardModel`, in any order; stock Keras cannot with a class between."""
+    """Both kinds can be created from subclasses of `NanGuardModel`, in any order; stock Keras
+    cannot do this with a class in between.
+    """
 
     def kinds(common):
         class Made(common):
@@ -131,7 +139,7 @@ def test_models_of_tensors_and_models_with_a_call_of_their_own(tmp_path):
 
 
 class WithUnits(NanGuardModel):
-    """A model with a `call` and arguments of its own."""
+    """A model with a `call` and constructor arguments."""
 
     def __init__(self, units=1, **kwargs):
         super().__init__(**kwargs)
@@ -151,7 +159,7 @@ def of_tensors(guard):
 
 @pytest.mark.parametrize("build", [of_tensors, lambda guard: WithUnits(guard=guard)])
 def test_a_guard_of_its_own(build, tmp_path):
-    """`NanGuardModel(..., guard=guard)` is guarded by that one, which what is saved knows nothing of."""
+    """`NanGuardModel(..., guard=guard)` uses this guard, which is not saved with the model."""
     guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 7})
     model = build(guard)
     model.compile("adam", "mse")
@@ -165,7 +173,7 @@ def test_a_guard_of_its_own(build, tmp_path):
 
 
 def test_a_guard_of_its_own_resumes(tmp_path):
-    """With `resume=True` a second run goes on from the snapshots of the first."""
+    """With `resume=True` a second run resumes from the snapshots of the first."""
 
     def run(epochs):
         keras.utils.set_random_seed(0)
@@ -182,6 +190,6 @@ def test_a_guard_of_its_own_resumes(tmp_path):
 
 
 def test_what_is_no_guard():
-    """Anything else is answered with what to write."""
+    """Any other object gives an error with the right call."""
     with pytest.raises(ValueError, match=r"Expected guard to be a NanGuard. Received: guard='stop'. Write guard=NanGuard"):
         of_tensors("stop")

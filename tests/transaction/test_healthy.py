@@ -1,4 +1,4 @@
-"""Healthy runs have no incidents: over models, optimizers and precisions."""
+"""Healthy runs have no incidents, for various models, optimizers and precisions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def build(name, optimizer, precision, executions):
 
 
 def draw(name, batches):
-    """Return three classes that differ in their means, with some labels wrong."""
+    """Return three classes with different means, and some wrong labels."""
     rng, shape = np.random.default_rng(0), MODELS[name][1]
     y = rng.integers(0, 3, batches * zoo.BATCH)
     x = rng.standard_normal((len(y), *shape)) + y.reshape(-1, *(1 for _ in shape))
@@ -97,7 +97,9 @@ def train(name, optimizer, precision, executions, steps):
 
 
 def check(guard, steps, scaled):
-    """No incident; no step lost but where a loss scale that has doubled overflows, which Keras skips as well."""
+    """Check that there is no incident, and that only overflows of a doubled loss scale, which Keras
+    also skips, lose a step.
+    """
     assert [(i.step, i.sites) for i in guard.incidents] == []
     assert guard.session.run.counts.refused <= (steps // GROWTH if scaled else 0)
     assert guard.session.run.step >= steps

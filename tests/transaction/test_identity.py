@@ -1,4 +1,6 @@
-"""A healthy run is untouched, and a poisoned one ends as if the poison had not been there, whatever the program."""
+"""A healthy run is unchanged, and a run with bad batches ends like one without them, for every
+program.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from support import zoo
 from support.programs import PROGRAMS
 
 BAD = (3, 8)
-"""Where the poisoned batches stand."""
+"""Numbers of the bad batches."""
 
 NORMAL = {
     *(("optimizer-accumulation", "graph"), ("feed-sample-weight-bad", "graph")),
     *(("model-many-inputs-outputs", "graph"), ("precision-mixed_float16", "graph")),
     *(("step-gan", "graph"), ("model-subclassed", "eager"), ("optimizer-clipnorm", "eager")),
 }
-"""One of each kind for the normal run; all of them are a campaign."""
+"""One of each kind for the normal run; a campaign runs all of them."""
 
 NOT_ON_JAX = {
     "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
@@ -23,7 +25,9 @@ NOT_ON_JAX = {
     "feed-dataset": "tf.data is not at hand",
     "precision-float64": "JAX has no float64 unless it is reported so before it starts",
 }
-"""Programs that cannot be reported in Keras' words there, by the start of their name, with the reason."""
+"""Programs that cannot be expressed with Keras on a backend, by the start of their name, with the
+reason.
+"""
 
 TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
 """XLA fuses what it compiles; two programs that mean the same may round differently."""
@@ -37,7 +41,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_program(name, mode):
-    """A guarded run leaves the same bits behind as an unguarded one, and so does one with poisoned batches put in."""
+    """A guarded run gives the same bits as an unguarded one, and so does one with inserted bad
+    batches.
+    """
     reason = next((text for start, text in NOT_ON_JAX.items() if name.startswith(start)), "")
     if zoo.BACKEND == "jax" and reason:
         pytest.skip(reason)
@@ -55,5 +61,5 @@ def test_program(name, mode):
 
 
 def test_the_normal_run_names_programs():
-    """Every case chosen for the normal run is there."""
+    """Every case of the normal run exists."""
     assert {name for name, _ in NORMAL} <= set(PROGRAMS)

@@ -1,4 +1,4 @@
-"""The guard is put on when a fit begins and taken off when it ends, however it ends."""
+"""The guard attaches when a fit begins and detaches when it ends, for every way of ending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def left_behind(model):
 
 
 class Raiser(keras.callbacks.Callback):
-    """Raises in one of Keras' calls."""
+    """Raises in one of the calls of Keras."""
 
     def __init__(self, where, error):
         super().__init__()
@@ -39,7 +39,7 @@ def fit(model, data, *callbacks, **kwargs):
 
 
 def test_off_after_training():
-    """After a fit nothing is left on model or optimizer, and a plain fit behaves as stock Keras does."""
+    """After a fit model and optimizer are unchanged, and a plain fit behaves like stock Keras."""
     model, data = zoo.plain(), zoo.regression()
     fit(model, data, NanGuard(verbose=0))
     assert left_behind(model) == set()
@@ -51,7 +51,9 @@ def test_off_after_training():
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize("first", [True, False], ids=["guard first", "guard last"])
 def test_off_after_an_exception(where, error, first):
-    """An exception or Ctrl-C in another callback takes the guard off at once, while its traceback is still held."""
+    """An exception or Ctrl-C in another callback detaches the guard at once, while its traceback
+    still exists.
+    """
     model, data = zoo.plain(), zoo.regression(batches=3)
     callbacks = [NanGuard(verbose=0), Raiser(where, error)]
     with pytest.raises(type(error)) as held:
@@ -61,7 +63,7 @@ def test_off_after_an_exception(where, error, first):
 
 @pytest.mark.parametrize("error", [ValueError("of the user's own"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 def test_off_after_an_exception_while_the_step_is_built(error):
-    """An error that ends the fit before its first step is the one that the user receives; the next fit begins afresh."""
+    """An error before the first step reaches the user; the next fit starts from scratch."""
 
     class Failing(keras.optimizers.SGD):
         fails = True
@@ -83,7 +85,7 @@ def test_off_after_an_exception_while_the_step_is_built(error):
 
 
 def test_off_after_an_exception_in_the_data():
-    """A generator that fails ends the fit, and takes the guard off."""
+    """A failing generator ends the fit, and detaches the guard."""
 
     def batches():
         yield zoo.draw(batches=1), np.zeros((zoo.BATCH, 1), "float32")
@@ -97,7 +99,8 @@ def test_off_after_an_exception_in_the_data():
 
 
 def test_guard_works_again_after_an_interruption():
-    """A guard whose fit was interrupted guards the next one, on its own leftovers or on another model."""
+    """A guard whose fit was interrupted guards the next one, on the same model or on another one.
+    """
     model, data, guard = zoo.plain(), zoo.regression(), NanGuard(verbose=0)
     with pytest.raises(KeyboardInterrupt):
         fit(model, data, guard, Raiser("on_train_batch_end", KeyboardInterrupt()))
@@ -110,7 +113,9 @@ def test_guard_works_again_after_an_interruption():
 
 
 def test_repeated_fits_and_recompile():
-    """One guard serves many fits of one model, also when the model is compiled anew in between."""
+    """One guard can be used for many fits of one model, also if the model is compiled again in
+    between.
+    """
     model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 5), NanGuard(verbose=0)
     for optimizer in (None, "sgd", "rmsprop"):
         if optimizer:
@@ -121,7 +126,7 @@ def test_repeated_fits_and_recompile():
 
 
 def test_two_guards():
-    """Of two guards in one list the first one guards, and the user is reported."""
+    """Of two guards in one list the first one guards, and a warning is printed."""
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
     one, two = NanGuard(verbose=0), NanGuard(verbose=0)
     with pytest.warns(UserWarning, match="Two NanGuards") as warned:
@@ -132,7 +137,7 @@ def test_two_guards():
 
 
 def test_shared_by_two_fits_at_once(monkeypatch):
-    """A guard that is at work in one fit refuses to be handed to a second one, and the first one goes on.
+    """A guard of a running fit cannot be passed to a second one, and the first fit continues.
 
     No garbage is collected while it reads the frames of the other thread, which can crash CPython 3.11.
     """
@@ -160,7 +165,7 @@ def test_shared_by_two_fits_at_once(monkeypatch):
 
 
 def test_callback_list_used_twice():
-    """A `CallbackList` of the user's own guards every fit that it is handed to."""
+    """A `CallbackList` in a hand-written loop guards every fit for which it is used."""
     model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 4), NanGuard(verbose=0)
     callbacks = keras.callbacks.CallbackList([guard], add_history=True, model=model, epochs=1, verbose=0, steps=None)
     for _ in range(2):
@@ -170,7 +175,9 @@ def test_callback_list_used_twice():
 
 
 def test_evaluate_and_predict():
-    """In `evaluate` and `predict` the guard sees results that are not finite, changes nothing and leaves nothing."""
+    """In `evaluate` and `predict` the guard reports results that are not finite, changes nothing
+    and leaves nothing behind.
+    """
     model, data = zoo.plain(), zoo.regression(batches=2)
     fit(model, data)
     guard = NanGuard(verbose=0)
@@ -196,7 +203,9 @@ print(type(model.optimizer).__module__, type(model.optimizer).__name__, sorted(m
 
 
 def test_saved_models_are_plain_keras(tmp_path):
-    """A model saved during and after a guarded fit loads where this library cannot be imported, optimizer and all."""
+    """A model saved during or after a guarded fit can be loaded without this library, including its
+    optimizer.
+    """
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 3)
     during = keras.callbacks.ModelCheckpoint(tmp_path / "during.keras", save_freq=5)
     fit(model, data, NanGuard(verbose=0), during)
@@ -213,7 +222,9 @@ def test_saved_models_are_plain_keras(tmp_path):
 
 
 def test_optimizer_stays_as_it_was():
-    """Class, config and variable list of the optimizer are those of an unguarded run, during the fit and after it."""
+    """Class, config and variable list of the optimizer are those of an unguarded run, during the
+    fit and afterwards.
+    """
     look = zoo.After(lambda model: (type(o := model.optimizer), o.get_config(), [v.name for v in o.variables]))
     for guards in ([NanGuard(verbose=0)], []):
         keras.utils.set_random_seed(0)
@@ -225,7 +236,7 @@ def test_optimizer_stays_as_it_was():
 
 @pytest.mark.requires_backend("tensorflow", reason="tf.distribute is TensorFlow's")
 def test_fit_inside_of_a_strategy_scope():
-    """A fit under `MirroredStrategy`, called inside of its scope, is watched and comes to its end."""
+    """A fit under `MirroredStrategy`, called inside its scope, is guarded and completes."""
     import tensorflow as tf
 
     data, guard = zoo.regression(), NanGuard(verbose=0)
@@ -238,7 +249,9 @@ def test_fit_inside_of_a_strategy_scope():
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
 def test_data_are_let_go(guarded, bad):
-    """When `fit` has returned nothing holds on to its iterator any more, and so to its data: nothing for the collector."""
+    """After `fit` nothing references its iterator, and so its data; the garbage collector is not
+    needed.
+    """
 
     def iterators():
         return [o for o in gc.get_objects() if any(kind.__name__ == "EpochIterator" for kind in type(o).__mro__)]

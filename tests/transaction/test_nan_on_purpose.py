@@ -1,4 +1,6 @@
-"""State that is NaN on purpose: a mark of a layer of one's own, "not seen yet". What was a number and becomes NaN is found."""
+"""Intended NaN in the state: a marker of a custom layer for "not seen yet". A number that becomes
+NaN is still found.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MODES = {"compiled": {}, "eager": {"run_eagerly": True}}
 
 
 class Last(layers.Layer):
-    """Keeps a mean of what it has seen, NaN before it has seen anything; `reset` makes it so again every other step."""
+    """Stores a mean of its inputs, NaN before the first one; `reset` sets it to NaN every other
+    step.
+    """
 
     def __init__(self, reset=False, first=np.nan):
         super().__init__()
@@ -32,7 +36,7 @@ class Last(layers.Layer):
 
 
 class Reads(Last):
-    """Takes its mark for a number."""
+    """Reads its marker as a number."""
 
     def call(self, x, training=False):
         return x + ops.cast(self.seen, x.dtype)
@@ -53,7 +57,9 @@ def fitted(built, data, *callbacks, epochs=2):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_mark_is_tolerated(tmp_path, mode, reset):
-    """Training is that of stock Keras, whether the mark becomes a number or is set again, and the model is saved each epoch."""
+    """Training equals that of stock Keras, if the marker becomes a number or is set again, and the
+    model is saved each epoch.
+    """
     guard = NanGuard(verbose=0, snapshot={"every": 5})
     save = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
     stock = fitted(model(Last(reset), **MODES[mode]), zoo.regression())
@@ -68,7 +74,7 @@ def test_a_mark_is_tolerated(tmp_path, mode, reset):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_batch_is_refused_beside_a_mark(mode):
-    """The batch is to blame, and the mark is what it was before it."""
+    """The batch is to blame, and the marker is unchanged."""
     guard = NanGuard(verbose=0)
     data = zoo.regression(batches=1)
     data.x[3, 0] = np.nan
@@ -89,7 +95,8 @@ def test_what_was_a_number_and_becomes_nan_is_found(mode):
 
 @pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
 def test_what_can_be_no_mark_is_found_before_the_first_step(which):
-    """NaN in a frozen weight, in a statistic, or in a state of Keras' own layers is no mark."""
+    """NaN in a frozen weight, in a statistic, or in a state of Keras' own layers is not a marker.
+    """
     inputs = keras.Input((6,))
     frozen, norm = layers.Dense(4, trainable=False), layers.SpectralNormalization(layers.Dense(4))
     built = keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization(name="norm")(norm(frozen(inputs)))))
@@ -103,7 +110,7 @@ def test_what_can_be_no_mark_is_found_before_the_first_step(which):
 
 
 def test_a_mark_that_is_read_as_a_number_is_named():
-    """It makes the loss NaN: the step is refused, and the diagnosis says what it read."""
+    """It makes the loss NaN: the step is refused, and the diagnosis names the variable."""
     guard = NanGuard(verbose=0)
     fitted(model(Reads()), zoo.regression(), guard, epochs=1)
     diagnosis = guard.incidents[0].diagnosis

@@ -1,4 +1,4 @@
-"""The hand-written loop, `NanGuardModel` and `fit` with `NanGuard` end in the same numbers."""
+"""The hand-written loop, `NanGuardModel` and `fit` with `NanGuard` give the same numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Quiet(NanGuardModel):
 
 
 class OwnStep(Quiet):
-    """A train step of its own, in the low-level style."""
+    """A custom train step in the low-level style."""
 
     def train_step(self, batch):
         x, y = batch
@@ -87,7 +87,7 @@ class OwnStep(Quiet):
 
 @pytest.mark.parametrize("base", [Quiet, OwnStep], ids=["stock step", "own step"])
 def test_model_in_fit(base):
-    """`NanGuardModel` needs no callback, with the stock train step and with one of its own."""
+    """`NanGuardModel` needs no callback, with the stock train step or a custom one."""
     model = network(base)
     fit(model)
     check(model, [i.step for i in model.nanguard.incidents])
@@ -122,7 +122,9 @@ def compiled(step, xla=False):
 
 @pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
 def test_loop(kind):
-    """A GradientTape loop through `watch` and `step` ends in the same numbers, and is reported of each refusal."""
+    """A GradientTape loop with `watch` and `step` gives the same numbers, and its refusals are
+    reported.
+    """
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     step, refused = loop_step(model, optimizer), []
     if kind != "eager":
@@ -138,7 +140,7 @@ def test_loop(kind):
 
 
 def test_loop_stops():
-    """A loop in which every step is bad is reported to stop within a dozen steps, with the weights as they were."""
+    """A loop in which every step is bad is stopped within a dozen steps, with unchanged weights."""
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):

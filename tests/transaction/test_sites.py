@@ -1,4 +1,5 @@
-"""Every site, every kind of fault, every mode, two precisions: found in the step where it happened.
+"""Every site, every kind of fault, every mode, two precisions: a fault is found in the step in
+which it occurs.
 
 All faults of one mode and precision are put into one run, far enough apart that the policy of this file, which goes
 back at once where the state is bad, has healed each before the next.
@@ -32,7 +33,9 @@ POLICY = {
         {"name": "heal", "site": ["state", "weights", "statistics", "slots"], "do": BACK},
     ],
 }
-"""Goes back at once, so that one fault is healed when the next one comes; three overflows are an incident each."""
+"""Restores at once, so one fault is repaired before the next one; three overflows are one incident
+each.
+"""
 
 
 class Case(NamedTuple):
@@ -53,7 +56,7 @@ def _plan(mode: str, precision: str) -> list[Case]:
 
 
 def _level(mode: str, precision: str, batches: int) -> tuple[keras.Model, zoo.Data]:
-    """Return a model and the same four batches over and over: a level run."""
+    """Return a model, and the same four batches repeated, so that the loss is level."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(precision)
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
@@ -90,7 +93,7 @@ FIRST = {
     "slots": ("state", "slots", "weights"),
     "loss_scale": ("loss_scale",),
 }
-"""What the incident of a fault that is not finite has to name."""
+"""The names in the incident of a fault that is not finite."""
 
 
 NORMAL = {("graph", "float32"), ("steps4", "mixed_float16")}
@@ -105,7 +108,7 @@ RUNS = [
 @pytest.mark.parametrize(("mode", "precision"), RUNS)
 class TestSites:
     def test_found_where_it_happened(self, mode, precision):
-        """A fault at any site is an incident of the very step it happened in.
+        """A fault at any site is an incident of the step in which it occurs.
 
         Finite statistics are read between executions: theirs is one of a step of that execution.
         """
@@ -118,12 +121,16 @@ class TestSites:
         assert missed == []
 
     def test_nothing_else_is_told(self, mode, precision):
-        """No incident but of a faulty step, or of the steps of the same execution that a bad state left no choice."""
+        """There are only incidents of faulty steps, and of later steps of an execution after a bad
+        state.
+        """
         near = {case.step + i for case in _plan(mode, precision) for i in range(4 if mode == "steps4" else 1)}
         assert [(i.step, i.findings) for i in _guarded(mode, precision).incidents if i.step not in near] == []
 
     def test_names_the_site(self, mode, precision):
-        """The incident of a fault that is not finite names its site, or the state where it was there before the step."""
+        """The incident of a fault that is not finite names its site, or the state if it was bad
+        before the step.
+        """
         reported = {}
         for incident in _guarded(mode, precision).incidents:
             reported.setdefault(incident.step, incident)
@@ -143,7 +150,9 @@ class TestSites:
 
 class TestSlots:
     def test_overflow_of_a_slot(self):
-        """A momentum at the end of its range gives finite, huge weights: reported of in the next step, and healed."""
+        """A momentum at the end of its range gives finite, huge weights: reported in the next step,
+        and restored.
+        """
         model, data, guard = *_level("graph", "float32", 24), NanGuard(verbose=0, diagnose=False)
         with inject(model, site="slots", kind="overflow", step=14):
             model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
@@ -152,12 +161,14 @@ class TestSlots:
 
 
 class TestOutsideWrites:
-    """Corruption written from the host, between two steps."""
+    """Faults written by the host between two steps."""
 
     @pytest.mark.parametrize("kind", ["nan", "inf"])
     @pytest.mark.parametrize("what", ["kernel", "gamma", "moving_mean", "moving_variance", "momentum", "velocity"])
     def test_seen_and_healed(self, what, kind):
-        """A weight, statistic or slot that another callback makes bad is reported of in the next step, and healed."""
+        """A weight, statistic or slot that another callback makes bad is reported in the next step,
+        and restored.
+        """
 
         def spoil(model):
             known = [*model.variables, *model.optimizer.variables]
@@ -169,7 +180,9 @@ class TestOutsideWrites:
         assert zoo.bad_entries(run.model) == []
 
     def test_huge_behind_an_overflow(self):
-        """A huge weight whose gradients overflow is no ordinary overflow: not one step is left to the loss scale."""
+        """A huge weight whose gradients overflow is not an ordinary overflow: no step is left to
+        the loss scale.
+        """
         keras.config.set_dtype_policy("mixed_float16")
         layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2, dtype="float32", name="last")]
         model, guard, data = keras.Sequential([keras.Input((6,)), *layers]), NanGuard(verbose=0), zoo.regression()
@@ -183,7 +196,8 @@ class TestOutsideWrites:
         assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e3
 
     def test_one_cure_for_one_execution(self):
-        """The steps that ran on a bad state before the host could heal it count as one trouble."""
+        """The steps that ran on a bad state before the host could restore it count as one incident.
+        """
         data = zoo.regression(batches=48)
         guard = NanGuard(verbose=0)
         model = zoo.plain(dropout=False, steps_per_execution=16)
@@ -195,7 +209,7 @@ class TestOutsideWrites:
         assert guard.session.run.counts.refused <= 12
 
     def test_runaway_loss_scale(self):
-        """A loss scale above all bounds is reported of in that step, and put right."""
+        """A loss scale above all bounds is reported in that step, and reset."""
         keras.config.set_dtype_policy("mixed_float16")
         model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
         data = zoo.regression()

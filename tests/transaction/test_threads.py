@@ -1,4 +1,4 @@
-"""Fits in several threads of one process: each as it is alone, and nothing is left of any of them."""
+"""Fits in several threads of one process: each runs as alone, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ LIMIT = 120.0
 
 
 def together(*functions):
-    """Run functions in a thread each, all at a time; returns what they returned or raised."""
+    """Run each function in its own thread, all at the same time; return their results or
+    exceptions.
+    """
     results = [None] * len(functions)
     gate = threading.Barrier(len(functions))
 
@@ -56,7 +58,9 @@ def same(one, other):
 
 
 def test_guarded_and_plain_fits_at_a_time():
-    """Guarded fits with bad batches, one that raises and a plain one leave each other alone, and everything as it was."""
+    """Guarded fits with bad batches, one that raises and a plain one do not affect each other, and
+    leave nothing behind.
+    """
     data, bad = zoo.regression(), zoo.poison(zoo.regression(), 5)
     plain, guarded = fit(net(), data), fit(net(), bad, NanGuard(verbose=0))
     before = {name: vars(keras.Variable).get(name) for name in ("_direct_assign", "_initialize", "assign")}

@@ -1,4 +1,4 @@
-"""A refused step never happened: the oracle."""
+"""A refused step changes nothing: the oracle."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 from support import zoo
 
 POISONED = {3: "inputs", 4: "inputs", 7: "inputs", 9: "targets", 10: "gradients"}
-"""Batch of each poison, and the first site that tells of it; two stand side by side, three in a row never."""
+"""Batch of each fault, and the first site that shows it; two are adjacent, never three."""
 
 
 
 def tolerance(mode: str) -> float:
-    """Return how far two programs may end apart that XLA compiles, each in its own way; no bit where it compiles none."""
+    """Return how far the results of two programs that XLA compiles separately may differ; 0 without
+    XLA.
+    """
     return 1e-5 if mode == "xla" or (zoo.BACKEND == "jax" and mode != "eager") else 0.0
 
 
@@ -32,7 +34,9 @@ OPTIMIZERS = {
 
 
 def poisoned_data() -> zoo.Data:
-    """NaN, Inf and -Inf in x, NaN in y, and a target at which a finite loss has a gradient that is not."""
+    """NaN, Inf and -Inf in x, NaN in y, and a target for which the loss is finite and its gradient
+    is not.
+    """
     data = zoo.trap(zoo.regression(batches=14))
     zoo.poison(data, 3, np.nan)
     zoo.poison(data, 4, np.inf, row=0)
@@ -53,7 +57,8 @@ CASES = [case for case in CASES if case[1] not in LONG or case[0] in ("adam", "r
 )
 @pytest.mark.parametrize(("optimizer", "mode"), CASES)
 def test_bad_batches_never_happened(optimizer, mode):
-    """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison.
+    """A guarded run over bad data ends bit-identical to an unguarded one over the data without the
+    bad batches.
 
     Every poisoned batch is an incident of its own step, which names the first bad site in causal order. The epoch logs say
     how many steps were refused, beside means over the others.
@@ -74,7 +79,9 @@ def test_bad_batches_never_happened(optimizer, mode):
 
 
 def test_even_executions():
-    """Several steps in one execution, and all of them filled: the same as step by step, in every version of Keras."""
+    """Several steps per execution that are all filled give the same as single steps, in every
+    version of Keras.
+    """
     data = zoo.regression(batches=16)
     bad = (3, 4, 8, 15)
     for batch in bad:
@@ -87,7 +94,9 @@ def test_even_executions():
 @pytest.mark.daily("adam", "rmsprop-accumulation")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rewritten_graph(optimizer):
-    """Where TensorFlow rewrites the arithmetic of a graph, guarded and unguarded runs agree to its rounding."""
+    """If TensorFlow rewrites the arithmetic of a graph, guarded and unguarded runs agree up to
+    rounding.
+    """
 
     def build():
         return zoo.plain(OPTIMIZERS[optimizer](), loss=zoo.trapped, rounded=tolerance("graph") > 0)
@@ -101,7 +110,8 @@ def test_rewritten_graph(optimizer):
 @pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_every_batch_bad(mode):
-    """Where every batch is bad nothing at all is changed, and the bounded policy stops within a dozen steps."""
+    """If every batch is bad nothing is changed, and the bounded policy stops within a dozen steps.
+    """
     data = zoo.regression(batches=24)
     data.x[:, 0] = np.nan
     run = zoo.run(lambda: zoo.plain(**zoo.MODES[mode]), data, guard="undiagnosed", epochs=3)
@@ -115,7 +125,9 @@ def test_every_batch_bad(mode):
 
 
 def test_first_step_bad():
-    """A bad first batch is refused as well: what the first step creates is as if it had never run."""
+    """A bad first batch is refused as well: the variables that the first step creates are
+    unchanged.
+    """
     data = zoo.poison(zoo.regression(), 0)
     guarded = zoo.run(zoo.plain, data, guard="undiagnosed")
     assert zoo.differences(guarded, zoo.run(zoo.plain, data.without([0]))) == []
@@ -123,7 +135,7 @@ def test_first_step_bad():
 
 
 def test_unbuilt_model():
-    """A model that builds itself in its first step, which is bad, starts as if that step never ran."""
+    """A model that is built in its first step, which is bad, starts as if that step had not run."""
 
     def build():
         model = keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -150,7 +162,9 @@ def test_last_batch_smaller():
 @pytest.mark.daily("5")
 @pytest.mark.parametrize("steps", [3, 5, 16])
 def test_uneven_executions(steps):
-    """An execution that the data cuts short, or that is longer than an epoch, still tells each step by its number."""
+    """An execution that the data cuts short, or that is longer than an epoch, still reports the
+    number of each step.
+    """
     zoo.supported({"steps_per_execution": steps}, even=False)
     data = zoo.poison(zoo.poison(zoo.regression(), 0), 11)
     guarded = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data, guard="undiagnosed")

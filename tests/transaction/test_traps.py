@@ -1,4 +1,6 @@
-"""Ways in which other guards have failed; the numbers of a common list, of which other files test the rest."""
+"""Known failures of other guards, numbered as in a common list; other files test the remaining
+ones.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def done(guard, action):
 
 @pytest.mark.usefixtures("snapshots_kept")
 def test_01_rolling_back_to_a_checkpoint_that_is_nan():
-    """A state that is bad when a snapshot is due is never kept, so a rollback never lands in it."""
+    """A state that is bad when a snapshot is due is not stored, so a rollback never restores it."""
 
     def late(model):
         """Damage the state when the step is over, so that only the snapshot can see it."""
@@ -58,7 +60,7 @@ def test_01_rolling_back_to_a_checkpoint_that_is_nan():
 
 
 def test_04_restoring_in_inference_mode():
-    """After a rollback training goes on as training: statistics move, dropout drops."""
+    """After a rollback training continues in training mode: statistics change, dropout drops."""
     seen = {}
 
     def note(name):
@@ -74,7 +76,9 @@ def test_04_restoring_in_inference_mode():
 
 
 def test_06_silent_rollback_silent_skip(capsys):
-    """Every kind of refused step and every rollback is in the output, all steps are in History and in the incidents."""
+    """Every kind of refused step and every rollback is in the output, and all steps are in History
+    and in the incidents.
+    """
     guard = guarded(verbose=1)
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
     reported = capsys.readouterr().out
@@ -87,7 +91,9 @@ def test_06_silent_rollback_silent_skip(capsys):
 
 
 def test_07_skipping_by_multiplying_with_zero():
-    """A refused step leaves no NaN anywhere: neither in the state nor in the history of losses that later steps are compared with."""
+    """A refused step leaves no NaN, neither in the state nor in the history of losses for later
+    steps.
+    """
     data = zoo.regression(batches=60)
     for batch in range(20, 40, 2):
         zoo.poison(data, batch)
@@ -101,7 +107,9 @@ def test_07_skipping_by_multiplying_with_zero():
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", ["graph", "xla", "steps4"])
 def test_10_a_decision_for_each_replica(mode):
-    """One decision for each step: the same incidents lead to the same decisions, however the step was compiled."""
+    """One decision for each step: the same incidents lead to the same decisions, for each way of
+    compiling.
+    """
     fields = ("step", "epoch", "batch", "refused")
     data = overflowing(3, 4, 5, 9)
     reported = []
@@ -114,7 +122,7 @@ def test_10_a_decision_for_each_replica(mode):
 
 @pytest.mark.parametrize("policy", ["stop", "recover"])
 def test_11_the_stop_path_on_a_bad_model(policy, tmp_path):
-    """No callback ever sees or saves a bad model on the way out."""
+    """No callback receives or saves a bad model when training ends."""
 
     class Witness(keras.callbacks.Callback):
         def _look(self, *args, **kwargs):
@@ -137,7 +145,7 @@ def test_11_the_stop_path_on_a_bad_model(policy, tmp_path):
 
 
 def test_12_alarm_on_an_ordinary_overflow():
-    """Overflows that loss scaling handles are counted, not reported, and cost no rate."""
+    """Overflows that loss scaling handles are counted, not reported, and do not lower the rate."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
     model = zoo.plain(optimizer, run_eagerly=True)
     guard, data = guarded(), zoo.regression()
@@ -149,7 +157,9 @@ def test_12_alarm_on_an_ordinary_overflow():
 
 @pytest.mark.parametrize(("where", "site"), [("x", "inputs"), ("y", "targets")])
 def test_12_bad_data_is_no_ordinary_overflow(where, site):
-    """Under loss scaling, too, a batch with Inf is reported, where the loss is finite and the gradients alone are not."""
+    """With loss scaling a batch with Inf is also reported if the loss is finite and only the
+    gradients are not.
+    """
     keras.config.set_dtype_policy("mixed_float16")
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="tanh"), layers.Dense(1, dtype="float32")])
@@ -161,7 +171,9 @@ def test_12_bad_data_is_no_ordinary_overflow(where, site):
 
 
 def test_13_a_finite_loss_with_nan_predictions():
-    """Predictions that are not finite are reported although the loss is, in predict as in evaluate."""
+    """Predictions that are not finite are reported although the loss is finite, in predict and in
+    evaluate.
+    """
     model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
     model.compile("sgd", lambda y, p: ops.mean(ops.where(ops.isfinite(p), p, 0.0)))
     model.layers[0].bias.assign([np.nan, 0.0])
@@ -172,7 +184,9 @@ def test_13_a_finite_loss_with_nan_predictions():
 
 
 def test_14_forensics_on_the_wrong_batch(tmp_path):
-    """With shuffled data the batch that is kept is the bad one, the rows are the bad rows, the state is that before."""
+    """With shuffled data the stored batch is the bad one, the rows are the bad rows, and the state
+    is that before the step.
+    """
     data = zoo.regression()
     data.x[37, 2] = np.nan
     guard = NanGuard(rules=[{"name": "keep", "do": "quarantine"}], verbose=0, directory=tmp_path)
@@ -188,7 +202,9 @@ def test_14_forensics_on_the_wrong_batch(tmp_path):
 
 
 def test_16_guard_state_that_does_not_survive(tmp_path):
-    """A run that goes bad at the same place after every restart stops in the end: budgets outlive the process."""
+    """A run that fails at the same place after every restart stops eventually, because budgets
+    outlive the process.
+    """
     crash, last = zoo.After(zoo.raising(KeyboardInterrupt), 9), None
     for restart in range(12):
         keras.backend.clear_session()
