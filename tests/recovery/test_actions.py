@@ -1,4 +1,4 @@
-"""Every action, done and skipped, in a running fit."""
+"""Every action in a running fit, done and skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def acting(*do, times=10, snapshot=None, **options):
 
 
 def outcomes(guard, action):
-    """Return `(step, status, detail)` of each time an action came up."""
+    """Return `(step, status, detail)` of each occurrence of an action."""
     return [(i.step, o.status, o.detail) for i in guard.incidents for o in i.outcomes if o.action == action]
 
 
@@ -50,7 +50,7 @@ class At(keras.callbacks.Callback):
 
 
 class Weights(keras.callbacks.Callback):
-    """Remembers the first weight after each batch."""
+    """Stores the first weight after each batch."""
 
     def on_train_begin(self, logs=None):
         self.values = [self._now()]
@@ -67,14 +67,16 @@ class Weights(keras.callbacks.Callback):
 
 
 def line(optimizer, **compile_options):
-    """Return a model whose gradient is 1 always: with SGD each step moves the weight by the learning rate."""
+    """Return a model whose gradient is always 1: with SGD each step changes the weight by the
+    learning rate.
+    """
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(optimizer, loss=lambda y, p: ops.mean(p), **compile_options)
     return model
 
 
 def walk(model, guard, *bad, batches=12, epochs=1, callbacks=()):
-    """Train on ones, with NaN in some batches; returns how far each step went."""
+    """Train on ones, with NaN in some batches; return the change in each step."""
     x = np.ones((batches, 1), "float32")
     x[list(bad)] = np.nan
     weights = Weights()
@@ -83,7 +85,7 @@ def walk(model, guard, *bad, batches=12, epochs=1, callbacks=()):
 
 
 def train(guard, *bad, build=None, callbacks=(), **fit):
-    """Train the usual little network, eagerly, with NaN in some batches."""
+    """Train the usual small network, eagerly, with NaN in some batches."""
     data = zoo.regression()
     for batch in bad:
         zoo.poison(data, batch)
@@ -91,7 +93,7 @@ def train(guard, *bad, build=None, callbacks=(), **fit):
 
 
 def test_every_action_is_performed_here():
-    """Each action has one function that does it, and its done and its skipped path are tested in this file."""
+    """Each action has one function, and its done and its skipped path are tested in this file."""
     assert set(PERFORMERS) == set(actions.ACTIONS)
     tests = inspect.getsource(inspect.getmodule(test_every_action_is_performed_here))
     assert all(f"class Test{kind.__name__}:" in tests for kind in actions.ACTIONS.values())
@@ -99,7 +101,9 @@ def test_every_action_is_performed_here():
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch):
-    """An action that changes weights, statistics or slots in one of these tests says so in `PERFORMERS`, unless it ends training."""
+    """An action that changes weights, statistics or slots in one of these tests declares this in
+    `PERFORMERS`, unless it ends training.
+    """
     wrong = []
 
     def values(run):
@@ -131,7 +135,9 @@ def declared(monkeypatch):
     ],
 )
 def test_later_steps_of_an_execution(action, refused, remembered):
-    """After an action the steps of its execution that had begun before it do not count, and no step from before it is replayed."""
+    """After an action the steps of its execution that had started earlier do not count, and no
+    earlier step is replayed.
+    """
     zoo.tensorflow_only("several steps in one compiled call")
     guard = acting(action)
     known = zoo.After(lambda model: len(guard.session.run.recent._entries))
@@ -142,7 +148,7 @@ def test_later_steps_of_an_execution(action, refused, remembered):
 
 class TestSkip:
     def test_done(self):
-        """A skipped step leaves the state as if it had never run, and nothing else is done."""
+        """A skipped step does not change the state, and nothing else is done."""
         guard = acting("skip")
         run = train(guard, 3)
         oracle = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression().without([3]), epochs=1)
@@ -152,7 +158,7 @@ class TestSkip:
 
 class TestWarn:
     def test_done(self, capsys):
-        """A warning adds its words to the line that every incident gets."""
+        """A warning adds its text to the line of the incident."""
         guard = acting({"warn": {"message": "look at the sensors"}})
         guard.verbose = 1
         train(guard, 3)
@@ -161,7 +167,9 @@ class TestWarn:
 
 class TestRollback:
     def test_newest(self):
-        """A rollback puts the newest verified snapshot back, the optimizer's slots and statistics included."""
+        """A rollback restores the newest verified snapshot, including the optimizer's slots and
+        statistics.
+        """
         kept = {}
         save = {"s4": lambda m: kept.update(zoo.state_of(m))}
         guard = acting({"rollback": {"reseed": False}}, snapshot={"every": 4, "verify_after": 2})
@@ -172,13 +180,13 @@ class TestRollback:
         assert outcomes(guard, "rollback") == [(6, "done", "restored the state after 4 steps; 2 committed steps undone")]
 
     def test_unproven(self):
-        """A snapshot that too few good steps have followed is not gone back to."""
+        """A snapshot with too few good steps after it is not restored."""
         guard = acting("rollback", snapshot={"every": 4, "verify_after": 3})
         train(guard, 6)
         assert outcomes(guard, "rollback")[0][2] == "restored the state before the first step; 6 committed steps undone"
 
     def test_depth(self):
-        """A deeper rollback goes back further, and what came after is not gone back to again."""
+        """A deeper rollback goes further back, and later snapshots are not restored again."""
         guard = acting({"rollback": {"depth": 2}}, snapshot={"every": 3, "verify_after": 1, "keep": 5})
         train(guard, 10, 11)
         details = [detail for _, _, detail in outcomes(guard, "rollback")]
@@ -188,7 +196,9 @@ class TestRollback:
         ]
 
     def test_counts_what_had_committed(self):
-        """Only steps that had committed are undone: none before the first, none twice, and the one that left a bad state."""
+        """Only committed steps are undone: none before the first, none twice, and the one that left
+        a bad state.
+        """
         guard = acting("rollback", snapshot={"every": 4, "verify_after": 1})
         train(guard, 0, 1, 7, 8, 10)
         assert [detail.split("; ")[1] for _, _, detail in outcomes(guard, "rollback")] == [
@@ -199,7 +209,9 @@ class TestRollback:
         ]
 
     def test_reseed(self):
-        """Each rollback moves the seeds on, further every time, so that the same dropout is not drawn again."""
+        """Each rollback advances the seeds by another amount, so that the same dropout is not drawn
+        again.
+        """
         seeds = []
 
         def note(model):
@@ -212,7 +224,7 @@ class TestRollback:
 
     @pytest.mark.parametrize("mode", ["eager", "steps4"])
     def test_skip_batches(self, mode):
-        """Batches to be skipped train nothing, and the epoch is as long as ever."""
+        """Skipped batches are not trained on, and the epoch keeps its length."""
         zoo.supported(zoo.MODES[mode], even=False)
         guard = acting({"rollback": {"skip_batches": 4}}, snapshot={"every": 100})
         counted = []
@@ -223,7 +235,7 @@ class TestRollback:
         assert [i.batch for i in guard.incidents] == [3]
 
     def test_skipped(self):
-        """Where there is no verified snapshot, a rollback says so and does nothing."""
+        """Without a verified snapshot a rollback is skipped with this reason."""
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
         assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to restore")
@@ -246,7 +258,7 @@ SCHEDULES = {
 
 
 def expected_walk(rates, bad, factor, batches=12):
-    """Return how far each step goes when each bad one multiplies all later rates by the factor."""
+    """Return the change in each step if each bad step multiplies all later rates by the factor."""
     reported, iteration, now = [], 0, 1.0
     for step in range(batches):
         if step in bad:
@@ -260,14 +272,16 @@ def expected_walk(rates, bad, factor, batches=12):
 
 class TestLowerLr:
     def test_every_schedule(self):
-        """The schedules tested here are all that Keras ships."""
+        """All schedules of Keras are tested here."""
         assert set(SCHEDULES) == set(dir(schedules)) - {"LearningRateSchedule"} - {n for n in dir(schedules) if "_" in n} - {
             n for n in dir(schedules) if n.islower()
         }
 
     @pytest.mark.parametrize("name", SCHEDULES)
     def test_schedule(self, name):
-        """Under each schedule the rate is the schedule's times the factor, and the saved config is the schedule's."""
+        """Under each schedule the rate is that of the schedule times the factor, and the saved
+        config is the schedule's.
+        """
         model = line(keras.optimizers.SGD(SCHEDULES[name]()))
         config = keras.optimizers.serialize(model.optimizer)
         during = []
@@ -281,7 +295,8 @@ class TestLowerLr:
 
     @pytest.mark.parametrize("kind", ["plain", "callable", "scaled", "xla", "steps4", "eager"])
     def test_rate(self, kind):
-        """A plain rate, a callable and the rate of a LossScaleOptimizer are lowered, in every mode of compiling."""
+        """A plain rate, a callable and the rate of a LossScaleOptimizer are lowered, in every mode.
+        """
         optimizer = {
             "callable": lambda: keras.optimizers.SGD(lambda: 0.5),
             "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(SCHEDULES["CosineDecay"]())),
@@ -297,7 +312,9 @@ class TestLowerLr:
         np.testing.assert_allclose(steps, wanted, atol=1e-5)
 
     def test_exact_numbers_after_a_new_trace(self):
-        """A rate that is lowered within an execution of several steps does not shift the numbers of later steps."""
+        """A rate that is lowered within an execution of several steps does not change the numbers
+        of later steps.
+        """
         zoo.supported({"steps_per_execution": 4})
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), steps_per_execution=4)
         guard = acting({"lower_lr": {"factor": 0.5}})
@@ -318,7 +335,9 @@ class TestLowerLr:
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
     def test_min_lr(self):
-        """The rate never falls below min_lr, one that is lower stays, and a lowering without effect is skipped."""
+        """The rate never falls below min_lr, a rate below it stays, and a reduction without effect
+        is skipped.
+        """
         guard = acting({"lower_lr": {"factor": 0.1, "min_lr": 0.2}})
         steps = walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2, 4)
         assert steps[3] == pytest.approx(0.2) and steps[-1] == pytest.approx(0.2)
@@ -327,7 +346,9 @@ class TestLowerLr:
         assert walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2)[-1] == pytest.approx(0.5)
 
     def test_no_step_in_between(self):
-        """A refused step comes to what it does at any rate: where none has committed at this one it is not lowered again."""
+        """If no step has committed at a rate, it is not lowered again, because a refused step has
+        the same result at any rate.
+        """
         guard = acting({"lower_lr": {"factor": 0.5}})
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
         assert outcomes(guard, "lower_lr") == [
@@ -338,7 +359,7 @@ class TestLowerLr:
         ]
 
     def test_rate_at_which_the_update_overflows(self):
-        """A step whose update overflows was tried at its rate: it is lowered until one commits."""
+        """A step whose update overflows used its rate: the rate is lowered until a step commits."""
         guard = acting("rollback", {"lower_lr": {"factor": 1e-3}})
         model = line("sgd")
         model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
@@ -348,7 +369,9 @@ class TestLowerLr:
 
     @pytest.mark.parametrize("rate", ["plain", "schedule"])
     def test_recovery(self, rate):
-        """After enough good steps the rate returns along a ramp, geometrically, to exactly what it would have been."""
+        """After enough good steps the rate returns along a geometric ramp to exactly its original
+        value.
+        """
         optimizer = keras.optimizers.SGD(0.5 if rate == "plain" else schedules.PolynomialDecay(0.5, 1000, 0.5))
         guard = acting({"lower_lr": {"factor": 0.01, "recover_after": 3, "ramp": 4}})
         steps = walk(line(optimizer), guard, 2, 4, batches=14)
@@ -360,7 +383,7 @@ class TestLowerLr:
         assert not guard.session.run.recovery.active
 
     def test_reduce_lr_on_plateau(self):
-        """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
+        """ReduceLROnPlateau continues from the lowered rate, and both factors apply."""
         guard = acting({"lower_lr": {"factor": 0.1}})
         plateau = keras.callbacks.ReduceLROnPlateau("flat", mode="min", factor=0.5, patience=1, min_delta=1e9)
         model = line(keras.optimizers.SGD(0.8), run_eagerly=True)
@@ -369,7 +392,9 @@ class TestLowerLr:
         assert [steps[i] for i in (2, 5, 8, 11)] == pytest.approx([0.08, 0.008, 0.004 * 0.1, 0.002 * 0.01], rel=1e-3)
 
     def test_learning_rate_scheduler(self):
-        """Under a LearningRateScheduler that computes the rate from the epoch, all factors so far hold in every epoch."""
+        """Under a LearningRateScheduler that computes the rate from the epoch, all factors so far
+        apply in every epoch.
+        """
         guard = acting({"lower_lr": {"factor": 0.1}}, times=6)
         plan = [0.8, 0.8, 0.2, 0.1, 0.4]
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: plan[epoch])
@@ -378,7 +403,9 @@ class TestLowerLr:
         assert [steps[i] for i in (2, 5, 8, 11, 14)] == pytest.approx([0.08, 0.008, 0.2e-3, 1e-5, 0.4e-5], rel=1e-3)
 
     def test_saved_model(self, tmp_path):
-        """A model saved while its rate is lowered loads without the library's doing, its schedule as it was."""
+        """A model saved while its rate is lowered can be loaded without this library, with its
+        original schedule.
+        """
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()))
         model.compile(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), "mse")
         walk(model, acting("lower_lr"), 4, callbacks=[At(s9=lambda m: m.save(tmp_path / "m.keras"))])
@@ -387,7 +414,7 @@ class TestLowerLr:
 
 
 class EachBatch(keras.callbacks.Callback):
-    """Sets the rate before each batch, as if nobody else did."""
+    """Sets the rate before each batch, unaware of other changes."""
 
     seen = 0
 
@@ -397,7 +424,8 @@ class EachBatch(keras.callbacks.Callback):
 
 
 def test_rate_set_before_each_batch_of_a_run_that_diverges():
-    """A fit whose rate was lowered ends, however often another callback sets it."""
+    """A fit whose rate was lowered ends, even if another callback sets the rate before each batch.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 8)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
@@ -433,7 +461,9 @@ class _Pair(keras.Model):
 class TestClip:
     @pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"global_clipnorm": 0.2}, 0.1), ({"global_clipnorm": 9.0}, 0.5)])
     def test_done(self, given, expected):
-        """Clipping is turned on, a looser norm is brought down, a tight one is tightened; the gradient shows it."""
+        """Clipping is enabled, a larger norm is reduced, a small one is tightened; the gradient
+        shows it.
+        """
         model = line(keras.optimizers.SGD(1.0, **given))
         guard = acting({"clip": {"global_clipnorm": 0.5, "factor": 0.5}}, times=1)
         assert walk(model, guard, 3)[-1] == pytest.approx(expected)
@@ -441,14 +471,16 @@ class TestClip:
         assert model.optimizer.global_clipnorm == given.get("global_clipnorm"), "the optimizer has its own setting back"
 
     def test_skipped(self):
-        """Where the optimizer clips in a way that Keras does not combine with a global norm, nothing is changed."""
+        """If the optimizer clips in a way that Keras does not combine with a global norm, nothing
+        is changed.
+        """
         model = line(keras.optimizers.SGD(1.0, clipnorm=2.0), run_eagerly=True)
         guard = acting("clip")
         assert walk(model, guard, 3)[-1] == pytest.approx(1.0)
         assert outcomes(guard, "clip")[0][1] == "skipped" and "clipnorm" in outcomes(guard, "clip")[0][2]
 
     def test_lowest(self):
-        """It is never tighter than min_clipnorm, and says so where it has come there."""
+        """The norm never falls below min_clipnorm, and the outcome states when this is reached."""
         guard = acting({"clip": {"global_clipnorm": 0.5, "factor": 0.5, "min_clipnorm": 0.3}})
         model = line(keras.optimizers.SGD(1.0), run_eagerly=True)
         assert walk(model, guard, 3, 5, 7)[-1] == pytest.approx(0.3)
@@ -458,7 +490,7 @@ class TestClip:
 class TestFixLossScale:
     @pytest.mark.parametrize(("before", "after"), [(0.0, 4.0), (np.inf, 64.0), (np.nan, 64.0), (2.0**30, 64.0), (16.0, 16.0)])
     def test_bounds(self, before, after):
-        """Whatever the loss scale was, it comes back between floor and ceiling, and stays there."""
+        """Any loss scale returns to the range between floor and ceiling, and stays there."""
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=1)
         guard = acting({"fix_loss_scale": {"floor": 4.0, "ceiling": 64.0}})
         scales = []
@@ -478,7 +510,9 @@ class TestFixLossScale:
         assert np.isfinite(model.get_weights()[0]).all()
 
     def test_reset_and_growth(self):
-        """It starts again from reset_to, and doubles after as many good steps as asked for; later as before."""
+        """It restarts from reset_to, and doubles after the given number of good steps; later as
+        before.
+        """
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=2000)
         guard = acting({"fix_loss_scale": {"reset_to": 8.0, "growth_steps": 2}})
         walk(line(optimizer), guard, 3, batches=8)
@@ -486,7 +520,7 @@ class TestFixLossScale:
         assert optimizer.dynamic_growth_steps == 2000
 
     def test_skipped(self):
-        """A model that does not scale its loss is reported as such."""
+        """For a model without loss scaling the action is skipped with this reason."""
         guard = acting("fix_loss_scale")
         train(guard, 3)
         assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "the model does not scale its loss")]
@@ -495,7 +529,8 @@ class TestFixLossScale:
 class TestRepair:
     @pytest.mark.parametrize("source", ["last_good", "zeros", "ones", "initializer"])
     def test_sources(self, source):
-        """Only the bad entries are overwritten, in weights, statistics and slots, from whichever source is asked for."""
+        """Only the bad entries are overwritten, in weights, statistics and slots, from each source.
+        """
         seen = {}
 
         def damage(model):
@@ -518,13 +553,15 @@ class TestRepair:
         assert zoo.bad_entries(run.model) == []
 
     def test_slots(self):
-        """A bad slot starts again as a fresh optimizer would have it."""
+        """A bad slot restarts like that of a fresh optimizer."""
         guard = acting({"repair": {"source": "initializer"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[2], "inf"))])
         assert guard.incidents and zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
-        """Where no entry is bad there is nothing to repair; where the source has no value nothing is touched."""
+        """If no entry is bad there is nothing to repair; if the source has no value nothing is
+        changed.
+        """
         guard = acting("repair")
         train(guard, 3)
         assert outcomes(guard, "repair") == [(3, "skipped", "no entry is bad")]
@@ -536,7 +573,9 @@ class TestRepair:
 class TestResetBatchnorm:
     @pytest.mark.parametrize("source", ["initial", "last_good"])
     def test_done(self, source):
-        """Moving statistics return to what their layer starts with, or to the last good state; nested models too."""
+        """Moving statistics return to their initial values, or to the last good state; also in
+        nested models.
+        """
         seen = {}
 
         def look(name):
@@ -549,7 +588,7 @@ class TestResetBatchnorm:
             np.testing.assert_array_equal(one, other)
 
     def test_skipped(self):
-        """A model without BatchNormalization is reported as such."""
+        """For a model without BatchNormalization the action is skipped with this reason."""
         guard = acting("reset_batchnorm")
         walk(line("sgd", run_eagerly=True), guard, 3)
         assert outcomes(guard, "reset_batchnorm")[0][1] == "skipped"
@@ -563,7 +602,7 @@ def _nested(**options):
 
 
 def reached(model):
-    """Return a model whose variables hold the state of this moment: while JAX trains they are empty."""
+    """Return a model whose variables have the current state: while JAX trains they are empty."""
     getattr(model, "jax_state_sync", lambda: None)()
     return model
 
@@ -571,7 +610,7 @@ def reached(model):
 class TestRecalibrateBatchnorm:
     @pytest.mark.parametrize("mode", ["eager", "graph", "steps4"])
     def test_closed_form(self, mode):
-        """The estimate is the mean over the batches of each batch's own mean and variance."""
+        """The estimate is the mean over the batches of the mean and variance of each batch."""
         zoo.supported(zoo.MODES[mode], even=False)
         data = zoo.regression(batches=20)
         data.x[:] = data.x * 3.0 + 5.0
@@ -597,7 +636,8 @@ class TestRecalibrateBatchnorm:
         assert not guard.session.run.recovery.active
 
     def test_rollback_in_between(self):
-        """A rollback while the statistics are estimated starts the estimate over, from batches only."""
+        """A rollback during the estimate restarts it, so it uses only batches after the rollback.
+        """
         data = zoo.regression(batches=16)
         data.x[:] = data.x * 3.0 + 5.0
         rules = [
@@ -619,7 +659,8 @@ class TestRecalibrateBatchnorm:
         np.testing.assert_allclose(seen[10], data.x.reshape(16, 8, 6)[7:11].mean(1).mean(0), rtol=1e-3)
 
     def test_skipped(self):
-        """Frozen layers keep their statistics: there is nothing to estimate, and nothing is reset."""
+        """Frozen layers keep their statistics: there is nothing to estimate, and nothing is reset.
+        """
         guard = acting("recalibrate_batchnorm")
         run = train(guard, 3, build=lambda: _nested(trainable=False))
         assert outcomes(guard, "recalibrate_batchnorm")[0][1] == "skipped"
@@ -628,7 +669,9 @@ class TestRecalibrateBatchnorm:
 
 class TestResetSlots:
     def test_all(self):
-        """All slots start again: momentum is zero, averages of the weights are the weights, counts of steps stay."""
+        """All slots restart: momentum is zero, averages of the weights are the weights, step counts
+        stay.
+        """
         optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=None)
         seen = {}
 
@@ -646,14 +689,14 @@ class TestResetSlots:
         np.testing.assert_array_equal(average, next(v for path, v in seen.items() if path.endswith("dense/kernel")))
 
     def test_bad(self):
-        """Only slots with a bad entry start again."""
+        """Only slots with a bad entry restart."""
         guard = acting({"reset_slots": {"scope": "bad"}}, {"repair": {"source": "last_good"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[3], "inf"))])
         assert "1 slots reset" in outcomes(guard, "reset_slots")[0][2]
         assert zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
-        """Where no slot is bad nothing is done."""
+        """If no slot is bad nothing is done."""
         guard = acting("reset_slots")
         train(guard, 3)
         assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
@@ -661,7 +704,8 @@ class TestResetSlots:
 
 class TestQuarantine:
     def test_done(self, tmp_path):
-        """The bad batch is on disk as it went in, with the incident, and loads without pickle."""
+        """The bad batch is on disk unchanged, with the incident, and can be loaded without pickle.
+        """
         guard = acting("quarantine", directory=tmp_path)
         run = train(guard, 3, 7)
         data = zoo.regression()
@@ -675,7 +719,9 @@ class TestQuarantine:
         assert str(files[0]) in outcomes(guard, "quarantine")[0][2] and run.steps == [3, 7]
 
     def test_limits(self, tmp_path):
-        """There are never more batches than asked for, nor more megabytes, over all runs into one directory."""
+        """There are never more batches or megabytes than the limits, over all runs in one
+        directory.
+        """
         train(acting({"quarantine": {"max_batches": 2}}, directory=tmp_path), 3)
         guard = acting({"quarantine": {"max_batches": 2}}, directory=tmp_path)
         train(guard, 3, 7)
@@ -692,7 +738,8 @@ class TestQuarantine:
         assert outcomes(guard, "quarantine") == [(3, "skipped", "NanGuard has no directory")]
 
     def test_any_structure(self):
-        """Nested, ragged, sparse, text and bfloat16 data come out as plain arrays under readable names."""
+        """Nested, ragged, sparse, text and bfloat16 data become plain arrays with readable names.
+        """
         zoo.tensorflow_only("ragged and sparse tensors")
         import tensorflow as tf
 
@@ -710,7 +757,9 @@ class TestQuarantine:
 
 class TestStop:
     def test_restored(self):
-        """Training stops with the last good state, where something else has damaged it: no good step since a snapshot is lost."""
+        """If other code has damaged the state, training stops with the last good one: no good step
+        since a snapshot is lost.
+        """
         kept, guard = {}, acting("stop", snapshot={"every": 4, "verify_after": 1})
         train(acting("stop"), callbacks=[At(s7=lambda m: kept.update(k=m.layers[0].kernel.numpy()))])
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
@@ -719,7 +768,9 @@ class TestStop:
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
 
     def test_left(self):
-        """Without restore the state is left as it is; after a refused step there is nothing to restore."""
+        """Without `restore` the state is not changed; after a refused step there is nothing to
+        restore.
+        """
         guard = acting({"stop": {"restore": False}})
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
         assert zoo.bad_entries(run.model) != []
@@ -732,7 +783,9 @@ class TestStop:
     @pytest.mark.parametrize("ending", ["stop", "raise_error"])
     @pytest.mark.parametrize("kind", ["plain", "schedule"])
     def test_rate_given_back(self, ending, kind):
-        """After the end the rate is as it was set, and the line says so; without restore it stays, and the line says that."""
+        """At the end the original rate is restored, and the outcome states this; without `restore`
+        it stays, and the outcome states that.
+        """
         for restore, words in ((True, "is reset to 0.5 (from 0.05)"), (False, "stays at 0.05, 0.1 times the configured rate")):
             policy = {"rules": [{"name": "slow", "do": "lower_lr"}], "action_budget": 1}
             policy["escalation"] = [{ending: {"restore": restore}}]
@@ -755,7 +808,8 @@ class TestStop:
 
 class TestRaiseError:
     def test_done(self):
-        """The exception carries the complete incident, and leaves a model that is good and free of the guard."""
+        """The exception has the complete incident, and leaves a model that is good and unguarded.
+        """
         model = zoo.plain(run_eagerly=True)
         guard = acting("raise_error")
         with pytest.raises(NonFiniteError, match="step 7") as caught:
@@ -767,21 +821,21 @@ class TestRaiseError:
 
 class TestCall:
     def test_done(self):
-        """The function gets the incident; what it returns is reported."""
+        """The function receives the incident; its result is reported."""
         seen = []
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: seen.append(incident) or "paged"})
         train(guard, 3)
         assert [i.step for i in seen] == [3] and outcomes(guard, "call") == [(3, "done", "paged")]
 
     def test_failing(self):
-        """A function that raises is reported, and training goes on."""
+        """A function that raises is reported, and training continues."""
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: 1 / 0})
         train(guard, 3)
         assert outcomes(guard, "call") == [(3, "skipped", "ZeroDivisionError: division by zero")]
         assert guard.session.run.step == 12
 
     def test_skipped(self):
-        """A name that nobody registered is reported together with those that are."""
+        """An unregistered name is reported together with the registered ones."""
         guard = acting({"call": {"function": "page"}}, functions={"other": print})
         train(guard, 3)
         assert "other" in outcomes(guard, "call")[0][2] and outcomes(guard, "call")[0][1] == "skipped"

@@ -1,4 +1,4 @@
-"""No disk ends training: what cannot be written is said once, and what is there stays."""
+"""No disk error ends training: it is reported once, and existing files are kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def undisturbed():
 
 
 def failing(monkeypatch, code, calls):
-    """Let `os.fsync` fail with this error in the calls of these numbers."""
+    """Let `os.fsync` fail with this error in these calls."""
     real, number = os.fsync, [0]
 
     def fsync(handle):
@@ -58,7 +58,9 @@ def failing(monkeypatch, code, calls):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.usefixtures("snapshots_kept")
 def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
-    """From some file on nothing can be written: the run ends with its numbers, says so once, and leaves the snapshots from before whole."""
+    """From some file on nothing can be written: the run ends with its numbers, reports this once,
+    and keeps the earlier snapshots intact.
+    """
     failing(monkeypatch, code, range(16, 10_000))
     guard = NanGuard(directory=tmp_path, snapshot=DISK)
     for a, b in zip(trained(guard), undisturbed):
@@ -70,7 +72,9 @@ def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
 
 
 def test_full_for_a_while(tmp_path, monkeypatch, capsys):
-    """Once there is room again snapshots are written again, and one that could not be noted as verified is noted then."""
+    """Once there is space again, snapshots are written, and one that could not be marked as
+    verified is marked then.
+    """
     failing(monkeypatch, errno.ENOSPC, range(9, 11))
     trained(NanGuard(directory=tmp_path, snapshot=DISK))
     assert capsys.readouterr().out.count("cannot write snapshots") == 1
@@ -81,7 +85,7 @@ def test_full_for_a_while(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a folder in which nobody can make another")
 @pytest.mark.usefixtures("snapshots_kept")
 def test_nothing_can_be_written(capsys, undisturbed):
-    """Also where there is not even a folder."""
+    """Also if the folder cannot be created."""
     guard = NanGuard(directory="/proc/nanguard", snapshot=DISK)
     for a, b in zip(trained(guard), undisturbed):
         np.testing.assert_array_equal(a, b)
@@ -115,7 +119,9 @@ class TestTwoProcesses:
 
     @pytest.mark.usefixtures("snapshots_kept")
     def test_second(self, tmp_path, other, capsys, undisturbed):
-        """The second one says so, touches nothing, and keeps its snapshots in memory; its numbers are its own."""
+        """The second one reports this, changes nothing, and keeps its snapshots in memory; its
+        numbers are its own.
+        """
         theirs = tmp_path / "snapshots" / ".unfinished-1-snapshot-00000001"
         theirs.mkdir()
         guard = NanGuard(directory=tmp_path, snapshot=DISK)
@@ -126,7 +132,7 @@ class TestTwoProcesses:
         assert list((tmp_path / "snapshots").iterdir()) == [theirs] and guard.session.run.ring.newest().step == 16
 
     def test_after_the_end_of_the_first(self, tmp_path, other, capsys):
-        """A process that ends, however, leaves no lock behind."""
+        """A process that ends in any way leaves no lock behind."""
         other.kill()
         other.wait()
         trained(NanGuard(directory=tmp_path, snapshot=DISK))

@@ -1,4 +1,5 @@
-"""No callback saves a model that is not finite, or takes NaN for the best: whatever its place in the list."""
+"""No callback saves a model that is not finite, or treats NaN as best, at any position in the list.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from keras_nanguard.testing import corrupt
 
 
 class Vandal(keras.callbacks.Callback):
-    """Writes NaN into a weight from outside of any step."""
+    """Writes NaN into a weight outside of any step."""
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
@@ -20,7 +21,7 @@ class Vandal(keras.callbacks.Callback):
 
 
 class BadValidation(keras.utils.PyDataset):
-    """A validation set that holds a NaN until the first epoch ends."""
+    """A validation set that contains a NaN until the first epoch ends."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +62,7 @@ def finite_file(path):
 
 
 def saving(folder):
-    """Every way in which Keras' own callbacks write a model."""
+    """Every way in which Keras' own callbacks save a model."""
     checkpoint = keras.callbacks.ModelCheckpoint
     return {
         "model": (checkpoint(folder / "m.keras"), "m.keras"),
@@ -73,7 +74,9 @@ def saving(folder):
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("what", ["model", "weights", "backup"])
 def test_what_is_saved_is_finite(tmp_path, what, guard_first):
-    """Stock Keras writes what another callback has ruined; under the guard the state is healed first."""
+    """Stock Keras saves the values that another callback has ruined; the guard first restores the
+    state.
+    """
     (plain, _), (kept, name) = saving(tmp_path / "stock")[what], saving(tmp_path / "ours")[what]
     (tmp_path / "ours").mkdir()
     (tmp_path / "stock").mkdir()
@@ -90,7 +93,8 @@ def test_what_is_saved_is_finite(tmp_path, what, guard_first):
 
 
 def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
-    """Where the policy does not heal, the file that was there before stays, and a line says so."""
+    """If the policy does not restore the state, the existing file is kept, and a line reports this.
+    """
     policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
     fit([Vandal(), NanGuard(policy), kept], epochs=2)
@@ -99,7 +103,7 @@ def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
 
 
 def test_observing_changes_nothing(tmp_path):
-    """Under `observe` the file is written as it is, and the incident reported."""
+    """Under `observe` the file is written unchanged, and the incident reported."""
     guard = NanGuard("observe", verbose=0)
     fit([Vandal(), guard, keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")], epochs=2)
     assert not finite_file(tmp_path / "m.keras")
@@ -107,7 +111,9 @@ def test_observing_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_nan_of_the_validation_is_no_best(tmp_path, guard_first):
-    """Stock Keras keeps the NaN of a first validation as the best one for ever; under the guard it is passed over."""
+    """Stock Keras keeps the NaN of a first validation as the best value for ever; with the guard it
+    is ignored.
+    """
 
     def best():
         checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras", "val_loss", save_best_only=True)
@@ -126,7 +132,9 @@ def test_nan_of_the_validation_is_no_best(tmp_path, guard_first):
 
 
 def test_rate_is_not_lowered_for_a_nan():
-    """`ReduceLROnPlateau` waits for a better loss than NaN for ever, unless the NaN is hidden from it."""
+    """`ReduceLROnPlateau` would never find a better loss than NaN if the NaN were not hidden from
+    it.
+    """
 
     def rate_after(*callbacks):
         plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=0)
@@ -139,7 +147,9 @@ def test_rate_is_not_lowered_for_a_nan():
 
 
 def test_averages_swapped_in_are_finite(tmp_path):
-    """Averaged weights that `SwapEMAWeights` brings in for a checkpoint are those of good steps alone."""
+    """Averaged weights that `SwapEMAWeights` swaps in for a checkpoint are those of good steps
+    only.
+    """
     data = zoo.poison(zoo.regression(), 3)
     model = zoo.plain(optimizer=keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9))
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -151,7 +161,7 @@ def test_averages_swapped_in_are_finite(tmp_path):
 
 @pytest.mark.parametrize("heals", [True, False])
 def test_orbax(tmp_path, heals):
-    """`OrbaxCheckpoint` saves past `Model.save`; it is looked at all the same."""
+    """`OrbaxCheckpoint` saves without `Model.save`; it is checked as well."""
     pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
     tell = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq="epoch", save_on_background=False, max_to_keep=5)

@@ -1,4 +1,5 @@
-"""The same policy decides the same on every backend: one table of faults and of what the default makes of them.
+"""The same policy makes the same decisions on every backend: one table of faults and of the
+decisions of the default.
 
 The table is written down, not computed: every backend runs this file, and every backend has to come to these lines.
 """
@@ -59,11 +60,13 @@ TABLE = {
     "stop at the first": ("stop", [{"site": "loss", "step": 3}], [(3, "transient", WARN, STOP)], 1e-3),
     "see and tell": ("observe", [{"site": "inputs", "step": 3}], [(3, "input_nonfinite", WARN)], 1e-3),
 }  # fmt: skip
-"""Policy, faults, what the guard makes of them (step, cause, outcomes), and the learning rate at the end."""
+"""Policy, faults, the resulting incidents (step, cause, outcomes), and the learning rate at the
+end.
+"""
 
 
 def decided(policy, faults):
-    """Train for 24 steps and return what was seen, decided and done, and the rate at the end."""
+    """Train for 24 steps and return findings, decisions, outcomes, and the rate at the end."""
     keras.utils.set_random_seed(3)
     model = keras.Sequential(
         [

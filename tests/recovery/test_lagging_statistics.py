@@ -1,4 +1,6 @@
-"""BatchNorm statistics that lag behind are reported at a validation that shows it, and only where they are to blame."""
+"""BatchNorm statistics that lag behind are reported at a validation that shows it, and only if they
+are the reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ ROWS, BATCH = 640, 16
 
 
 def labelled(seed, scale=0.05, shift=0.0, noise=False):
-    """Return features of a small scale, which the initial variance of 1 is far from, and the class of each row."""
+    """Return features of a small scale, far from the initial variance of 1, and the class of each
+    row.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((ROWS, 8)).astype("float32")
     y = rng.integers(0, 3, ROWS) if noise else (x @ np.random.default_rng(9).standard_normal((8, 3))).argmax(1)
@@ -32,7 +36,7 @@ def network(momentum=0.997, norm=layers.BatchNormalization, dropout=0.0, **optio
 
 
 def fit(model, *callbacks, epochs=2, held_out=None, **options):
-    """Train on 40 steps in each epoch; returns the guard and the history."""
+    """Train on 40 steps in each epoch; return the guard and the history."""
     x, y = labelled(0)
     guard = NanGuard(verbose=0)
     validation = labelled(1) if held_out is None else held_out
@@ -46,7 +50,7 @@ def lagging(guard):
 
 
 class StopAfter(keras.callbacks.Callback):
-    """Ends training after so many epochs."""
+    """Ends training after this many epochs."""
 
     def __init__(self, epochs):
         super().__init__()
@@ -61,7 +65,9 @@ NO_BATCHES = pytest.mark.requires_backend("jax", "torch", reason="with several s
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("steps4", marks=NO_BATCHES)])
 def test_said_once(capsys, mode):
-    """Training goes well and validation does not: said once, with the layer, what was measured, and what to do."""
+    """If training is fine and validation is not, this is reported once, with the layer, the
+    measurements, and the advice.
+    """
     zoo.supported(zoo.MODES[mode])
     guard, history = fit(network(**zoo.MODES[mode]), epochs=3)
     assert history["loss"][-1] * 2 < history["val_loss"][-1]
@@ -75,7 +81,8 @@ def test_said_once(capsys, mode):
 
 
 def test_what_it_advises_helps():
-    """After `recalibrate` on the training data, which it advises, the validation is what training is."""
+    """After `recalibrate` on the training data, as advised, the validation is as good as training.
+    """
     from keras_nanguard import recalibrate
 
     model = network()
@@ -96,7 +103,9 @@ HEALTHY = {
     "no validation": lambda: fit(network(), validation_data=None),
     "a generator to validate on": lambda: fit(network(), held_out=batches(), validation_steps=4),
 }
-"""Runs in which the moving statistics are not to blame, cannot be, will not be by the end, or cannot be looked at."""
+"""Runs in which the moving statistics are not the reason, cannot be, will not be by the end, or
+cannot be checked.
+"""
 
 
 def frozen():
@@ -116,13 +125,17 @@ def batches():
 @pytest.mark.daily("nothing to be learned", "frozen statistics", "other data to validate on")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_silent(name):
-    """Where they are not to blame nothing is said, however far validation is from training."""
+    """If they are not the reason nothing is reported, for any difference between validation and
+    training.
+    """
     guard, _ = HEALTHY[name]()
     assert guard.incidents == []
 
 
 def test_leaves_no_trace():
-    """A run that was looked into goes on with the bits of one that was not: weights, statistics, seeds, slots, metrics."""
+    """A run with the check continues with the bits of one without: weights, statistics, seeds,
+    slots, metrics.
+    """
     told = []
     for diagnose in (True, False):
         model = network(momentum=0.995, dropout=0.05)
@@ -138,7 +151,7 @@ def test_leaves_no_trace():
 
 @pytest.mark.parametrize("policy", ["stop", "raise", "observe"])
 def test_ends_nothing(policy):
-    """It is said under every policy and ends training under none."""
+    """It is reported under every policy and ends training under none."""
     x, y = labelled(0)
     guard = NanGuard(policy, verbose=0)
     model = network()
@@ -147,7 +160,9 @@ def test_ends_nothing(policy):
 
 
 def test_a_look_that_fails_is_no_trouble(monkeypatch):
-    """A model whose loss cannot be computed outside of its own steps is left alone: nothing is raised, nothing said."""
+    """A model whose loss cannot be computed outside of its own steps is left alone: nothing is
+    raised or reported.
+    """
     monkeypatch.setattr("keras_nanguard._fit.results.one_batch", lambda: ("no", "such", "batch"))
     guard, history = fit(network())
     assert guard.incidents == [] and len(history["val_loss"]) == 2

@@ -1,5 +1,5 @@
-"""A finite number is never too large by itself: only beyond a limit of the policy, in settled statistics that leap, or in second
-moments that the gradients cannot have produced.
+"""A finite number alone is never too large: only above a limit of the policy, in settled statistics
+that jump, or in second moments that the gradients cannot have produced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def actions(guard):
 
 
 def test_large_second_moments_and_one_bad_batch():
-    """Adam's second moments are beyond 1e30: a NaN in one batch is skipped, and nothing else is done."""
+    """Adam's second moments are above 1e30: a NaN in one batch is skipped, and nothing else is
+    done.
+    """
     data = zoo.regression()
     data.y *= 1e18
     expected = zoo.run(build(), data, epochs=1)
@@ -55,7 +57,9 @@ def test_large_second_moments_and_one_bad_batch():
 
 
 def test_statistics_of_large_inputs():
-    """A column in nanoseconds since 1970 has a variance of 1e33: BatchNormalization learns it, and nothing is said."""
+    """A column in nanoseconds since 1970 has a variance of 1e33: BatchNormalization learns it, and
+    nothing is reported.
+    """
     data = zoo.regression()
     data.x[:, 0] = 1.7e18 + 3e16 * data.x[:, 0]
     plain = zoo.run(build(norm=True), data)
@@ -67,7 +71,7 @@ def test_statistics_of_large_inputs():
 
 @pytest.mark.parametrize("statistic", ["moving_mean", "moving_variance"])
 def test_settled_statistics_that_leap(statistic):
-    """A statistic that is 1e36 at once, after it was about 1, is restored with the steps since."""
+    """A statistic that jumps from about 1 to 1e36 is restored, and the later steps are replayed."""
     write = writes(f"norm/{statistic}", 1e36)
     run = zoo.run(build(norm=True), zoo.regression(), guard=NanGuard(verbose=0), callbacks=[write])
     (incident,) = run.guard.incidents
@@ -91,7 +95,9 @@ def second_moments(path, make):
     ],
 )
 def test_second_moments_that_no_gradient_explains(path, make, capsys):
-    """3e38 in a second moment stops its weight for good. It is restored, and the run ends as without that batch."""
+    """3e38 in a second moment stops its weight for good. It is restored, and the run ends like one
+    without this value.
+    """
     data = zoo.regression()
     expected = zoo.run(build(lambda: make(1e-3)), data)
     run = zoo.run(
@@ -106,7 +112,8 @@ def test_second_moments_that_no_gradient_explains(path, make, capsys):
 
 
 def test_second_moments_of_an_earlier_fit():
-    """Moments that were beyond 1e30 before the first step are nobody's business, small as the gradients are."""
+    """Moments that were above 1e30 before the first step are accepted, even with small gradients.
+    """
     model, data = build()(), zoo.regression()
     model.fit(data.x, 1e18 * data.y, batch_size=zoo.BATCH, verbose=0)
     assert max(np.abs(keras.ops.convert_to_numpy(v)).max() for v in model.optimizer.variables) > 1e30
@@ -116,7 +123,9 @@ def test_second_moments_of_an_earlier_fit():
 
 
 def test_second_moments_of_growing_gradients():
-    """Targets that grow from 1 to 1e18 within an epoch: each moment is what its gradients make of it."""
+    """Targets that grow from 1 to 1e18 within an epoch: each moment is what its gradients make of
+    it.
+    """
     data = zoo.regression()
     data.y *= np.geomspace(1, 1e18, len(data.y))[:, None].astype("float32")
     plain = zoo.run(build(), data)
@@ -125,7 +134,7 @@ def test_second_moments_of_growing_gradients():
 
 
 class Marked(optimizers.Adam):
-    """Keeps a number of its own in a slot."""
+    """Stores its own number in a slot."""
 
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
@@ -134,14 +143,16 @@ class Marked(optimizers.Adam):
 
 
 def test_slots_of_an_optimizer_of_the_users_own():
-    """What a class of the user's own keeps in its slots is not known."""
+    """The contents of the slots of a custom class are unknown."""
     run = zoo.run(build(lambda: Marked(1e-3)), zoo.regression(), guard=NanGuard(verbose=0))
     assert run.guard.incidents == []
 
 
 @pytest.mark.parametrize("limits", [(), ({"site": "weights", "max_abs": 1e4},)], ids=["none", "1e4"])
 def test_a_limit_of_the_policy(limits):
-    """A weight of 1e5 is restored if the policy has a limit for weights, and left alone if it has none."""
+    """A weight of 1e5 is restored if the policy has a limit for weights, and left alone if it has
+    none.
+    """
     guard = NanGuard(verbose=0, limits=list(limits))
     data = zoo.regression(batches=60)
     data.x[:, 0] = 0.0  # so that the first row of the first kernel has no effect on the loss

@@ -1,4 +1,4 @@
-"""The default policy, sentence by sentence, in running fits."""
+"""The guarantees of the default policy in running fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from keras_nanguard.testing import corrupt, inject
 
 
 def actions_of(guard):
-    """Return `(step, names of what was done)` for each incident, leaving out and telling apart."""
+    """Return `(step, names of the performed actions)` for each incident, without skips and
+    warnings.
+    """
     return [
         (i.step, [o.action for o in i.outcomes if o.status == "done" and o.action not in ("skip", "warn")])
         for i in guard.incidents
@@ -39,7 +41,9 @@ def eager():
 
 class TestOneBadBatch:
     def test_left_out(self, capsys, tmp_path):
-        """One bad batch: refused, training goes on, one line tells, logs and History are finite and honest."""
+        """After one bad batch, which is refused, training continues; one line is printed, logs and
+        History are finite and correct.
+        """
         log = tmp_path / "log.csv"
         data = zoo.poison(zoo.regression(), 5)
         guard = NanGuard(verbose=1, diagnose=False)
@@ -57,7 +61,9 @@ class TestOneBadBatch:
 
 class TestSeveralInARow:
     def test_back_and_slower(self):
-        """The third bad step in a row: back to a verified state, a lower rate, and past the batches that failed."""
+        """The third bad step in a row restores a verified state, lowers the rate, and continues
+        after the failed batches.
+        """
         guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "verify_after": 2})
         steps = []
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
@@ -70,7 +76,9 @@ class TestSeveralInARow:
         assert zoo.bad_entries(run.model) == []
 
     def test_bounded(self, capsys):
-        """What fails by itself from the start stops at the tenth step, untrained, at the rate that was set, with the diagnosis."""
+        """A program that fails from the start at any rate stops at the tenth step, untrained, at
+        its original rate, with the diagnosis.
+        """
         guard = NanGuard(verbose=1)
         x = zoo.regression(batches=24)
         model = eager()
@@ -86,7 +94,9 @@ class TestSeveralInARow:
             np.testing.assert_array_equal(one, other.numpy())
 
     def test_bad_data_lowers_no_rate(self):
-        """NaN in the inputs of some batches in a row is skipped: neither a rollback nor a lower rate helps there."""
+        """NaN in the inputs of several batches in a row is skipped, because neither a rollback nor
+        a lower rate helps.
+        """
         data = zoo.regression(batches=16)
         for batch in range(4, 9):
             zoo.poison(data, batch)
@@ -98,7 +108,8 @@ class TestSeveralInARow:
 class TestDamagedState:
 
     def test_before_training(self, capsys):
-        """A model that is bad before training: said before the first step, and nothing is trained."""
+        """A model that is bad before training is reported before the first step, and not trained.
+        """
         model = eager()
         corrupt(model.layers[0].kernel)
         guard = NanGuard(verbose=1)
@@ -120,7 +131,7 @@ class TestMixedPrecision:
         return model, guard
 
     def test_ordinary_overflow(self):
-        """An overflow that dynamic scaling handles is no incident, however often it comes."""
+        """An overflow that dynamic scaling handles is never an incident."""
         model, guard = self._run(range(0, 24, 3))
         assert guard.incidents == [] and guard.session.run.counts.overflows == 8
         assert float(model.optimizer.dynamic_scale.numpy()) == 4.0
@@ -132,7 +143,7 @@ class TestMixedPrecision:
         assert zoo.bad_entries(model) == []
 
     def test_collapse(self):
-        """A scale that has nowhere left to fall is an incident, and is set right."""
+        """A scale that cannot fall any further is an incident, and is reset."""
         model, guard = self._run(range(4, 8), scale=4.0)
         assert guard.incidents and float(model.optimizer.dynamic_scale.numpy()) >= 1.0
         assert zoo.bad_entries(model) == []

@@ -1,4 +1,4 @@
-"""`NanGuard(directory, resume=True)` beside `BackupAndRestore`: the later state is used."""
+"""`NanGuard(directory, resume=True)` with `BackupAndRestore`: the later state is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPOCHS, BATCHES, BATCH = 4, 6, 16
 
 
 class Dies(keras.callbacks.Callback):
-    """Ends the process, as it were, at the beginning of an epoch."""
+    """Simulates the end of the process at the beginning of an epoch."""
 
     def __init__(self, epoch):
         super().__init__()
@@ -41,14 +41,15 @@ def life(kind, callbacks, make=keras.Model):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The weights of a run that never died."""
+    """The weights of an uninterrupted run."""
     return life({}, []).get_weights()
 
 
 @pytest.mark.parametrize("every", [100, 5], ids=["backup later", "guard later"])
 @pytest.mark.parametrize("front", ["first", "last", "model"])
 def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
-    """The second life ends as a run that never died, wherever the guard is in the list."""
+    """The second process ends like an uninterrupted run, at any position of the guard in the list.
+    """
     freq = "epoch" if every == 100 else 10 * BATCHES
     for lives in range(2):
         guard = NanGuard(directory=tmp_path / "run", resume=True, snapshot={"every": every, "verify_after": 1})
@@ -71,7 +72,9 @@ def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
 
 @pytest.mark.parametrize("guard_first", [True, False], ids=["guard first", "guard last"])
 def test_rate_of_the_epoch_is_not_restored(tmp_path, guard_first):
-    """A run that resumes between two epochs has the rate that another callback sets for the next one, not that of the snapshot."""
+    """A run that resumes between two epochs has the rate that another callback sets for the next
+    one, not that of the snapshot.
+    """
     rates = []
 
     def run(*more):

@@ -1,4 +1,4 @@
-"""A run passes over the iteration at which its schedule gives no usable learning rate."""
+"""A run skips the iteration at which its schedule gives no usable learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLE, STEPS, BATCH = 21, 40, 8
 
 
 class Pole(keras.optimizers.schedules.LearningRateSchedule):
-    """A constant rate, but for one iteration, or for all from there on."""
+    """A constant rate, except at one iteration, or at all from there on."""
 
     def __init__(self, rate=np.inf, lasting=False):
         super().__init__()
@@ -46,7 +46,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_pole_is_passed_over(name, set_limit):
-    """One step is skipped, the rate is kept, and the incident names the iteration."""
+    """One step is skipped, the rate is unchanged, and the incident names the iteration."""
     case = dict(CASES[name])
     if case.pop("forget", False):
         set_limit("remembered batches", 0)
@@ -68,7 +68,7 @@ def test_pole_is_passed_over(name, set_limit):
 
 
 def test_rate_after_which_weights_are_finite_and_huge():
-    """If it is noticed in the next step, both are replayed, at the rates of later iterations."""
+    """If it is detected in the next step, both are replayed, at the rates of later iterations."""
     model, guard = run(Pole(3e38), optimizer=keras.optimizers.SGD)
     (incident,) = guard.incidents
     assert (incident.step, incident.sites[0]) in ((POLE, "weights"), (POLE + 1, "state"))
@@ -79,7 +79,7 @@ def test_rate_after_which_weights_are_finite_and_huge():
 
 
 def test_replay_after_a_later_rollback_passes_over_it(capsys):
-    """A later rollback to an earlier state replays its steps without meeting the pole again."""
+    """A later rollback to an earlier state replays its steps without the pole."""
 
     def spoil(model):
         kernel = model.layers[-1].kernel
@@ -97,7 +97,9 @@ def test_replay_after_a_later_rollback_passes_over_it(capsys):
 
 
 def test_schedule_without_any_usable_rate_ends_the_run():
-    """From some iteration on every rate is NaN: training ends within a dozen steps, in a good state."""
+    """If every rate from some iteration on is NaN, training ends within a dozen steps, in a good
+    state.
+    """
     model, guard = run(Pole(np.nan, lasting=True))
     assert model.stop_training and zoo.bad_entries(model) == []
     assert guard.session.run.step <= POLE + 13
@@ -106,7 +108,8 @@ def test_schedule_without_any_usable_rate_ends_the_run():
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="PyTorch runs one step in an execution")
 def test_pole_within_an_execution_of_several_steps():
-    """On TensorFlow no batches are at hand to replay: the counter is moved past the pole all the same."""
+    """On TensorFlow no batches are available for a replay: the counter still moves past the pole.
+    """
     model, guard = run(Pole(), steps_per_execution=4)
     assert [incident.values["pole"] for incident in guard.incidents] == [POLE]
     assert zoo.bad_entries(model) == [] and not model.stop_training

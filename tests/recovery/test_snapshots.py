@@ -1,4 +1,4 @@
-"""Snapshots: a ring of verified states, in memory or on disk, that is whole at every moment."""
+"""Snapshots: a ring of verified states, in memory or on disk, that is intact at every moment."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def variable(*values):
 
 
 def state(*variables):
-    """Return a train state that consists of these weights."""
+    """Return a train state of these weights."""
     return TrainState(variables, (), (), (), (), (), ())
 
 
 class TestRing:
 
     def test_good_state_survives(self):
-        """However many snapshots never prove good, the last good one stays."""
+        """For any number of snapshots that are never verified, the last verified one is kept."""
         ring, v = Ring(2, 5), variable()
         ring.take(Snapshot(0, 0, verified=True), state(v))
         for step in range(1, 50):
@@ -49,7 +49,7 @@ class TestRing:
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
     def test_memory(self):
-        """There are never more than `keep` copies besides the start, and their memory is used again."""
+        """There are never more than `keep` copies besides the start, and their memory is reused."""
         ring, v = Ring(2, 0), variable()
         for step in range(10):
             v.assign([step, -step])
@@ -60,7 +60,9 @@ class TestRing:
         assert [s.step for s in ring.snapshots] == [0, 8, 9]
 
     def test_short_memory(self, monkeypatch):
-        """A copy without room takes the buffers of one other, and `keep` counts again once there is room."""
+        """A copy without free memory takes the buffers of another one, and `keep` applies again
+        once there is memory.
+        """
         ring, v, kept = Ring(3, 0), variable(), []
         for step in range(1, 8):
             monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, step=step: step not in (3, 4))
@@ -69,7 +71,7 @@ class TestRing:
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
     def test_start_takes_no_memory_where_it_is_constant(self):
-        """Slots that begin as zeros are kept as one number, and come back whole."""
+        """Slots that start as zeros are stored as one number, and restored completely."""
         ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
         ring.take(Snapshot(0, 0, verified=True), state(slots, weights))
         assert ring.start.arrays[id(slots)].base.nbytes == 4
@@ -79,7 +81,9 @@ class TestRing:
         assert not np.asarray(slots).any() and np.asarray(weights)[-1] == 999
 
     def test_promoted_in_time(self):
-        """A rollback reaches the newest state that has proven good by then, not by the snapshot after it."""
+        """A rollback restores the newest state that is verified at that time, without waiting for
+        the next snapshot.
+        """
         policy = {"snapshot": {"every": 5, "verify_after": 2}}
         guard = NanGuard(verbose=0, diagnose=False, **policy)
         data = zoo.regression(batches=12)
@@ -92,7 +96,9 @@ class TestRing:
 
 
 class TestLeastLoss:
-    """In a run that slowly gets worse, the state from where the loss was lowest is kept besides the newest ones."""
+    """In a run that slowly gets worse, the state with the lowest loss is kept in addition to the
+    newest ones.
+    """
 
     @staticmethod
     def kept(*levels):
@@ -118,7 +124,7 @@ class TestLeastLoss:
         assert self.kept(*levels) == steps
 
     def test_short_memory(self, monkeypatch):
-        """A copy without room takes the buffers of another one."""
+        """A copy without free memory takes the buffers of another one."""
         monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size: False)
         ring, v = Ring(2, 0), variable(1.0)
         ring.snapshots = [Snapshot(step, step, verified=True, level=Level(step, step, 0.1)) for step in (1, 2)]
@@ -149,7 +155,7 @@ def sequences():
 
 
 class Cut(keras.callbacks.Callback):
-    """Ends a fit in the middle, as a crash does."""
+    """Ends a fit in the middle, like a crash."""
 
     def __init__(self, steps):
         super().__init__()
@@ -192,7 +198,7 @@ def _compiled(model):
 
 
 class Weights(keras.callbacks.Callback):
-    """Keeps the weights that a callback sees when training begins."""
+    """Stores the weights at the time when training begins for callbacks."""
 
     at_begin: list
 
@@ -203,7 +209,9 @@ class Weights(keras.callbacks.Callback):
 class TestResume:
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
-        """A run that was cut short and goes on in a new model ends bit-identical to one that never was."""
+        """An interrupted run that is resumed in a new model ends bit-identical to an uninterrupted
+        one.
+        """
         if case == "every kind of state" and zoo.BACKEND != "tensorflow":
             pytest.skip("Keras cannot train a stateful recurrent layer on torch, and hands its state to no step on JAX")
         if case == "at the end of an epoch" and zoo.BACKEND == "torch":
@@ -227,7 +235,9 @@ class TestResume:
         assert resumed.model._initial_epoch is None
 
     def test_what_the_policy_remembers(self, tmp_path):
-        """Budgets, lowered rates, clipping and loss scale bounds go on, from the last incident, not the last snapshot."""
+        """Budgets, lowered rates, clipping and bounds of the loss scale continue from the last
+        incident, not from the last snapshot.
+        """
         do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, {"fix_loss_scale": {"floor": 2.0}}]
         policy = {"rules": [{"name": "act", "do": do}], "action_budget": 2}
 
@@ -256,7 +266,9 @@ class TestResume:
         assert model.optimizer.inner_optimizer.global_clipnorm is None
 
     def test_same_budget_in_the_next_fit(self):
-        """A second fit of the same model with the same guard keeps budgets and factors. The third exceeds the budget, which ends it."""
+        """A second fit of the same model with the same guard keeps budgets and factors. The third
+        exceeds the budget, which ends it.
+        """
         policy = {"rules": [{"name": "act", "do": "lower_lr"}], "action_budget": 2}
         guard = NanGuard(policy, verbose=0, diagnose=False)
         schedule = keras.optimizers.schedules.CosineDecay(0.01, 1000)
@@ -269,7 +281,7 @@ class TestResume:
         assert len(guard.incidents) == 3
 
     def test_nothing_there(self, tmp_path):
-        """With nothing to go on from, a run starts anew; the fit after it is a run of its own."""
+        """Without a snapshot a run starts from scratch; the next fit is a separate run."""
         guard = on_disk(tmp_path, resume=True)
         first = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
         assert first.guard.session.run.step == 12
@@ -277,7 +289,7 @@ class TestResume:
         assert again.guard.session.run.step == 12
 
     def test_another_model(self, tmp_path):
-        """The snapshots of another model are refused with the reason."""
+        """The snapshots of another model are rejected with the reason."""
         interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), 9)
         other = lambda: _compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)]))  # noqa: E731
         with pytest.raises(GuardError, match="another model"):
@@ -287,7 +299,9 @@ class TestResume:
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
-        """A script that is run again after it has finished, or with fewer epochs, ends with the state of the last snapshot."""
+        """A script that is run again after its end, or with fewer epochs, ends with the state of
+        the last snapshot.
+        """
         build, data, _ = RESUMED[case]
         done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=4)
         keras.utils.set_random_seed(77)
@@ -307,7 +321,7 @@ class TestResume:
         assert again.model.history.epoch == [0], "the fit after it begins as it is reported"
 
     def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
-        """The same with a `CallbackList` of one's own, which knows no number of epochs."""
+        """The same with a `CallbackList` in a hand-written loop, which has no number of epochs."""
         done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other, data = zoo.plain(), zoo.regression()
         other.set_weights([weight * 0 for weight in other.get_weights()])
@@ -317,7 +331,9 @@ class TestResume:
             np.testing.assert_array_equal(one, saved)
 
     def test_loop_with_nothing_left(self, tmp_path):
-        """A loop of one's own that finds no step left to make ends with the state of the last snapshot, too."""
+        """A hand-written loop without remaining steps also ends with the state of the last
+        snapshot.
+        """
         model = zoo.plain()
         zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other = zoo.plain()
@@ -329,7 +345,9 @@ class TestResume:
 
     @pytest.mark.parametrize("cut", [2, 9])
     def test_initial_epoch(self, cut, tmp_path, capsys):
-        """A run goes on in the epoch of its snapshot, the first one included, whatever `initial_epoch` says."""
+        """A run resumes in the epoch of its snapshot, including the first one, for any
+        `initial_epoch`.
+        """
         interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), cut)
         guard = on_disk(tmp_path, resume=True)
         run = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3, initial_epoch=2)
@@ -339,7 +357,9 @@ class TestResume:
             np.testing.assert_array_equal(one, other, err_msg=path)
 
     def test_killed_before_the_model_was_built(self, tmp_path, recwarn):
-        """A process that ends before the second snapshot of a model that its first step builds is gone on from, too."""
+        """A process that ends before the second snapshot of a model that its first step builds can
+        also be resumed.
+        """
         build, data, _ = RESUMED["unbuilt"]
         interrupted(build, data(), on_disk(tmp_path), 2)
         run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
@@ -348,7 +368,9 @@ class TestResume:
         assert len(warned) == (zoo.BACKEND == "tensorflow")
 
     def test_misuse(self, tmp_path):
-        """Disk or resuming without a directory, and resuming from memory or nothing, are refused when the guard is made."""
+        """Disk storage or resuming without a directory, and resuming from memory or nothing, are
+        rejected when the guard is created.
+        """
         for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
             with pytest.raises(GuardError, match="directory"):
                 NanGuard(**arguments)
@@ -359,7 +381,7 @@ class TestResume:
 
     @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.load("stop")])
     def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
-        """`resume=True` is enough to keep snapshots on disk, whatever the policy is."""
+        """`resume=True` is enough to store snapshots on disk, for any policy."""
         guard = NanGuard(policy, directory=tmp_path, resume=True)
         assert guard.policy.snapshot.storage == "disk"
         assert guard.policy.rules == Policy.load(policy).rules
@@ -367,7 +389,7 @@ class TestResume:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """Return the folder of a run that was cut short."""
+    """Return the folder of an interrupted run."""
     directory = tmp_path_factory.mktemp("run")
     interrupted(zoo.plain, zoo.regression(), on_disk(directory, snapshot={"keep": 4}), 23)
     return directory
@@ -375,7 +397,9 @@ def left(tmp_path_factory):
 
 class TestFiles:
     def test_plain_arrays(self, left):
-        """The state is a plain NumPy archive: a program that knows nothing of the guard reads it by the paths of the variables."""
+        """The state is a plain NumPy archive: any program can read it by the paths of the
+        variables.
+        """
         path = written(left / "snapshots")[-1]
         paths = [path for path, _ in json.loads((path / "snapshot.json").read_text())["variables"]]
         model = zoo.plain()
@@ -394,7 +418,9 @@ class TestFiles:
         assert id(weights) in file and id(other) not in file
 
     def test_record(self, left):
-        """The JSON beside tells position, verification, checksums, rate and versions, and no file needs pickle."""
+        """The JSON file has position, verification, checksums, rate and versions, and no file needs
+        pickle.
+        """
         paths = written(left / "snapshots")
         assert [(r.step, r.epoch, r.batch, r.verified) for r in map(read, paths)] == [
             (5, 0, 5, True),
@@ -412,7 +438,9 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["state.npz", "snapshot.json", "guard_state.json"])
     @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
     def test_broken(self, left, tmp_path, name, how):
-        """Whatever is done to a file of the newest snapshot is found out, and the next older one is used, loudly."""
+        """Any change to a file of the newest snapshot is detected, and the next older one is used,
+        with a warning.
+        """
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         *_, older, newest = written(tmp_path / "snapshots")
         file = tmp_path / "snapshots" / name if name == "guard_state.json" else newest / name
@@ -427,7 +455,7 @@ class TestFiles:
         assert found.path == (newest if name == "guard_state.json" else older)
 
     def test_all_broken(self, left, tmp_path):
-        """Where no snapshot is whole the run does not silently start anew."""
+        """If no snapshot is intact, the run does not silently start from scratch."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         for path in written(tmp_path / "snapshots"):
             (path / "state.npz").write_bytes(b"")
@@ -436,7 +464,9 @@ class TestFiles:
 
     @pytest.mark.parametrize("resume", [True, False])
     def test_what_is_not_ours(self, left, tmp_path, resume):
-        """Files and folders of other names among the snapshots are left alone, whatever they are called; so is what a link leads to."""
+        """Files and folders with other names among the snapshots are not changed, and neither are
+        the targets of links.
+        """
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         folder = tmp_path / "snapshots"
         oldest, *_, newest = written(folder)
@@ -457,13 +487,14 @@ class TestFiles:
         assert [int(p.name[9:]) > 91 for p in written(folder)] == [True, True]
 
     def test_folder_that_cannot_be_read(self, tmp_path):
-        """Where it cannot be known whether there is a snapshot, the run does not silently start anew."""
+        """If the folder of snapshots cannot be read, the run does not silently start from scratch.
+        """
         (tmp_path / "snapshots").write_bytes(b"")
         with pytest.raises(GuardError, match="cannot be read"):
             zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
     def test_file_that_cannot_be_read(self, left, tmp_path, monkeypatch):
-        """A snapshot that may not be read is passed over, loudly."""
+        """A snapshot without read permission is skipped, with a warning."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         *_, older, newest = written(tmp_path / "snapshots")
         whole = atomic_files.fingerprint
@@ -478,7 +509,7 @@ class TestFiles:
             assert find(tmp_path, 12).path == older
 
     def test_rollback_past_a_broken_one(self, tmp_path):
-        """A rollback in a running fit passes over a snapshot that has been broken on disk."""
+        """A rollback in a running fit skips a snapshot that was damaged on disk."""
         data = zoo.regression()
         for batch in (8, 9, 10):
             zoo.poison(data, batch, where="y")
@@ -496,14 +527,16 @@ class TestFiles:
         assert reported == ["restored the state after 3 steps; 5 committed steps undone"]
 
     def test_keep(self, tmp_path):
-        """There are never more than `keep` folders, those of an earlier run included, and the newest is the new run's."""
+        """There are never more than `keep` folders, including those of an earlier run, and the
+        newest is the new run's.
+        """
         for _ in range(2):
             run = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(), guard=on_disk(tmp_path), epochs=1)
         records = [read(path) for path in written(tmp_path / "snapshots")]
         assert [record.step for record in records] == [5, 10] and run.guard.session.run.step == 12
 
     def test_bfloat16(self, tmp_path):
-        """Variables of a dtype that NumPy cannot write come back bit by bit."""
+        """Variables of a dtype that NumPy cannot write are restored bit by bit."""
 
         def build():
             keras.config.set_dtype_policy("bfloat16")
@@ -524,7 +557,7 @@ class TestFiles:
 
 
 def test_what_is_written_beside_is_whole_or_not_there(tmp_path):
-    """A file or folder that was not finished leaves nothing, and what had its name stays."""
+    """An unfinished file or folder leaves nothing, and the old one with its name is kept."""
     path = tmp_path / "one.txt"
     with atomic_files.beside(path) as unfinished:
         unfinished.write_text("whole")
@@ -540,7 +573,9 @@ def test_what_is_written_beside_is_whole_or_not_there(tmp_path):
 
 
 def test_temporary_names_do_not_pile_up(tmp_path):
-    """Snapshots of other numbers are written and removed under one name: of names that come and go, Python's table of them would grow."""
+    """All snapshots are written and removed under one temporary name, because Python's table of
+    names would grow otherwise.
+    """
     names, removed = [], []
     for number in range(3):
         with atomic_files.beside(tmp_path / f"snapshot-{number}", "snapshot") as unfinished:
@@ -568,7 +603,7 @@ def test_what_cannot_be_removed_does_not_keep_the_next_from_being_removed(tmp_pa
 
 
 def test_sealed_json(tmp_path):
-    """A sealed file is read back as it was; any change to any byte of it is found out."""
+    """A sealed file is read back unchanged; any change to any byte of it is detected."""
     path = tmp_path / "a.json"
     atomic_files.write_json(path, {"b": [1, 2.5, None, "ü"], "a": {"c": 0.1}})
     assert atomic_files.read_json(path) == {"b": [1, 2.5, None, "ü"], "a": {"c": 0.1}}
@@ -632,7 +667,9 @@ def _killed(directory, delays):
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed(tmp_path, recwarn, kills):
-    """A process killed at any moment leaves a whole good state, from which the next one goes on, never back."""
+    """A process killed at any moment leaves an intact good state, from which the next one
+    continues, never an earlier one.
+    """
     random.seed(0)
     positions = _killed(tmp_path, [random.random() for _ in range(kills)])
     assert len(positions) == kills and positions == sorted(positions) and positions[-1] > positions[0]
@@ -641,7 +678,7 @@ def test_killed(tmp_path, recwarn, kills):
 
 @pytest.mark.parametrize("operation", range(14))
 def test_cut_at_each_operation(tmp_path, monkeypatch, operation):
-    """Whichever file operation of a snapshot is the last one, what is on disk is whole."""
+    """For any last file operation of a snapshot, the files on disk are intact."""
     guard = on_disk(tmp_path, snapshot={"keep": 2, "every": 3, "verify_after": 0})
     state = {"left": 60 + operation, "dead": False}
 
