@@ -1,4 +1,4 @@
-"""The texts for each cause, from `causes.toml`: one table for reports and diagnoses.
+"""What is known of each cause, from `causes.toml`: for decisions, reports and diagnoses.
 
 Imports no backend.
 """
@@ -24,3 +24,8 @@ HINTS: dict[str, str] = _FILE["hints"]
 
 DERIVATIVE_HINTS: dict[str, str] = _FILE["derivatives"]
 """Advice by the operation of the forward pass whose derivative is infinite."""
+
+
+def causes_with(name: str) -> frozenset[str]:
+    """Return the causes whose table has a property, such as `rate`."""
+    return frozenset(cause for cause, table in CAUSE_WORDS.items() if table.get(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from keras_nanguard._core.cause_words import causes_with
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import (
     BACKWARD,
@@ -38,7 +39,7 @@ SITES = {
     "slots": "an optimizer slot after the update",
 }
 
-OF_RATES = ("divergence", "optimizer_domain", "spike", "input_scale")
+OF_RATES = causes_with("settings")
 """Causes whose evidence has the hyperparameters of the optimizers."""
 
 

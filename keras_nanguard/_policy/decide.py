@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from keras_nanguard._core.cause_words import causes_with
 from keras_nanguard._core.incident import Decision, Incident
 from keras_nanguard._policy.actions import Action, Skip, Warn
 from keras_nanguard._policy.policy import Policy
@@ -35,7 +36,7 @@ from keras_nanguard._policy.state import (
     is_of_data,
 )
 
-RATE_CURES = frozenset({"divergence", "float16_overflow", "input_scale", "unknown"})
+RATE_CURES = causes_with("rate")
 """Causes that a lower learning rate can cure. For other causes the rate does not change."""
 
 REPORT_WINDOW = 1000

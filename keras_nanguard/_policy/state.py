@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from keras_nanguard._core.cause_words import causes_with
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.plain_text import plain_text
@@ -33,7 +34,7 @@ STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
 TRAINING_SITES = ("inputs", "targets", "outputs", "loss", "gradients", *STATE_SITES)
 """The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
 
-BAD_DATA = frozenset({"input_nonfinite", "target_nonfinite", "target_out_of_range"})
+BAD_DATA = causes_with("batch")
 """Causes in the batch itself, which neither another state nor another rate can cure."""
 
 
