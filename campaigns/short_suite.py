@@ -29,7 +29,7 @@ TESTS = (
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
     "tests/transaction/test_guard_model.py::test_results_and_files_are_plain_keras",
     # writes of other code between two steps
-    "tests/transaction/test_sites.py::TestOutsideWrites::test_seen_and_healed[moving_variance-nan]",
+    "tests/transaction/test_sites.py::TestOutsideWrites::test_detected_and_restored[moving_variance-nan]",
     # the actions of a policy
     "tests/recovery/test_actions.py::TestRollback::test_newest",
     "tests/recovery/test_actions.py::TestLowerLr::test_rate[plain]",
@@ -43,14 +43,14 @@ TESTS = (
     # files of this and of earlier releases, the command line
     "tests/files/test_reading.py::test_every_format_gives_the_names_of_the_live_model",
     "tests/files/test_scan.py::test_a_live_model_is_scanned_with_its_slots_metrics_and_states",
-    "tests/cli/test_command_line.py::test_scan_says_clean_found_and_misuse_by_its_exit_code",
+    "tests/cli/test_command_line.py::test_scan_has_exit_codes_for_clean_found_and_misuse",
     "tests/cli/test_command_line.py::test_diagnose_names_the_ruined_layer",
     "tests/test_formats.py",
 )
 
 WITHOUT_BACKEND = (
     "tests/policy/test_deciding.py",
-    "tests/policy/test_files.py::test_each_format_makes_the_same_policy_and_the_way_back",
+    "tests/policy/test_files.py::test_each_format_gives_the_same_policy_and_back",
 )
 """Tests that are the same on each backend, and run on TensorFlow."""
 

@@ -18,7 +18,7 @@ def test_nothing_has_changed():
     assert not changed, changed
 
 
-def test_no_fact_stands_there_twice():
+def test_no_fact_is_listed_twice():
     """Each line has one fact, so that comparing two lists misses nothing."""
     assert len(set(FROZEN)) == len(FROZEN) > 600
 
@@ -40,14 +40,14 @@ def test_no_fact_stands_there_twice():
         "format incident: 1",
     ],
 )
-def test_what_is_gone_is_named(fact):
+def test_removals_are_named(fact):
     """A removed fact is reported, with the required steps."""
     assert fact in FROZEN
     changed = public_api.difference(FROZEN, [line for line in FROZEN if line != fact])
     assert f"  - {fact}\n" in changed and "deprecate it first" in changed
 
 
-def test_what_is_added_is_named():
+def test_additions_are_named():
     """A new fact is reported, and is allowed."""
     changed = public_api.difference(FROZEN, [*FROZEN, "name keras_nanguard.heal"])
     assert "  + name keras_nanguard.heal" in changed and "deprecate" not in changed

@@ -102,7 +102,7 @@ def located(path: str) -> Path | None:
 
 
 @pytest.mark.parametrize("reference", references())
-def test_what_the_pages_name_exists(reference):
+def test_names_on_the_pages_exist(reference):
     """Each path on the pages exists, and defines the names given for it; a dotted name is a module
     or is in one.
     """
@@ -140,7 +140,7 @@ def test_the_table_of_packages_is_the_order_of_the_layout():
     assert all(len(cells) == 3 and all(cells) for cells in table)
 
 
-def test_the_picture_shows_the_imports_that_there_are():
+def test_the_picture_shows_the_imports():
     """The arrows of the picture are the imports between packages, without implied ones; its colours
     show which packages load without Keras.
     """

@@ -177,7 +177,7 @@ def raised():
     return caught.value
 
 
-def test_the_message_says_what_happened():
+def test_the_message_describes_the_incident():
     """The message is the line of the incident: step, finding, cause, place, advice, actions."""
     error = raised()
     assert str(error) == f"NanGuard: {error.incident}" and error.incident.step == 5

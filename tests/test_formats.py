@@ -52,7 +52,7 @@ def test_there_is_a_release():
     assert "v1.0" in RELEASES
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")
+@pytest.mark.skipif(not PAGE.exists(), reason="the docs are not next to the tests")
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_documented_with_its_number(name):
     """`docs/formats.md` has a row for each format, with its current number."""
@@ -147,7 +147,7 @@ def test_bundle_replays(release):
 
 
 @pytest.mark.requires_backend(
-    "tensorflow", reason="a run goes on where it began, and these were written there"
+    "tensorflow", reason="a run resumes only on the backend that wrote its files"
 )
 def test_snapshots(release):
     """A run resumes from the snapshots, with the changes of the policy."""
@@ -241,7 +241,7 @@ def test_a_newer_recording_is_refused(release):
         Recording.read(path)
 
 
-def test_the_sample_says_who_wrote_it(release):
+def test_the_sample_has_the_version_that_wrote_it(release):
     """The recording in a folder has the version that wrote it, which is the name of the folder."""
     written = Recording.read(release / "run").meta["versions"]["keras_nanguard"]
     assert f"v{'.'.join(written.split('.')[:2])}" == release.name

@@ -164,7 +164,7 @@ def test_backends_stay_at_home(backend):
     assert [m for m in found if not m.startswith(at_home)] == []
 
 
-def test_one_place_asks_which_backend_runs():
+def test_one_module_selects_the_backend():
     """Only `_backends.current` calls `keras.backend.backend()`."""
     asking = [m for m in modules() for n in ast.walk(tree(m)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "keras.backend.backend"]
     assert asking == ["_backends.current"]

@@ -82,7 +82,7 @@ def test_a_fit_with_incidents(name, tmp_path):
     assert guard.incidents and not any("itself failed" in line for line in lines(guard))
 
 
-def test_a_refusal_where_every_warning_is_an_error():
+def test_a_refusal_with_warnings_as_errors():
     """Handling a bad step emits no warning of any category, deprecations included."""
     built, x, y = PROGRAMS["NaN in x"]()
     guard = NanGuard(verbose=0)

@@ -150,7 +150,7 @@ def test_faults_without_a_place(arguments, reported):
 
 
 @pytest.mark.parametrize("site", ["loss", "gradients"])
-def test_a_fault_is_no_part_of_a_replay(site):
+def test_a_fault_is_not_part_of_a_replay(site):
     """A diagnosis replays the bad step without the fault, so the replay is finite."""
     model, guard = build(site), NanGuard(verbose=0)
     data = zoo.regression(batches=STEPS)

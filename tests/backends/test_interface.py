@@ -105,7 +105,7 @@ def outside() -> dict[str, ast.Module]:
     return {name: ast.parse(p.read_text(encoding="utf-8")) for name, p in zip(names, paths)}
 
 
-def test_nobody_names_a_backend():
+def test_only_current_imports_backends():
     """Only `current`, which selects one, imports the packages of the backends."""
     packages = tuple(f"keras_nanguard._backends.{backend}" for backend in BACKENDS)
     reached = []
@@ -119,7 +119,7 @@ def test_nobody_names_a_backend():
     assert reached == []
 
 
-def test_nobody_uses_what_is_not_declared():
+def test_only_declared_attributes_are_used():
     """The rest of the library reads only declared attributes of a transaction, without `getattr`
     for others.
     """
@@ -136,7 +136,7 @@ def test_nobody_uses_what_is_not_declared():
     assert wrong == []
 
 
-def test_no_backend_uses_what_is_not_declared():
+def test_no_backend_uses_undeclared_attributes():
     """A backend reads only declared attributes of a session, of its run, and of their parts."""
     declares = {"session": "Session", "run": "Run", "recovery": "Recovery", "agreement": "Agreement", "logs": "Logs"}
     read, wrong = set(), []
@@ -155,7 +155,7 @@ def test_no_backend_uses_what_is_not_declared():
     assert read == {(part, member) for part, name in declares.items() for member in declared(name)}
 
 
-def test_one_place_asks_whose_a_method_is():
+def test_one_module_reads_the_owner_of_a_method():
     """That is `_backends.shared.attach`; `_core.references` does it for functions of the user."""
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
     assert {path for path, text in texts.items() if "__self__" in text} == {

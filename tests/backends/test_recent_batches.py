@@ -86,7 +86,7 @@ def check(approach, start, end):
 
 @pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
-def test_training_on_them_comes_to_the_same_state(mode):
+def test_training_on_them_gives_the_same_state(mode):
     approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
     assert approach.exact
     assert approach.snapshot.step > 0
@@ -184,7 +184,7 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
     assert max(looks.seen[-2:]) > 0, "the last ones are there"
 
 
-def test_what_takes_how_many_bytes():
+def test_bytes_of_structures():
     """Structures of every kind are counted, composite tensors by their components; anything but an
     array counts as 0.
     """
@@ -249,7 +249,7 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
 
 
 @pytest.mark.requires_backend("torch", reason="only tensors of torch can be written to")
-def test_a_tensor_that_was_written_over_is_given_up():
+def test_a_tensor_that_was_overwritten_is_dropped():
     import torch
 
     from keras_nanguard._backends.torch.arguments import Given
@@ -263,7 +263,7 @@ def test_a_tensor_that_was_written_over_is_given_up():
 
 @pytest.mark.daily("compiled", "torch", "xla")
 @pytest.mark.parametrize("mode", MODES)
-def test_they_are_let_go_at_the_end_of_the_fit(mode):
+def test_they_are_released_at_the_end_of_the_fit(mode):
     model, guard = network(**MODES[mode]), NanGuard(verbose=0)
     model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])
     session = guard.session

@@ -77,7 +77,7 @@ SCALES = [2.0**15, 1.0, 2.0**-13, 2.0**-14, 2.0**-14 * 1.5, 2.0**-20, 0.0, -4.0,
 
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_what_a_loss_scale_learns(ops, number, scale):
+def test_the_loss_scale_after_a_refusal(ops, number, scale):
     """It is halved if only the gradients are bad, with a lower bound; reset if it was invalid;
     otherwise unchanged.
     """

@@ -106,7 +106,7 @@ def test_a_bad_value(unspread, most):
     assert incident.diagnosis.cause == "input_nonfinite" and incident.batch == 5 and incident.diagnosis.samples == (2,)
 
 
-@pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")
+@pytest.mark.requires_backend("tensorflow", reason="only TensorFlow has ragged tensors")
 def test_rows_of_a_ragged_tensor():
     """A bad number in a ragged tensor, nested or not, belongs to a row of the batch, which can be
     removed.

@@ -89,7 +89,7 @@ def test_the_same_numbers(mode):
     ],
     ids=["compiled anew", "another rate"],
 )
-def test_traced_anew(change):
+def test_traced_again(change):
     """Nothing that is built into a trace may have changed."""
     model, loss, _ = fitted(1)
     before = loss.count
@@ -121,7 +121,7 @@ def test_trainable_is_changed_without_compile(first, guards):
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX makes a train function for each fit")
-def test_what_keras_has_traced_is_given_back():
+def test_the_trace_of_keras_is_restored():
     """A plain fit after a guarded one traces nothing that an earlier plain one has traced."""
     model, loss, _ = fitted(0)
     fit(model, zoo.regression(), None)
@@ -161,7 +161,7 @@ def test_a_step_that_was_changed_for_its_fit():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_fault_on_order_goes_with_its_context():
+def test_an_injected_fault_ends_with_its_context():
     """A fault of `inject` is in no later step, and is also injected into an existing step."""
     model, _, _ = fitted(2)
     guard = NanGuard(verbose=0)

@@ -29,7 +29,7 @@ def test_the_plan_is_fixed():
     ("value", "bit", "becomes"),
     [(1.5, 1, "nonfinite"), (0.1, 1, "huge"), (3.0, 1, "ordinary"), (3.0, 2, "large"), (0.1, 0, "ordinary"), (0.1, 20, "ordinary")],
 )
-def test_what_a_flipped_bit_makes(value, bit, becomes):
+def test_the_result_of_a_flipped_bit(value, bit, becomes):
     array = np.array([1.0, value], "float32")
     after = fault_plan.flipped(array, 1, bit)
     assert (after != array).tolist() == [False, True] and array[1] == np.float32(value)

@@ -25,8 +25,8 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-@pytest.mark.requires_backend("torch", reason="one backend does: a life takes seconds to compile on the others")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="takes fork")
+@pytest.mark.requires_backend("torch", reason="one backend is enough: a life takes seconds to compile on the others")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_short_form():
     """Two kills and a full quota: every run ends with the bits of the one that was never killed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

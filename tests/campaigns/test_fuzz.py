@@ -86,7 +86,7 @@ def _raise(error):
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_an_oracle_sees_what_it_is_made_for(tmp_path, monkeypatch, name):
+def test_an_oracle_detects_its_kind(tmp_path, monkeypatch, name):
     """Each forbidden action is detected when it is done on purpose, by its own oracle."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     watch = Watch(tmp_path / "inputs")
@@ -120,7 +120,7 @@ ACTING = ("<script>2</script>", "<img src=x onerror=a()>", "<a href='javascript:
 
 
 @pytest.mark.parametrize("more", ACTING)
-def test_what_acts_in_a_page_is_seen(more):
+def test_active_elements_of_a_page_are_detected(more):
     """New scripts, handlers, frames and addresses are detected; text is ignored."""
     check_page(PAGE.replace("text", "&lt;script&gt;"), PAGE)
     with pytest.raises(Wrong):

@@ -59,7 +59,7 @@ def test_cells_cover_each_keras_on_each_backend():
         assert {lowest, matrix.NEWEST} <= versions and lowest == min(versions - {matrix.NEWEST}, key=number)
 
 
-def test_what_is_declared_has_run():
+def test_declared_versions_have_run():
     """Each classifier and each lowest version has a row on the page whose suite passed."""
     passed = [row for row in rows() if row[5].startswith("yes")]
     pythons = {row[0].rpartition(".")[0] for row in passed}

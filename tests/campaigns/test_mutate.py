@@ -89,7 +89,7 @@ def test_a_mistake_that_matters_is_noticed(module, before, after, test):
     test()
 
 
-def test_what_is_no_function_is_not_swapped():
+def test_only_functions_are_swapped():
     """Modules with another constant, default or table are imported again instead."""
     for before, after in (("BOUND = 1e24", "BOUND = 2e24"), ("SMALL_SLOTS = 8 << 20", "SMALL_SLOTS = 9 << 20")):
         assert mutant_runs.swapped(mutant("_backends/shared/rules.py", before, after)) is None

@@ -62,7 +62,7 @@ def run(*words):
     )
 
 
-def test_scan_says_clean_found_and_misuse_by_its_exit_code(good, bad, tmp_path, capsys):
+def test_scan_has_exit_codes_for_clean_found_and_misuse(good, bad, tmp_path, capsys):
     """0 for clean files, 1 if any of several is bad, 2 if one cannot be read."""
     assert main(["scan", good]) == CLEAN
     assert "clean" in capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_json_is_one_strict_document_a_line(good, bad, capsys):
     assert json.loads(capsys.readouterr().out)["valid"] is True
 
 
-def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
+def test_repair_writes_a_new_file_and_reports_its_changes(bad, tmp_path, capsys):
     """The new file is clean; a second run does not overwrite it; if bad values are left, it exits
     with 1.
     """
@@ -120,7 +120,7 @@ def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_pat
     assert main(["check-policy", str(tmp_path / "missing.toml")]) == MISUSE
 
 
-def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
+def test_a_policy_part_without_effect_is_a_finding(good, tmp_path, capsys):
     """A rule that never acts gives a warning; with `--model` so does a glob that matches nothing in
     the file.
     """
@@ -153,7 +153,7 @@ def test_misuse_is_reported_with_usage_and_exit_code_two(words, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_that_tells_the_exit_codes(command, capsys):
+def test_every_command_has_help_with_the_exit_codes(command, capsys):
     """`--help` of each command describes the command, each option, and the exit codes."""
     assert main([command, "--help"]) == CLEAN
     text = capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_the_commands_are_those_of_the_help(capsys):
     assert tuple(found) == COMMANDS
 
 
-def test_a_closed_pipe_is_no_error(bad):
+def test_a_closed_pipe_is_not_an_error(bad):
     """`keras-nanguard scan ... | head -0` ends quietly."""
     command = f'"{sys.executable}" -m keras_nanguard scan "{bad}" --json | true'
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
@@ -245,7 +245,7 @@ def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
     assert "In inference mode" in capsys.readouterr().out
 
 
-def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
+def test_recalibrate_writes_a_repaired_model(model_file, tmp_path, capsys):
     """The new file has the statistics of the data."""
     x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -264,7 +264,7 @@ def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
     assert "overwrite" in capsys.readouterr().err
 
 
-def test_what_cannot_be_loaded_is_one_sentence(good, tmp_path, capsys):
+def test_a_file_that_cannot_be_loaded_gives_one_sentence(good, tmp_path, capsys):
     """Weights without a model, pickled data, a Lambda with code: exit code 2, no code is run."""
     keras = pytest.importorskip("keras")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))

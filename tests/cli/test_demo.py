@@ -54,7 +54,7 @@ def result(accuracy=0.98, loss=0.1, bad=0):
         (result(), result(), result(), False),
     ],
 )
-def test_what_a_win_is(stock, guarded, clean, won):
+def test_the_definition_of_a_win(stock, guarded, clean, won):
     """The guarded run wins if it is finite, good, close to the one on clean data and far better
     than stock Keras.
     """

@@ -83,7 +83,7 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     )
 
 
-@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+@pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 def test_a_recording_is_enough(tmp_path, capsys):
     """A healthy loop has no log, and a recording may have been copied: its incidents are read from
     its events.

@@ -52,7 +52,7 @@ def _unreadable(folder):
     path.write_bytes(b"PK\x03\x04")
     path.chmod(0)
     if os.access(path, os.R_OK):
-        pytest.skip("whoever runs this may read every file")
+        pytest.skip("this user may read every file")
     return path
 
 
@@ -166,7 +166,7 @@ def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
     ) in str(caught.value)
 
 
-def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
+def test_remaining_bad_values_name_the_option_that_replaces_them(good, capsys):
     """`--weights zeros` on the command line, also in JSON; `weights='zeros'` in Python."""
     assert main(["repair", good["model"]]) == 1
     assert (
@@ -245,7 +245,7 @@ def test_data_that_a_model_does_not_take(command, given, model, tmp_path, capfd)
     assert len([line for line in error.splitlines() if line.startswith("keras-nanguard: ")]) == 1
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="takes a folder in which nobody can write")
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder without write permission")
 def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
     """It is reported as such, not as an unreadable input."""
     recalibrated = ["recalibrate", model, "--data", good["data"], "-o", "/proc/out.keras"]

@@ -114,7 +114,7 @@ class Other(keras.Model):
         return {"loss": self.mean.result()}
 
 
-@pytest.mark.requires_backend("torch", reason="other backends train on tensors alone")
+@pytest.mark.requires_backend("torch", reason="other backends train only on tensors")
 @pytest.mark.parametrize(
     "more",
     [

@@ -36,7 +36,7 @@ def test_is_refused(use):
         USES[use](Legacy())
 
 
-@pytest.mark.requires_backend("tensorflow", reason="tf_keras runs on TensorFlow alone")
+@pytest.mark.requires_backend("tensorflow", reason="tf_keras runs only on TensorFlow")
 def test_the_real_one_is_left_as_it_was():
     """A fit with a guard raises the error, and a later one without a guard runs."""
     tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed: pip install tf_keras")

@@ -101,7 +101,7 @@ def test_keras_tuner(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_keras_tuner_with_a_fit_of_its_own(tmp_path):
+def test_keras_tuner_with_a_custom_fit(tmp_path):
     """A `HyperModel` whose `fit` creates a guard for each trial: the failing rates lose, and the
     callbacks of the tuner are kept.
     """
@@ -162,7 +162,7 @@ def test_ray_tune(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 takes callbacks, stock ones as well, on TensorFlow alone")
+@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 accepts callbacks only on TensorFlow")
 @pytest.mark.parametrize("bad", [False, True])
 def test_autokeras(bad, tmp_path):
     """AutoKeras copies the guard for each trial and for its last fit; healthy logs equal the plain

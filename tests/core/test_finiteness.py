@@ -39,7 +39,7 @@ def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
 
 
 @pytest.mark.parametrize("dtype", NATIVE)
-def test_what_numpy_computes_with_is_not_copied(dtype):
+def test_dtypes_of_numpy_are_not_copied(dtype):
     given = np.ones(3, dtype)
     assert finiteness.widen(given) is given
 
@@ -50,7 +50,7 @@ def test_the_others_are_computed_with_as_float32(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "S3"])
-def test_what_has_no_wider_dtype_stays_as_it_is(dtype):
+def test_the_widest_dtype_is_unchanged(dtype):
     assert finiteness.widen(np.zeros(2, dtype)).dtype == np.dtype(dtype)
 
 
@@ -60,7 +60,7 @@ def test_what_has_no_wider_dtype_stays_as_it_is(dtype):
     st.floats(0, 1, exclude_max=True),
     st.sampled_from(["float32", "float64", "complex64"]),
 )
-def test_one_bad_entry_is_found_wherever_it_is(size, bad, place, dtype):
+def test_one_bad_entry_is_found_at_any_position(size, bad, place, dtype):
     """In arrays of either size, in the first and the last entry, in the real and the imaginary
     part.
     """
@@ -87,7 +87,7 @@ def test_nothing_is_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "U4"])
-def test_what_can_hold_no_nan_is_counted_as_finite(dtype):
+def test_dtypes_without_nan_count_as_finite(dtype):
     given = np.zeros((2, 3), dtype)
     assert finiteness.is_finite(given) is True and finiteness.counts(given) == (0, 0, 6) and finiteness.largest(given) == 0.0
 

@@ -65,7 +65,7 @@ def test_not_found(name):
     assert not reads_iterator(DOES_NOT[name])
 
 
-def test_an_open_file_is_no_data(tmp_path):
+def test_an_open_file_is_not_data(tmp_path):
     with (tmp_path / "log").open("w") as file:
         assert not reads_iterator(enclosing(file))
 

@@ -107,7 +107,7 @@ def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
     assert report(FINE._replace(**{site: INF}), **{site: (0, 1, 2)}) == [Finding(site, "nonfinite", f"a/{site}", 0, 1, 2)]
 
 
-def test_gradients_that_nobody_has_counted():
+def test_gradients_that_were_not_counted():
     """Without counts, because memory was short, a NaN in the sum of gradients is a NaN in a
     gradient, because finite squares give none. Other sites were counted.
     """

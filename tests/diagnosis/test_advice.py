@@ -86,12 +86,12 @@ def test_a_loss_of_the_library_is_changed_by_its_parameter():
     assert "epsilon" in advised(**known, exponents=(("focal", "gamma", 2.0),))
 
 
-def test_a_centered_optimizer_is_told_apart():
+def test_a_centered_optimizer_is_distinguished():
     facts = OptimizerFacts("RMSprop", 1e-3, 1e-7, 1e-7, settings=(("centered", 1.0),))
     assert "centered=False" in advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
 
 
-def test_an_optimizer_of_ones_own_is_made_finite():
+def test_a_custom_optimizer_is_to_be_made_finite():
     facts = OptimizerFacts("Normalized", 1e-3, own=True)
     said = advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
     assert "the update of Normalized finite for every gradient" in said and "hyperparameters" not in said
@@ -105,7 +105,7 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
     assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
 
 
-def test_a_spike_is_no_divergence():
+def test_a_spike_is_not_a_divergence():
     """One bad batch is not a reason for a lower rate."""
     e = Evidence(refused=False, sites=("loss:spike",), count=16)
     said = " ".join(advice(e, decide(e)))

@@ -38,7 +38,7 @@ def copy(overflow, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["eager"] if keras.backend.backend() == "torch" else ["eager", "graph", "xla"])
-def test_the_step_goes_bad_again(overflow, mode):
+def test_the_step_is_bad_again(overflow, mode):
     _, incident = overflow
     found = replay(incident.bundle, mode=mode)
     assert found.reproduced
@@ -47,14 +47,14 @@ def test_the_step_goes_bad_again(overflow, mode):
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_counterfactuals_say_what_cures(tmp_path):
+def test_counterfactuals_name_the_cure(tmp_path):
     _, incident = written("rate_too_high_for_sgd", tmp_path)
     cures = dict(replay(incident.bundle, counterfactuals=True).counterfactuals)
     assert "not finite" in cures["unchanged"] or "grows" in cures["unchanged"]
     assert "with a tenth of the learning rate" in cures
 
 
-def test_float32_cures_what_float16_cannot_hold(tmp_path):
+def test_float32_cures_a_float16_overflow(tmp_path):
     case, incident = written("mask_of_minus_1e9_in_float16", tmp_path)
     assert replay(incident.bundle, case.model).reproduced
     assert replay(incident.bundle, case.model, dtype="float32").result == "finite"
@@ -71,7 +71,7 @@ def test_a_bundle_reads_for_a_human_and_runs_for_anyone(overflow):
     assert "is bad again" in ran.stdout, ran.stderr
 
 
-def test_the_oldest_bundle_goes_first(tmp_path, set_limit):
+def test_the_oldest_bundle_is_removed_first(tmp_path, set_limit):
     set_limit("bundles of a directory", 2)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[[5, 21, 37, 53]] = np.nan
@@ -94,7 +94,7 @@ def test_the_oldest_bundle_goes_first(tmp_path, set_limit):
             replay(gone)
 
 
-def test_a_state_beyond_the_limit_is_left_out_and_said_so(tmp_path, monkeypatch, set_limit):
+def test_a_state_above_the_limit_is_omitted_and_reported(tmp_path, monkeypatch, set_limit):
     set_limit("bytes of a bundle", 300)
     _, incident = written("nan_in_one_input_row", tmp_path)
     monkeypatch.undo()
@@ -103,7 +103,7 @@ def test_a_state_beyond_the_limit_is_left_out_and_said_so(tmp_path, monkeypatch,
     assert "too large" in json.loads((folder / "bundle.json").read_text())["notes"][0]
 
 
-def test_a_batch_comes_back_as_it_was(tmp_path):
+def test_a_batch_is_restored_unchanged(tmp_path):
     case, incident = written("inf_in_second_input", tmp_path)
     kept = list(np.load(Path(incident.bundle) / "batch.npz").values())
     for array in (case.x["a"][32:40], case.x["b"][32:40], case.y[32:40]):
@@ -147,7 +147,7 @@ def test_a_path_out_of_the_folder_is_not_followed(copy):
 
 @pytest.mark.parametrize("name", ("bundle.json", "incident.json", "batch.npz", "state.npz", "model.json"))
 @pytest.mark.parametrize("how", ("link", "pipe"))
-def test_what_is_no_file_of_the_folder_is_not_opened(copy, name, how):
+def test_links_out_of_the_folder_are_not_opened(copy, name, how):
     (copy / name).rename(copy / "elsewhere")
     (copy / name).symlink_to(copy / "elsewhere") if how == "link" else os.mkfifo(copy / name)
     with pytest.raises(BundleError, match=r"link|not a file|contains bundle\.json"):
@@ -199,7 +199,7 @@ class Root(keras.layers.Layer):
     return guard.incidents[0].bundle, names["Root"]
 
 
-def test_a_layer_of_ones_own_is_asked_for_by_name(own_layer):
+def test_a_missing_custom_layer_is_named(own_layer):
     bundle, layer = own_layer
     with pytest.raises(BundleError, match="its custom class 'Root' is not known here") as reported:
         replay(bundle)
@@ -208,7 +208,7 @@ def test_a_layer_of_ones_own_is_asked_for_by_name(own_layer):
     assert (found.result, found.diagnosis.culprit) == ("bad", "root")
 
 
-def test_the_command_line_imports_layers_of_ones_own(own_layer, tmp_path, monkeypatch, capsys):
+def test_the_command_line_imports_custom_layers(own_layer, tmp_path, monkeypatch, capsys):
     from keras_nanguard.__main__ import main
 
     monkeypatch.chdir(tmp_path)

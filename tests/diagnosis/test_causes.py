@@ -76,7 +76,7 @@ def test_unscaled_data_that_has_made_training_diverge():
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_what_the_update_cannot_have_made_was_there_before(written):
+def test_values_that_the_update_cannot_have_made_were_there_before(written):
     """With finite gradients and bad weights the optimizer is to blame, unless its arithmetic cannot
     have done it.
     """
@@ -86,7 +86,7 @@ def test_what_the_update_cannot_have_made_was_there_before(written):
     assert any("other code has written it" in line for line in diagnosis.evidence) is written
 
 
-def test_bfloat16_overflows_where_float32_does():
+def test_bfloat16_overflows_like_float32():
     """Its range is that of float32: a number that rounds to Inf is too large for both."""
     huge = replace(TABLE["input_scale"], float32="finite")
     assert decide(replace(huge, low_precision="float16")).cause == "float16_overflow"

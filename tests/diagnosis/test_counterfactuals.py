@@ -45,7 +45,7 @@ def test_the_bundle_holds_the_way_to_the_bad_step(bundle):
     assert any(not np.array_equal(start[name], state[name]) for name in state.files)
 
 
-def test_as_it_was_the_same_step_goes_bad_and_what_cures_it_is_named(bundle):
+def test_the_unchanged_run_fails_at_the_same_step_and_cures_are_named(bundle):
     reported = dict(replay(bundle, counterfactuals=True).counterfactuals)
     step = step_of(bundle)
     assert reported["unchanged"].startswith(f"the {step + 1} steps from the state before the first step: ")
@@ -80,7 +80,7 @@ def test_a_bundle_is_run_again_in_every_mode(bundle, mode):
 
 
 @pytest.mark.requires_backend("torch", reason="TensorFlow and JAX compile their steps")
-def test_a_mode_that_the_backend_has_not_is_said_so(bundle):
+def test_a_mode_that_the_backend_does_not_have_is_rejected(bundle):
     with pytest.raises(GuardError, match="eager"):
         replay(bundle, mode="graph")
 

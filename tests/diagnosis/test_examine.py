@@ -117,7 +117,7 @@ def test_bad_statistics_are_reported_after_validation(trained, variance):
         ((8, 4), (8, 7, 9), "a train step raised "),
     ],
 )
-def test_what_cannot_be_run_is_not_healthy(trained, x, y, what):
+def test_a_model_that_cannot_be_run_is_not_healthy(trained, x, y, what):
     """Data of the wrong shape: neither healthy nor diagnosed; the error names the exception and the
     expected shape.
     """

@@ -57,7 +57,7 @@ def check(case, guard):
 
 
 @pytest.mark.parametrize("name", mechanisms.SKIPPED)
-def test_what_is_left_out_on_this_backend(name):
+def test_programs_excluded_on_this_backend(name):
     pytest.skip(mechanisms.SKIPPED[name])
 
 

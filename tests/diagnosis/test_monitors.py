@@ -9,7 +9,7 @@ from keras import layers
 from keras_nanguard import NanGuard
 
 
-def test_frozen_and_pretrained_statistics_may_stand_still():
+def test_frozen_and_pretrained_statistics_may_be_constant():
     keras.utils.set_random_seed(0)
     base = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.BatchNormalization()], name="base")
     base.layers[-1].moving_mean.assign([0.1] * 4)

@@ -49,7 +49,7 @@ def test_a_slow_diagnosis_is_announced_before_its_line(capsys, set_limit):
     assert out.index(line) < out.index("NanGuard: skipped step 3 (epoch 1)")
 
 
-def test_a_silent_guard_says_nothing(capsys, set_limit):
+def test_a_silent_guard_prints_nothing(capsys, set_limit):
     """Not even about a slow diagnosis."""
     out, guard = fit(capsys, set_limit, Slow(), verbose=0)
     assert "diagnosing" not in out and len(guard.incidents) == 1

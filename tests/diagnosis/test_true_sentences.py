@@ -64,7 +64,7 @@ def masked(x):
         (lambda x: x / (0 * x), "with negative values; only zeros)"),
     ],
 )
-def test_operands_are_what_they_are(function, words):
+def test_operands_are_described_correctly(function, words):
     """An operand that is infinite, wholly or in part, is not described as finite; one of zeros is
     described as zeros.
     """
@@ -73,13 +73,13 @@ def test_operands_are_what_they_are(function, words):
     assert ("finite operands" in reported) is ("Inf" not in words)
 
 
-def test_float16_is_advised_on_in_its_own_words():
+def test_advice_on_float16_names_the_dtype():
     reported = text(first(model(calling(lambda x: ops.square(x * 400.0)), dtype="mixed_float16")))
     assert "float16_overflow" in reported and "65504" in reported and "LossScaleOptimizer" not in reported
 
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "bfloat16"])
-def test_what_rounds_to_zero_is_advised_on_in_its_own_words(dtype):
+def test_advice_on_underflow_names_the_dtype(dtype):
     """Advice names the dtype in use, and suggests no LossScaleOptimizer if there is one, or if it
     does not help.
     """
@@ -112,7 +112,7 @@ def test_clipping_and_momentum_are_named():
 
 
 @pytest.mark.parametrize("of", ["loss_weights", "regularizer"])
-def test_what_multiplies_the_loss_is_named(of):
+def test_factors_of_the_loss_are_named(of):
     """A loss weight or a regularizer of a million is listed with its value."""
     regularizer = keras.regularizers.L2(1e6)
     built = model(loss_weights=1e6) if of == "loss_weights" else model(lambda: layers.Dense(4, kernel_regularizer=regularizer))
@@ -127,7 +127,7 @@ def test_an_epsilon_of_zero_is_named():
     assert reported.advice == ("Raise epsilon in Adam to its default of 1e-7: it has to be above 0.",)
 
 
-def test_a_rate_that_is_no_number_is_the_only_advice():
+def test_a_rate_that_is_not_finite_is_the_only_advice():
     class Odd(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):
             return 0.01 * ops.sqrt(3.0 - ops.cast(step, "float32"))
@@ -166,7 +166,7 @@ def test_the_where_trap_is_one_of_the_gradient(inside):
     assert "`where`" in text(reported) and "in the backward pass" not in text(reported)
 
 
-def test_a_layer_whose_output_is_infinite_is_no_where_trap():
+def test_a_layer_with_infinite_output_is_not_a_where_trap():
     """An infinite output that the next layer saturates belongs to the forward pass, although only
     the gradient is NaN.
     """
@@ -205,7 +205,7 @@ def test_targets_are_y():
     assert "'y' contains 1 NaN, in the row at index 5." in reported.evidence and reported.advice[0].startswith("Clean 'y'")
 
 
-def test_nothing_learned_is_no_matter_of_the_rate():
+def test_no_rate_cures_a_first_step_that_overflows():
     """An overflow in the forward pass of the first step is cured neither by a rate nor by clipping.
     """
     recurrent = layers.SimpleRNN(16, activation="relu", recurrent_initializer=keras.initializers.Constant(9.0))
@@ -219,7 +219,7 @@ def test_nothing_learned_is_no_matter_of_the_rate():
     assert zoo.bad_entries(built) == []
 
 
-def test_a_scalar_of_bfloat16_is_looked_at():
+def test_a_scalar_of_bfloat16_is_checked():
     """An operation with a scalar bfloat16 operand can be the one that overflows."""
     reported = first(model(calling(lambda x: x * 3e38 * 30.0), dtype="mixed_bfloat16")).diagnosis
     assert reported.culprit.endswith("odd") and reported.cause != "unknown", reported
@@ -240,7 +240,7 @@ def test_weights_that_are_nan_have_not_grown():
     assert reported.diagnosis.advice[0].startswith("Find the code that writes to")
 
 
-def test_no_step_is_said_to_be_run_again_outside_of_training():
+def test_no_replay_is_mentioned_outside_of_training():
     built = model()
     built.layers[0].kernel.assign(np.full((4, 4), 3e38))
     guard = NanGuard(verbose=0)
@@ -267,7 +267,7 @@ def test_a_constraint_is_to_blame_for_what_it_writes():
     assert "other code" not in text(first(built)) and "the constraint UnitNorm of" in reported.advice[0]
 
 
-def test_a_mask_that_is_multiplied_by_infinity_is_said_to_be_so():
+def test_a_mask_that_is_multiplied_by_infinity_is_reported():
     reported = first(model(calling(lambda x: x + (1.0 - ops.ones_like(x)) * -np.inf))).diagnosis
     assert (reported.cause, reported.culprit.endswith("odd")) == ("forward_domain", True), reported
     assert "-Inf" in reported.evidence[0] and "0 times Inf is NaN" in reported.advice[0]

@@ -104,7 +104,7 @@ def test_a_streak_is_diagnosed_a_few_times_only():
 
 
 @pytest.mark.requires_backend("tensorflow", reason="its train step is written with tf.GradientTape")
-def test_a_replay_restores_what_a_step_of_ones_own_writes():
+def test_a_replay_restores_the_writes_of_a_custom_step():
     states = []
     for diagnosed in (True, False):
         case = mechanisms.PROGRAMS["bad_row_in_a_step_that_writes_its_weights"](True)
@@ -133,7 +133,7 @@ class Alternating(keras.Model):
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="an eager step reads the attribute each time")
-def test_a_replay_restores_the_counter_of_a_step_of_ones_own():
+def test_a_replay_restores_the_counter_of_a_custom_step():
     def trained(diagnosed):
         keras.utils.set_random_seed(0)
         model = Alternating()

@@ -42,7 +42,7 @@ def test_moderate_numbers_stay_finite(name, size):
             held.assign(np.full(held.shape, size, "float32"))
 
 
-def test_bad_entries_are_what_is_in_question():
+def test_bad_entries_are_ignored():
     _, _, given = parts(keras.optimizers.Adam(), [1.0, np.nan, np.inf, 3e38])
     assert must_stay_finite(*given, norm=1.0)
 
@@ -60,6 +60,6 @@ def test_bad_entries_are_what_is_in_question():
         (lambda: keras.optimizers.SGD(), [1.0], float("nan")),
     ],
 )
-def test_nothing_is_said_of_the_others(optimizer, weight, norm):
+def test_unknown_optimizers_prove_nothing(optimizer, weight, norm):
     _, _, given = parts(optimizer(), weight)
     assert not must_stay_finite(*given, norm=norm)

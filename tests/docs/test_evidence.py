@@ -11,7 +11,7 @@ evidence_tables = load("evidence_tables")
 
 
 @pytest.mark.parametrize("name", evidence_tables.SOURCES)
-def test_a_table_shows_what_its_campaign_wrote(name):
+def test_a_table_agrees_with_its_campaign(name):
     """`python docs/evidence_tables.py` was run after the campaign wrote its results."""
     assert evidence_tables.pages.read(evidence_tables.PAGE, name).strip() == evidence_tables.written(name)
 

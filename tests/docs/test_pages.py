@@ -28,7 +28,7 @@ def test_page(page):
 
 
 @pytest.mark.parametrize("page", ALL, ids=_name)
-def test_what_does_not_run_says_why(page):
+def test_blocks_that_do_not_run_have_a_reason(page):
     """A block that is not run is preceded by a reason."""
     assert run_pages.without_reason(page.read_text(encoding="utf-8")) == []
 

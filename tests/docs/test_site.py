@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sphinx", reason="takes the extra docs: pip install -e .[docs]")
-pytest.importorskip("furo", reason="takes the extra docs: pip install -e .[docs]")
-pytest.importorskip("myst_parser", reason="takes the extra docs: pip install -e .[docs]")
+pytest.importorskip("sphinx", reason="needs the extra docs: pip install -e .[docs]")
+pytest.importorskip("furo", reason="needs the extra docs: pip install -e .[docs]")
+pytest.importorskip("myst_parser", reason="needs the extra docs: pip install -e .[docs]")
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -134,7 +134,7 @@ def test_two_clicks_from_the_front_page(site, pages):
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
     if not (CHROMIUM and DRIVER):
-        pytest.skip("takes Chromium: apt-get install chromium chromium-driver")
+        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     quiet = ("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
@@ -174,7 +174,7 @@ def test_dark_mode_and_tree(site, browser):
         assert caption.upper() in tree.text.upper()
 
 
-def test_asks_for_nothing_else(site, browser):
+def test_nothing_else_is_requested(site, browser):
     """Opening the front page loads only files."""
     browser.get_log("performance")
     browser.get((site / "index.html").as_uri())

@@ -106,7 +106,7 @@ def _pyright(path: Path, folder: Path) -> list[dict]:
         pytest.skip("pyright does not start here: its wrapper fetches it with npm")
 
 
-@pytest.mark.skipif(not (PYRIGHT.exists() and shutil.which("node")), reason="takes pyright (pip install pyright) and node")
+@pytest.mark.skipif(not (PYRIGHT.exists() and shutil.which("node")), reason="needs pyright (pip install pyright) and node")
 def test_pyright_strict(tmp_path):
     """pyright in strict mode also has the type of every name."""
     assert _pyright(FILE, tmp_path) == []

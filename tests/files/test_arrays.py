@@ -78,7 +78,7 @@ def test_every_sixteen_bit_float_is_counted(dtype):
 @pytest.mark.parametrize(
     ("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")]
 )
-def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
+def test_the_bad_value_is_found_at_any_position(dtype, bad, name):
     """One bad value is found at the first, the last and every inner border of the pieces."""
     size = scanner._PIECE_VALUES * 2 + 3
     for place in (
@@ -95,7 +95,7 @@ def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
         assert (getattr(found, name), found.nonfinite) == (1, 1)
 
 
-def test_large_finite_values_are_not_taken_for_infinities():
+def test_large_finite_values_are_not_infinities():
     """A sum that overflows proves nothing: values near the largest float are finite, and their mean
     is right.
     """

@@ -10,7 +10,7 @@ from keras_nanguard.__main__ import main
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
-def test_every_problem_and_every_choice_stands_on_the_page():
+def test_every_problem_and_every_choice_is_on_the_page():
     """The tables list each problem and each choice of a repair."""
     text = (DOCS / "files.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]

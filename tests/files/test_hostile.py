@@ -44,7 +44,7 @@ def unread(path):
     }
 
 
-def test_what_is_no_model_file_is_refused_in_one_sentence(make, tmp_path):
+def test_anything_but_a_model_file_is_rejected_with_one_sentence(make, tmp_path):
     """Missing, empty, foreign, a folder, a device, a name with a NUL: each has its sentence."""
     assert "There is no such file" in refusal(tmp_path / "missing.keras")
     assert "empty file" in refusal(make.raw(b""))

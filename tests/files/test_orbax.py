@@ -11,7 +11,7 @@ import pytest
 from keras_nanguard import FileFormatError, repair, scan
 
 
-def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_path, monkeypatch):
+def test_without_tensorstore_a_checkpoint_is_rejected_with_the_remedy(tmp_path, monkeypatch):
     """The missing library is named."""
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     tree = tmp_path / "checkpoint" / "3" / "pytree"
@@ -97,7 +97,7 @@ def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
         repair(tmp_path / "run", weights="zeros")
 
 
-def test_what_keras_itself_checkpoints_is_read(tmp_path):
+def test_checkpoints_of_keras_are_read(tmp_path):
     """A checkpoint of `keras.callbacks.OrbaxCheckpoint` lists the variables of the model."""
     pytest.importorskip("orbax.checkpoint")
     code = (

@@ -111,7 +111,7 @@ def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
     assert paths(scan(path)) == paths(scan(model))
 
 
-def test_a_file_without_names_beside_its_variables_is_named_from_its_configuration(
+def test_a_file_without_layer_names_is_named_from_its_configuration(
     keras, zoo, tmp_path
 ):
     """Files of older Keras versions have no layer names: the configuration gives them, numbered
@@ -153,7 +153,7 @@ def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
     assert paths(scan(tmp_path / "sub.keras")) == paths(scan(model))
 
 
-def test_bfloat16_is_read_by_the_name_beside_it(make, tmp_path):
+def test_bfloat16_is_read_by_the_name_in_its_attribute(make, tmp_path):
     """Keras saves bfloat16 as two unnamed bytes with the name in an attribute: NaN in them is
     found."""
     path = tmp_path / "brain.weights.h5"

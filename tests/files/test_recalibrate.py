@@ -98,7 +98,7 @@ def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras)
     np.testing.assert_allclose(model.get_layer("bn").moving_variance.numpy(), x.var(0), rtol=1e-4)
 
 
-def test_masked_positions_are_left_out(keras):
+def test_masked_positions_are_excluded(keras):
     """Padding is excluded from the statistics of a layer with a mask."""
     inputs = keras.Input((6, 2))
     x = keras.layers.Masking(mask_value=0.0)(inputs)
@@ -158,7 +158,7 @@ def test_only_chosen_layers_are_estimated(nested, task):
     np.testing.assert_array_equal(inner.get_layer("conv_bn").moving_mean.numpy(), before)
 
 
-def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
+def test_errors_keep_the_old_statistics(keras, nested, task):
     """NaN in the data, no data, an interrupted run: the error names the layer and the statistics
     are unchanged.
     """

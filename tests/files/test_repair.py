@@ -84,7 +84,7 @@ def test_everything_else_in_an_archive_is_carried_over(make):
                     assert old.read(info) == new.read(info.filename)
 
 
-def test_weights_are_kept_unless_asked_for(make):
+def test_weights_are_kept_by_default(make):
     """A bad weight is not invented: without a choice it is skipped with the reason, and the report
     is not clean.
     """
@@ -98,7 +98,7 @@ def test_weights_are_kept_unless_asked_for(make):
 
 
 @pytest.mark.parametrize(("weights", "value"), [("zeros", 0.0), ("ones", 1.0)])
-def test_weights_become_what_was_chosen(make, weights, value):
+def test_weights_become_the_chosen_values(make, weights, value):
     """Only the bad entries of a weight are replaced."""
     kernel = np.arange(12.0).reshape(4, 3)
     kernel[1, 2] = np.inf
@@ -135,7 +135,7 @@ def test_a_source_that_does_not_fit_is_a_reason(make):
     assert "no such variable" in details["backbone/first_bn/moving_mean"]
 
 
-def test_a_dry_run_writes_nothing_and_tells_the_same(make):
+def test_a_dry_run_writes_nothing_and_has_the_same_report(make):
     """`dry_run` lists exactly what a repair then does."""
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     planned = repair(path, weights="zeros", dry_run=True)
@@ -159,7 +159,7 @@ def test_in_place_keeps_the_old_file(make):
     assert (make.folder / "model.keras.bak").read_text() == "mine"
 
 
-def test_what_cannot_be_rewritten_is_refused_with_what_to_do(make):
+def test_files_that_cannot_be_rewritten_are_rejected_with_the_remedy(make):
     """Each shard can be repaired separately; the index and the folder are rejected, and unchanged.
     """
     index = make.sharded({make.SECOND_VARIANCE: np.nan})
@@ -233,7 +233,7 @@ def test_contradictions_are_refused_before_anything_is_read(make):
     assert sorted(os.listdir(make.folder)) == ["model.keras", "taken.keras"]
 
 
-def test_only_what_matches_is_repaired(make):
+def test_only_matching_variables_are_repaired(make):
     """`only` takes shell patterns on paths and layers."""
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
     report = repair(path, only=["*second_bn*"])
@@ -243,7 +243,7 @@ def test_only_what_matches_is_repaired(make):
 
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and pipes")
 @pytest.mark.parametrize("kind", ["a link to the input", "a folder", "a pipe"])
-def test_an_output_that_is_no_other_file_is_refused(make, tmp_path, kind):
+def test_an_output_that_is_the_input_or_not_a_file_is_rejected(make, tmp_path, kind):
     """Neither the input, named by a link, nor anything but a file is replaced, with `overwrite` or
     without.
     """
@@ -314,7 +314,7 @@ def test_npz_keeps_order_and_compression(make):
         np.testing.assert_array_equal(loaded["b"], np.arange(3))
 
 
-def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
+def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
     """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep
     their bits.
     """
@@ -394,7 +394,7 @@ def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
     assert scan(loaded).ok
 
 
-def test_a_live_model_is_repaired_where_it_stands(nested, task):
+def test_a_live_model_is_repaired_in_place(nested, task):
     """Statistics become initial values, slots those of a fresh optimizer; nothing else changes."""
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
@@ -473,7 +473,7 @@ def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, s
     )
 
 
-def test_what_has_no_first_value_is_a_reason():
+def test_a_missing_initial_value_has_a_reason():
     """An unknown variable, an unknown initializer and an invalid configuration give sentences, not
     guesses.
     """

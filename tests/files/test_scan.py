@@ -69,7 +69,7 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("kernel", "weight", np.zeros((0, 3)), "Dense"),
     ],
 )
-def test_what_is_in_order_is_not_reported(name, role, values, layer_class):
+def test_valid_values_are_not_reported(name, role, values, layer_class):
     """Initial values, small slots, large data statistics and empty arrays are not problems."""
     assert judged(name, role, values, layer_class) == ()
 
@@ -172,7 +172,7 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     }
 
 
-def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
+def test_a_bad_metric_is_not_a_fault_of_the_model(keras):
     """Metrics with NaN, including those of the model itself, are notes: the model is clean, and
     nothing needs repair.
     """
@@ -198,7 +198,7 @@ def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
     assert [entry.role for entry in scan(model).bad] == ["weight"]
 
 
-def test_what_is_no_model_is_refused(keras):
+def test_anything_but_a_model_is_rejected(keras):
     """Anything but a path or a built model is rejected."""
     with pytest.raises(GuardError, match="Expected a Keras model"):
         scan(3)

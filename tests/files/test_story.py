@@ -17,7 +17,7 @@ def ruin(backbone, nan, huge):
     )
 
 
-def test_a_small_nested_model_is_healed_in_python_and_by_command_line(
+def test_a_small_nested_model_is_repaired_in_python_and_on_the_command_line(
     keras, nested, task, tmp_path, capsys
 ):
     """`scan` names both layers, `repair` makes the predictions finite, `recalibrate` restores the

@@ -86,7 +86,7 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux tells how much a process holds"
 )
-def test_what_hdf5_reserves_is_bounded(tmp_path):
+def test_the_memory_of_hdf5_is_bounded(tmp_path):
     """The process that reads a file cannot exceed its memory limit, for any request of a library; a
     large file gets more.
     """

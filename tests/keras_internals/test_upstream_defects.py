@@ -80,7 +80,7 @@ def _without_batchnorm():
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
-def test_unsound_loss_scale_never_comes_back(value):
+def test_invalid_loss_scale_stays_invalid(value):
     """A stock scale of 0, Inf or NaN stays so, and training learns nothing or is lost; the guard
     resets it.
     """
@@ -97,7 +97,7 @@ def test_unsound_loss_scale_never_comes_back(value):
     assert guard.incidents[0].step == 3 and "loss_scale" in guard.incidents[0].sites
 
 
-def test_adam_stands_still_after_a_huge_gradient():
+def test_adam_stops_after_a_huge_gradient():
     """A gradient above 1.8e19 makes Adam's second moment Inf, and that weight never changes again;
     with the guard it does.
     """

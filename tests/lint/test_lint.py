@@ -65,7 +65,7 @@ def examine(program):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_sample_put_right(rule):
+def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_corrected_one(rule):
     """The samples in the docs do what the docs describe."""
     invalid, valid = samples(rule)
     found = examine(invalid).hazards
@@ -87,7 +87,7 @@ def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
     )
 
 
-def test_the_page_in_the_docs_has_every_rule_and_says_what_it_says():
+def test_the_page_in_the_docs_agrees_with_every_rule():
     """A row and a section for each rule, in the same order, with its severity, title and remedy."""
     rows = [f"| [`{one.code}`](#{one.code}) | {one.severity} | {one.title} |" for one in RULES]
     assert re.findall(r"^\| \[.*$", PAGE, re.M) == rows
@@ -167,7 +167,7 @@ SPARSE, IGNORED = (
         ("hinge", FIVES, "tanh", True),
     ],
 )
-def test_targets_are_compared_with_what_the_loss_accepts(loss, targets, activation, accepted):
+def test_targets_are_compared_with_the_range_of_the_loss(loss, targets, activation, accepted):
     """By each name and form of a loss; the class that a loss ignores may be any number."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation=activation)])
     model.compile("adam", loss)
@@ -221,7 +221,7 @@ def test_learning_rates(rate, bad):
     assert bool(lint(model).hazards) is bad
 
 
-def test_schedules_are_looked_at_along_their_way():
+def test_schedules_are_checked_at_several_steps():
     """A warm-up from 0 is valid; a schedule that becomes negative is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     schedules = keras.optimizers.schedules
@@ -236,7 +236,7 @@ def test_schedules_are_looked_at_along_their_way():
     assert not lint(model).ok
 
 
-def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
+def test_protected_operations_are_safe():
     """Adding a constant, clipping, softplus and the like protect a logarithm or a quotient."""
     inputs = keras.Input((4,))
     x, ops = layers.Dense(4)(inputs), keras.ops
@@ -253,7 +253,7 @@ def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
         ]
 
 
-def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_seen():
+def test_lint_ignores_parts_of_a_model_that_are_not_visible():
     """Lint does not fail on models without a graph, a loss or an optimizer, and does not change
     them.
     """
@@ -313,19 +313,19 @@ def application_is_silent(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_well_known_models_are_left_in_peace(name):
+def test_well_known_models_have_no_hazards(name):
     """Well-known architectures have no hazards."""
     application_is_silent(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPLICATIONS)
-def test_every_keras_application_is_left_in_peace(name):
+def test_every_keras_application_has_no_hazard(name):
     """No hazards in any model of `keras.applications`, compiled as documented."""
     application_is_silent(name)
 
 
-def test_what_is_infinite_on_purpose_is_no_hazard():
+def test_intended_infinite_values_are_not_hazards():
     """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance
     and a bad slot are.
     """

@@ -30,7 +30,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_an_action_comes_back_from_a_file_as_it_was(name):
+def test_an_action_survives_a_file(name):
     """By name alone, and as a table of all of its parameters."""
     kind = ACTIONS[name]
     assert set(OTHER[name]) == set(kind.model_fields)

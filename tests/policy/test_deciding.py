@@ -56,7 +56,7 @@ def test_a_rule_that_only_reports_adds_to_the_escalation():
     assert done[2] == ["quarantine", "call", "rollback", "lower_lr"]
 
 
-def test_a_rule_waits_for_so_many_in_a_row_and_the_rest_of_the_policy_acts_until_then():
+def test_a_rule_is_due_after_a_number_of_incidents_in_a_row():
     """`after = 4` acts at the fourth and the eighth matching incident in a row."""
     policy = rules({"cause": "transient", "after": 4, "do": "reset_slots"})
     done = run(policy, [bad(n, cause="transient") for n in range(50, 58)])[0]
@@ -87,7 +87,7 @@ def test_the_first_rule_that_is_due_decides():
         ({"site": "loss", "layer": "conv*"}, False),
     ],
 )
-def test_a_rule_matches_what_meets_every_field(fields, matches):
+def test_a_rule_matches_if_every_field_matches(fields, matches):
     """A rule applies if one finding matches site, kind and layer, and the diagnosis matches the
     cause.
     """
@@ -283,7 +283,7 @@ POLICIES = st.builds(
 
 
 @given(POLICIES, INCIDENTS)
-def test_whatever_a_policy_says_the_engine_keeps_its_promises(policy, events):
+def test_the_engine_keeps_its_guarantees_under_any_policy(policy, events):
     """For any policy and any incidents the decision is pure, prints as JSON, is bounded, and never
     loses a refusal.
     """

@@ -91,7 +91,7 @@ def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
     assert not any(parameters(one, "rollback")["replay_steps"] for one in acting)
 
 
-def test_a_divergence_goes_back_before_its_onset_and_replays():
+def test_a_divergence_restores_a_state_before_its_onset_and_replays():
     """Steps refused for a divergence lead to a snapshot from before its onset, at a permanently
     lower rate.
     """

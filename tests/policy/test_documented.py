@@ -85,7 +85,7 @@ def test_the_folder_holds_the_presets_and_the_schema():
         {"version": 1},
     ],
 )
-def test_the_schema_refuses_what_the_library_refuses(document):
+def test_the_schema_rejects_the_same_as_the_library(document):
     """An editor with the schema marks everything that the library would reject."""
     with pytest.raises(PolicyError):
         Policy.load(document)

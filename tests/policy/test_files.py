@@ -81,7 +81,7 @@ def test_the_full_document_has_every_field():
 
 
 @pytest.mark.parametrize("suffix", TEXTS)
-def test_each_format_makes_the_same_policy_and_the_way_back(tmp_path, suffix):
+def test_each_format_gives_the_same_policy_and_back(tmp_path, suffix):
     """File -> Policy -> dict -> file loses nothing."""
     path = tmp_path / f"policy{suffix}"
     path.write_text(TEXTS[suffix], "utf-8")
@@ -150,7 +150,7 @@ def test_a_snapshot_is_verified_no_later_than_the_next_one():
 # What is wrong
 
 
-def test_all_problems_are_told_at_once_with_path_and_nearest_word():
+def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
     """Each problem has its path, the expected and the received value, and a similar word."""
     document = {
         "snapshto": {},
@@ -205,7 +205,7 @@ def test_all_problems_are_told_at_once_with_path_and_nearest_word():
         ({"refuse": "no"}, "true or false"),
     ],
 )
-def test_a_problem_says_what_was_expected(document, words):
+def test_a_problem_names_the_expected_value(document, words):
     """The message names path and remedy in the words of a policy file."""
     (problem,) = problems(document)
     assert words in problem
@@ -245,7 +245,7 @@ def test_a_policy_of_version_1_gets_the_new_form():
         ("policy.ini" + os.sep + "x", "ends in .toml"),
     ],
 )
-def test_what_is_not_a_policy_is_told(source, words):
+def test_anything_but_a_policy_is_rejected(source, words):
     """Anything but a preset, file, dict or policy gives one clear error."""
     with pytest.raises(PolicyError, match=words):
         Policy.load(source)
@@ -291,7 +291,7 @@ def test_a_hostile_file_gets_one_clear_error(tmp_path, monkeypatch, name):
     assert not (tmp_path / "hacked").exists()
 
 
-def test_a_dict_that_goes_in_a_circle_is_refused():
+def test_a_circular_dict_is_rejected():
     """A circular document is too deep."""
     document = {"rules": []}
     document["rules"].append(document)

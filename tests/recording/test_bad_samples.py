@@ -200,7 +200,7 @@ def test_other_data(made):
     assert {sample.fingerprint for sample in samples} == {sample.fingerprint for sample in by_array}
 
 
-def test_names_of_ones_own():
+def test_names_of_the_user():
     """`sample_ids` gives rows the user's names: one for each row of `x`, or from a key of the
     batch.
     """

@@ -29,7 +29,7 @@ zoo.once()
 ROOT = Path(__file__).parents[2]
 
 
-def test_file_holds_what_memory_holds(tmp_path):
+def test_file_equals_memory(tmp_path):
     """Steps, bins, events and samples are the same from the file, also after changes to written
     rows.
     """
@@ -381,7 +381,7 @@ def test_tables_that_are_too_long(tmp_path, set_limit):
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
 
 
-def test_whoever_reads_while_a_file_is_made_sees_all_of_its_beginning(tmp_path, monkeypatch):
+def test_readers_during_the_creation_of_a_file(tmp_path, monkeypatch):
     """At no moment is the file readable without identifying its run."""
     seen = []
 

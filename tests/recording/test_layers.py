@@ -71,7 +71,7 @@ def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
         pytest.param(lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), id="accumulated"),
     ],
 )
-def test_gradients_that_cannot_be_told(optimizer, often):
+def test_gradients_that_cannot_be_computed(optimizer, often):
     guard = NanGuard(**QUIET)
     zoo.run(lambda: zoo.plain(optimizer()), zoo.regression(), guard=guard, epochs=1)
     trained = [found for found in guard.recording.layers.values() if "gradient_norm" in found]
@@ -79,7 +79,7 @@ def test_gradients_that_cannot_be_told(optimizer, often):
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
-def test_looks_say_what_the_weights_say(mode, often):
+def test_measurements_agree_with_the_weights(mode, often):
     """Norms, changes and ranges agree with the weights that a callback reads."""
     zoo.supported(zoo.MODES[mode])
     if zoo.BACKEND == "jax" and mode == "steps4":
@@ -105,7 +105,7 @@ def test_looks_say_what_the_weights_say(mode, often):
             assert width == 1 or np.isnan(found["gradient_norm"][place]), "several steps tell no single gradient"
 
 
-def test_nothing_where_a_step_was_refused(often):
+def test_no_measurement_of_a_refused_step(often):
     """If the step after a copy was refused or undone, there is no measurement of it."""
     guard = NanGuard(**QUIET)
     data = zoo.regression()
@@ -130,7 +130,7 @@ def test_in_the_file(tmp_path, often):
     assert max(found[path]["step"].max() for path in found) >= 12
 
 
-def test_looks_are_few():
+def test_measurements_are_few():
     """They take a small share of the time, so most steps have none."""
     guard = NanGuard(**QUIET)
     zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=40)

@@ -15,7 +15,7 @@ from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
-ONCE = pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
+ONCE = pytest.mark.requires_backend("tensorflow", reason="independent of the backend: runs once")
 
 
 def acting(action):
@@ -210,7 +210,7 @@ def test_model_that_guards_itself_and_fails():
 
 @ONCE
 @pytest.mark.parametrize("when", ["epoch", "end"])
-def test_what_goes_wrong_later_is_said_once(tmp_path, capsys, when):
+def test_a_later_write_error_is_reported_once(tmp_path, capsys, when):
     """If a file can no longer be written, this is reported at the end of the epoch, or of the fit,
     and not repeated.
     """
@@ -321,7 +321,7 @@ def looped(guard, data):
                 step(x, y)
 
 
-def test_loop_of_ones_own(tmp_path):
+def test_hand_written_loop(tmp_path):
     """A loop with `guard.step` is recorded like a fit, also in its file, and its bad rows are
     identified by fingerprints.
     """

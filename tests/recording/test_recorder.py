@@ -91,7 +91,7 @@ class TestSteps:
 
 class TestRecorder:
 
-    def test_rate_is_known_where_it_was_seen(self):
+    def test_rate_is_known_between_equal_readings(self):
         """Between two equal readings the rate is known; between two different ones it is not."""
         made = recorder()
 

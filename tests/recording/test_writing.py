@@ -44,7 +44,7 @@ def test_a_pipe_is_not_written(tmp_path):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="the path counts as one where nothing is")
-def test_a_path_that_cannot_be_looked_at(tmp_path):
+def test_a_path_that_cannot_be_inspected(tmp_path):
     """A path that cannot be inspected leaves the recording in memory."""
     made = begun(tmp_path / ("x" * 300))
     assert "name too long" in made.problem()

@@ -195,7 +195,7 @@ class TestRollback:
             "restored the state after 3 steps; 3 committed steps undone",
         ]
 
-    def test_counts_what_had_committed(self):
+    def test_counts_only_committed(self):
         """Only committed steps are undone: none before the first, none twice, and the one that left
         a bad state.
         """

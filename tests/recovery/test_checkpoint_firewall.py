@@ -73,7 +73,7 @@ def saving(folder):
 
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("what", ["model", "weights", "backup"])
-def test_what_is_saved_is_finite(tmp_path, what, guard_first):
+def test_saved_files_are_finite(tmp_path, what, guard_first):
     """Stock Keras saves the values that another callback has ruined; the guard first restores the
     state.
     """
@@ -92,7 +92,7 @@ def test_what_is_saved_is_finite(tmp_path, what, guard_first):
     assert not {"save", "save_weights"} & set(vars(model))
 
 
-def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
+def test_a_save_of_a_bad_model_is_prevented(tmp_path, capsys):
     """If the policy does not restore the state, the existing file is kept, and a line reports this.
     """
     policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
@@ -110,7 +110,7 @@ def test_observing_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("guard_first", [True, False])
-def test_nan_of_the_validation_is_no_best(tmp_path, guard_first):
+def test_nan_of_the_validation_is_never_best(tmp_path, guard_first):
     """Stock Keras keeps the NaN of a first validation as the best value for ever; with the guard it
     is ignored.
     """

@@ -311,7 +311,7 @@ class TestNoObjective:
 
         assert self.lost(build) == []
 
-    def test_where_it_is_switched_off(self):
+    def test_if_it_is_disabled(self):
         guard = NanGuard(verbose=0, divergence={"action": "off"})
         fit(mlp(adam(3.0)), guard, epochs=4)
         assert guard.incidents == []

@@ -64,7 +64,7 @@ NO_BATCHES = pytest.mark.requires_backend("jax", "torch", reason="with several s
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("steps4", marks=NO_BATCHES)])
-def test_said_once(capsys, mode):
+def test_reported_once(capsys, mode):
     """If training is fine and validation is not, this is reported once, with the layer, the
     measurements, and the advice.
     """
@@ -80,7 +80,7 @@ def test_said_once(capsys, mode):
     assert "in the validation of epoch" in str(incident) and diagnosis.advice[0] in str(incident)
 
 
-def test_what_it_advises_helps():
+def test_the_advice_helps():
     """After `recalibrate` on the training data, as advised, the validation is as good as training.
     """
     from keras_nanguard import recalibrate
@@ -159,7 +159,7 @@ def test_ends_nothing(policy):
     assert len(history["loss"]) == 3 and len(lagging(guard)) == 1
 
 
-def test_a_look_that_fails_is_no_trouble(monkeypatch):
+def test_a_failing_check_has_no_effect(monkeypatch):
     """A model whose loss cannot be computed outside of its own steps is left alone: nothing is
     raised or reported.
     """

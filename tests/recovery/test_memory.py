@@ -60,7 +60,7 @@ class TestRoom:
         assert memory.room(tmp_path) == 15 * MB
 
     @pytest.mark.parametrize("text", ["", "x", "::", "0::", "MemAvailable:", "MemAvailable: x kB", "\0", "36 25 - cgroup2", "- \n - - -\n"])
-    def test_what_cannot_be_read_is_no_limit(self, tmp_path, text):
+    def test_an_unreadable_limit_is_ignored(self, tmp_path, text):
         files(tmp_path, proc__meminfo=text, proc__self__status=text, proc__self__cgroup=text + "\n0::/a\n")
         assert memory.room(tmp_path) == np.inf
 

@@ -34,7 +34,7 @@ def build(*noise):
     return model
 
 
-def test_bad_noise_is_drawn_anew():
+def test_bad_noise_is_redrawn():
     """Stock Keras ends with NaN. The guard skips the steps with an empty mask, without a rollback
     or a lower rate.
     """

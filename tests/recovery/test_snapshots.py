@@ -70,7 +70,7 @@ class TestRing:
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
-    def test_start_takes_no_memory_where_it_is_constant(self):
+    def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
         ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
         ring.take(Snapshot(0, 0, verified=True), state(slots, weights))
@@ -234,7 +234,7 @@ class TestResume:
             assert values == whole.history[name][-len(values) :]
         assert resumed.model._initial_epoch is None
 
-    def test_what_the_policy_remembers(self, tmp_path):
+    def test_the_policy_state_is_restored(self, tmp_path):
         """Budgets, lowered rates, clipping and bounds of the loss scale continue from the last
         incident, not from the last snapshot.
         """
@@ -320,7 +320,7 @@ class TestResume:
         again.model.fit(data().x, data().y, batch_size=8, epochs=1, verbose=0)
         assert again.model.history.epoch == [0], "the fit after it begins as it is reported"
 
-    def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
+    def test_nothing_left_without_a_number_of_epochs(self, tmp_path):
         """The same with a `CallbackList` in a hand-written loop, which has no number of epochs."""
         done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other, data = zoo.plain(), zoo.regression()
@@ -410,7 +410,7 @@ class TestFiles:
         assert stored[next(path for path in stored if path.endswith("iteration"))] == read(path).step
         assert zoo.bad_entries(model) == []
 
-    def test_looking_for_a_variable_reads_no_array(self, tmp_path, monkeypatch):
+    def test_searching_a_variable_reads_no_array(self, tmp_path, monkeypatch):
         weights, other = variable(1.0, 2.0), variable()
         file = save(tmp_path, state(weights), step=1, epoch=0, batch=1, verified=True)
         assert file[id(weights)].tolist() == [1.0, 2.0]
@@ -463,7 +463,7 @@ class TestFiles:
             find(tmp_path, 12)
 
     @pytest.mark.parametrize("resume", [True, False])
-    def test_what_is_not_ours(self, left, tmp_path, resume):
+    def test_foreign_files(self, left, tmp_path, resume):
         """Files and folders with other names among the snapshots are not changed, and neither are
         the targets of links.
         """
@@ -556,7 +556,7 @@ class TestFiles:
             assert one.tobytes() == other.tobytes(), path
 
 
-def test_what_is_written_beside_is_whole_or_not_there(tmp_path):
+def test_written_files_are_complete_or_absent(tmp_path):
     """An unfinished file or folder leaves nothing, and the old one with its name is kept."""
     path = tmp_path / "one.txt"
     with atomic_files.beside(path) as unfinished:
@@ -589,7 +589,7 @@ def test_temporary_names_do_not_pile_up(tmp_path):
     assert len(removed) == 3 and os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_removed_does_not_keep_the_next_from_being_removed(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_removed_does_not_block_the_next(tmp_path, monkeypatch):
     real, stuck = shutil.rmtree, f".unfinished-{os.getpid()}-removed"
     monkeypatch.setattr(shutil, "rmtree", lambda path, **more: None if path.name == stuck else real(path, **more))
     for name in ("one", "two", "three"):

@@ -72,7 +72,7 @@ def test_undone_whole(name):
     assert calls[0] is None or float(calls[0]) == float(calls[1]) == data.batches
 
 
-def test_none_where_the_policy_refuses_nothing():
+def test_no_trial_if_the_policy_refuses_nothing():
     """Steps are replayed only if a bad one of them would be refused again."""
     guard = NanGuard(refuse=False, verbose=0)
     trial = Trial(guard, 10)
@@ -228,7 +228,7 @@ def test_undone_whole_in_a_loop():
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step of JAX draws from keys")
-def test_generators_of_the_process_go_on():
+def test_generators_of_the_process_are_restored():
     """A step that draws from NumPy draws the same numbers as without the trial."""
 
     class Draws(keras.Model):

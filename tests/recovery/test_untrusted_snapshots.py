@@ -54,7 +54,7 @@ STATES = {
 }
 
 
-def test_a_guard_state_as_a_run_writes_it_is_taken():
+def test_a_guard_state_of_a_run_is_accepted():
     """The rejected ones below each differ from it in one point."""
     assert GuardState.from_dict(json.loads(json.dumps(GOOD))).to_dict() == GOOD
 
@@ -75,7 +75,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(GOOD)), JSON)
-def test_a_guard_state_is_taken_or_refused(name, value):
+def test_a_guard_state_is_accepted_or_rejected(name, value):
     """With any value in place of a field a guard state is rejected, or written again unchanged."""
     try:
         found = GuardState.from_dict({**GOOD, name: value})

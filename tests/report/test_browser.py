@@ -19,8 +19,8 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 pytestmark = [
-    pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once"),
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="takes Chromium: apt-get install chromium chromium-driver"),
+    pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once"),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Chromium: apt-get install chromium chromium-driver"),
 ]
 
 SECONDS = 2.0
@@ -102,7 +102,7 @@ def test_it_opens(browser, pages, name):
         assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
 
 
-def test_names_are_no_markup(browser, pages):
+def test_names_are_not_markup(browser, pages):
     opened(browser, pages["hostile"])
     assert browser.title != "owned" and HOSTILE in browser.title
     assert browser.execute_script("return document.querySelectorAll('img[src=x], script').length") == 3

@@ -18,7 +18,7 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report.closing import MAX_ROWS, table_text
 
-pyte = pytest.importorskip("pyte", reason="takes the terminal emulator pyte")
+pyte = pytest.importorskip("pyte", reason="needs the terminal emulator pyte")
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="what is printed is the same on every backend; checked once")
 
@@ -137,7 +137,7 @@ def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
         assert any(word.endswith("/moving_variance'") for word in words)
 
 
-def test_the_table_where_only_ascii_can_be_written(monkeypatch):
+def test_the_table_in_ascii(monkeypatch):
     stream = Stream(True)
     stream.encoding = "ascii"
     monkeypatch.setattr(sys, "stdout", stream)
@@ -161,7 +161,7 @@ class Tee:
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
-def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
+def test_an_output_without_isatty(monkeypatch, verbose):
     """A standard output that is not a file is not a terminal."""
     tee = Tee()
     train(monkeypatch, tee, verbose=verbose)

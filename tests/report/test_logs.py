@@ -77,7 +77,7 @@ def test_no_callback_sees_a_nan(guard_first):
     assert all(math.isfinite(v) for v in values) and recorder.bad == []
 
 
-def test_healthy_history_is_untouched():
+def test_healthy_history_is_unchanged():
     """Except for the guard's own keys, History has the keys and values of an unguarded run."""
     data = zoo.regression()
     history = fit(data, NanGuard(verbose=0))[1]
@@ -87,7 +87,7 @@ def test_healthy_history_is_untouched():
     assert set(fit(data, NanGuard(verbose=0, logs=False))[1]) == {*zoo.plain_logs(history), "refused_steps"}
 
 
-def test_stock_callbacks_beside_the_guard(tmp_path):
+def test_stock_callbacks_with_the_guard(tmp_path):
     """CSVLogger, EarlyStopping, ReduceLROnPlateau and TerminateOnNaN work correctly."""
     data = zoo.poison(zoo.regression(), 3)
     early = keras.callbacks.EarlyStopping(monitor="loss", patience=5, restore_best_weights=True)

@@ -262,7 +262,7 @@ def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
     assert not any(name.startswith(f"{monitor}-1-") for name in saved[1]) and len(saved[0]) == len(saved[1]) > 1
 
 
-def test_what_stands_where_nothing_was_measured(tmp_path, capsys):
+def test_logs_without_measurements(tmp_path, capsys):
     """The logs have a finite number that is not a plausible measurement and is worse than any, and
     a line reports this.
     """
@@ -320,7 +320,7 @@ def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():
     }
 
 
-def test_batches_passed_over_are_no_steps():
+def test_skipped_batches_are_not_steps():
     """An epoch whose batches were all skipped after a rollback has the final logs of the previous
     epoch.
     """

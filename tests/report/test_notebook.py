@@ -15,7 +15,7 @@ from support.recordings import HOSTILE, synthetic
 
 from keras_nanguard import Finding, GuardError, Incident, NanGuard, repair, scan
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
 ROOT = Path(__file__).parents[2]
 

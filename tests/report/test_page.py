@@ -28,7 +28,7 @@ from keras_nanguard._recording.records import STEP_COLUMNS, Event
 from keras_nanguard._report import cards, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
 PAGE = Path(keras_nanguard.__file__).parent / "_report" / "page"
 
@@ -60,7 +60,7 @@ def page_of(recording, **arguments):
     return html.page(recording, incidents_of(recording), "one line", **arguments)
 
 
-def test_what_stands_in_it():
+def test_contents():
     recording = synthetic(1500, 6)
     text = " ".join(Elements(page_of(recording)).text)
     causes = ("input_nonfinite", "loss_domain", "log(0) in the loss.")
@@ -144,7 +144,7 @@ def test_a_log_that_is_ahead_of_the_recording():
     assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
 
 
-def test_what_was_undone_has_a_line_of_its_own():
+def test_undone_values_have_a_separate_curve():
     """The curve shows the last run of replayed steps; the first one has a separate curve."""
     back, again = 40, 10
     count = back + again
@@ -171,7 +171,7 @@ def test_a_refused_step_of_an_abandoned_run():
     assert chart["high"] == [1.0, None, 1.0, 1.0, 1.0] and chart["undone"] == [9.0] * 4 + [None]
 
 
-def test_what_was_undone_in_a_long_run():
+def test_undone_values_in_a_long_run():
     """In a run longer than the points of a curve, both courses use the same steps, without holes.
     """
     recording = synthetic(8000, 0)
@@ -329,19 +329,19 @@ class TestBlamedRows:
         assert found["rows"][0]["of"] == "x/age"
 
     @pytest.mark.parametrize("reported", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
-    def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, reported):
+    def test_the_description_of_arrays_in_a_bundle_may_be_damaged(self, folder, reported):
         save_batch(folder, np.ones((3, 2)))
         (folder / "bundle.json").write_text(reported)
         assert cards.shown(folder, [0]) == []
 
-    def test_arrays_beside_an_omitted_one_are_shown(self, folder):
+    def test_arrays_next_to_an_omitted_one_are_shown(self, folder):
         save_batch(folder, np.ones((3, 2)))
         about = {"batch": {"tuple": [{"tuple": [{"dict": {"a": 0, "b": {"left_out": "object"}}}]}]}, "dtypes": ["float64"]}
         (folder / "bundle.json").write_text(json.dumps(about))
         assert [f["of"] for f in cards.shown(folder, [0])] == ["x/a"]
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
-    def test_what_cannot_be_read_is_left_out(self, folder, content):
+    def test_unreadable_parts_are_omitted(self, folder, content):
         save_batch(folder, np.ones((3, 2)))
         if isinstance(content, bytes):
             (folder / "batch.npz").write_bytes(content)
@@ -370,7 +370,7 @@ class TestBlamedRows:
         assert cards.layer_table(None) == ""
 
 
-def test_uplot_is_what_was_published():
+def test_uplot_equals_the_published_file():
     """The library in the folder is uPlot 1.6.32 as published on npm, with its licence."""
     digests = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -392,7 +392,7 @@ class TestSeveralRuns:
             found.append(compare.RunSeen(name, recording, tuple(incidents_of(recording))))
         return found
 
-    def test_what_they_have_in_common(self):
+    def test_common_properties(self):
         """Causes with the number of affected runs, differences of the failed ones, and rows to
         blame in several.
         """

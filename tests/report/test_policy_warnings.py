@@ -43,14 +43,14 @@ def test_rules_without_effect_are_reported_once(capsys):
 
 
 @pytest.mark.parametrize("policy", ["recover", "stop", "observe", "tune"])
-def test_a_preset_says_nothing(policy, capsys):
+def test_a_preset_has_no_warnings(policy, capsys):
     """The presets fit any model, so there are no warnings about them."""
     data = zoo.regression(batches=2)
     model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(policy)])
     assert "NanGuard:" not in capsys.readouterr().out
 
 
-def test_nothing_is_said_with_verbose_0(capsys):
+def test_nothing_is_printed_with_verbose_0(capsys):
     """`verbose=0` prints nothing, and a policy with warnings trains like any other."""
     data = zoo.regression(batches=2)
     history = model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(rules=[LATE, EMBEDDING], verbose=0)])
@@ -86,7 +86,7 @@ def test_loops_and_models_say_it_too(capsys):
         assert said(capsys) == []
 
 
-def test_what_the_guard_lacks_is_said(capsys):
+def test_missing_parts_are_reported(capsys):
     """A missing function and a missing directory are reported before training, not at the first
     incident.
     """
@@ -98,7 +98,7 @@ def test_what_the_guard_lacks_is_said(capsys):
 
 
 @pytest.mark.parametrize("where", ["divergence", "loss_scale"])
-def test_what_the_guard_lacks_for_a_finite_fault_is_said(where):
+def test_missing_parts_for_a_finite_fault_are_reported(where):
     """The actions for a divergence and for a bad loss scale are checked like those of rules."""
     policy = Policy(**{where: {"action": ["quarantine", {"call": {"function": "notify"}}]}})
     folder, function = warnings_about(policy, guard=NanGuard(policy))
@@ -108,7 +108,7 @@ def test_what_the_guard_lacks_for_a_finite_fault_is_said(where):
 
 @pytest.mark.parametrize("kind", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
-def test_a_file_names_what_the_model_names(tmp_path, ending, kind, capsys):
+def test_a_file_and_its_model_have_the_same_names(tmp_path, ending, kind, capsys):
     """The same globs match every path of the live model in its file."""
     keras.config.set_dtype_policy(kind)
     encoder = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization()], name="encoder")

@@ -43,7 +43,7 @@ def test_first_bad_layer(call, how):
         np.testing.assert_array_equal(old, np.array(variable))
 
 
-def test_what_only_inference_shows_is_found_at_the_first_validation():
+def test_faults_of_inference_mode_are_found_at_the_first_validation():
     """Training looks fine while a moving variance is bad: the first validation reports it, with the
     layer.
     """

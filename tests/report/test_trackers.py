@@ -135,7 +135,7 @@ print(json.dumps({"tags": found.data.tags, "metrics": found.data.metrics, "page"
 
 
 @pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
+@pytest.mark.requires_backend("tensorflow", reason="independent of the backend: runs once")
 def test_mlflow(tmp_path):
     """In a real SQLite store: the numbers as metrics, incidents and causes as tags, the report as an artifact."""
     pytest.importorskip("mlflow")
@@ -166,7 +166,7 @@ print(json.dumps({"alerts": alerts, "summary": summary}))
 
 
 @pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
+@pytest.mark.requires_backend("tensorflow", reason="independent of the backend: runs once")
 def test_wandb(tmp_path):
     """In a real offline run: the numbers in its history, and one alert for each cause, not for each incident."""
     pytest.importorskip("wandb")
@@ -220,7 +220,7 @@ def test_a_run_that_raises(monkeypatch):
     assert mlflow.tags["nanguard.incidents"] == 1
 
 
-@pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
+@pytest.mark.requires_backend("tensorflow", reason="independent of the backend: runs once")
 @pytest.mark.parametrize("policy", ["recover", "raise"])
 def test_a_model_that_guards_itself(monkeypatch, policy):
     """`NanGuardModel` sends the same as a callback, also if its fit ends in an exception, once for
@@ -241,7 +241,7 @@ def test_a_model_that_guards_itself(monkeypatch, policy):
         assert list(mlflow.texts) == ["nanguard/report.html"]
 
 
-def test_a_healthy_run_hands_on_no_incident(monkeypatch):
+def test_a_healthy_run_sends_no_incident(monkeypatch):
     """A healthy run is tagged with none, and has no report and no alert."""
     wandb, mlflow = Fake(True), Fake(True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -250,7 +250,7 @@ def test_a_healthy_run_hands_on_no_incident(monkeypatch):
     assert wandb.alerts == [] and mlflow.tags["nanguard.incidents"] == 0 and mlflow.texts == {}
 
 
-def test_a_tracker_that_fails_is_said_once(monkeypatch, capsys):
+def test_a_failing_tracker_is_reported_once(monkeypatch, capsys):
     """An error in a tracker does not end training; one line reports it."""
     wandb = Fake(True)
     monkeypatch.setattr(wandb, "alert", lambda **alert: 1 / 0)

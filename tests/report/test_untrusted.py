@@ -150,7 +150,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_members_that_are_no_arrays_are_left_out(bundle, name):
+def test_members_that_are_not_arrays_are_omitted(bundle, name):
     """A member with a broken header, one that declares more than the free memory, and one that is
     not an array: the page omits them.
     """
@@ -217,7 +217,7 @@ SEVERAL = settings(max_examples=60)
 
 @SEVERAL
 @given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
-def test_an_incident_is_taken_or_refused(name, value, within):
+def test_an_incident_is_accepted_or_rejected(name, value, within):
     """With any value in place of a field an incident is rejected with one sentence, or shown and
     written in each form.
     """
@@ -246,7 +246,7 @@ COLUMNS = {"meta": 2, "steps": 11, "bins": 17, "events": 7, "layers": 7, "sample
 
 @SEVERAL
 @given(st.sampled_from(sorted(COLUMNS)), st.data())
-def test_a_recording_is_taken_or_refused(table, data):
+def test_a_recording_is_accepted_or_rejected(table, data):
     """With any row in any table a recording is rejected with one sentence, or shown in each form.
     """
     row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))

@@ -21,7 +21,7 @@ from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files, watch
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
 
 def incidents_of(recording):
@@ -119,7 +119,7 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
 
-def test_what_cannot_be_read_later(tmp_path, monkeypatch):
+def test_files_that_become_unreadable(tmp_path, monkeypatch):
     """It keeps the last display, reports the error, and continues when the file can be read again.
     """
     run = synthetic(300, 2)

@@ -165,7 +165,7 @@ def test_brief_lines_of_all_causes_fit(cause):
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
-def test_advice_where_it_is_the_users_turn():
+def test_advice_if_the_user_has_to_act():
     """The line contains the advice if training ends, or if a result of `evaluate` or `predict` is bad."""
     assert "Clean it." not in str(incident(diagnosis=DIAGNOSIS))
     assert "Clean it." in str(incident(diagnosis=DIAGNOSIS, decision=STOP))
@@ -225,7 +225,7 @@ class TestLines:
         found = [incident(diagnosis=DIAGNOSIS), incident(findings=(Finding("loss"),), diagnosis=replace(DIAGNOSIS, samples=(3,)))]
         assert [bool(lines.line(one)) for one in found] == [True, False]
 
-    def test_what_is_changed_is_always_said(self):
+    def test_changes_are_always_printed(self):
         """Every incident that changes the run, or is outside of training, has a line; one that only
         saves a batch has not.
         """

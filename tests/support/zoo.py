@@ -107,19 +107,19 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
     if BACKEND == "torch" and mode.get("steps_per_execution", 1) > 1:
         pytest.skip("Keras has no steps_per_execution on torch")
     if BACKEND == "torch" and mode.get("jit_compile"):
-        pytest.skip("on torch to compile one step takes ten seconds: tests/backends/torch/test_compiled_step.py does it")
+        pytest.skip("compiling a step on torch takes ten seconds: tests/backends/torch/test_compiled_step.py tests it")
 
 
 def once() -> None:
     """Skip a module on all backends but one, because nothing in it depends on the backend."""
     if BACKEND != "tensorflow":
-        pytest.skip("nothing in it asks for a backend: once is enough", allow_module_level=True)
+        pytest.skip("independent of the backend: runs once", allow_module_level=True)
 
 
 def tensorflow_only(what: str) -> None:
     """Skip a test of a feature that the other backends do not have."""
     if BACKEND != "tensorflow":
-        pytest.skip(f"{what}: TensorFlow has it alone")
+        pytest.skip(f"{what}: only TensorFlow has it")
 
 
 def plain(

@@ -38,7 +38,7 @@ def fit(model, *callbacks, epochs=2, **kwargs):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_epochs_and_fits_count_anew(steps):
+def test_counts_restart_with_epochs_and_fits(steps):
     """Steps count from the start of each fit, batches from the start of each epoch, and History has
     the counts.
     """
@@ -158,7 +158,7 @@ def of_tensors(guard):
 
 
 @pytest.mark.parametrize("build", [of_tensors, lambda guard: WithUnits(guard=guard)])
-def test_a_guard_of_its_own(build, tmp_path):
+def test_a_given_guard(build, tmp_path):
     """`NanGuardModel(..., guard=guard)` uses this guard, which is not saved with the model."""
     guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 7})
     model = build(guard)
@@ -172,7 +172,7 @@ def test_a_guard_of_its_own(build, tmp_path):
     assert keras.models.clone_model(model).nanguard is not guard if build is of_tensors else True
 
 
-def test_a_guard_of_its_own_resumes(tmp_path):
+def test_a_given_guard_resumes(tmp_path):
     """With `resume=True` a second run resumes from the snapshots of the first."""
 
     def run(epochs):
@@ -189,7 +189,7 @@ def test_a_guard_of_its_own_resumes(tmp_path):
     assert model.nanguard.session.resuming is None
 
 
-def test_what_is_no_guard():
+def test_a_guard_argument_that_is_not_a_guard():
     """Any other object gives an error with the right call."""
     with pytest.raises(ValueError, match=r"Expected guard to be a NanGuard. Received: guard='stop'. Write guard=NanGuard"):
         of_tensors("stop")

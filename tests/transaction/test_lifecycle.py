@@ -248,7 +248,7 @@ def test_fit_inside_of_a_strategy_scope():
 
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_data_are_let_go(guarded, bad):
+def test_data_are_released(guarded, bad):
     """After `fit` nothing references its iterator, and so its data; the garbage collector is not
     needed.
     """

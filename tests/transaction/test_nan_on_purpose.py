@@ -56,7 +56,7 @@ def fitted(built, data, *callbacks, epochs=2):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_mark_is_tolerated(tmp_path, mode, reset):
+def test_a_marker_is_tolerated(tmp_path, mode, reset):
     """Training equals that of stock Keras, if the marker becomes a number or is set again, and the
     model is saved each epoch.
     """
@@ -73,7 +73,7 @@ def test_a_mark_is_tolerated(tmp_path, mode, reset):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_bad_batch_is_refused_beside_a_mark(mode):
+def test_a_bad_batch_is_refused_with_a_marker_in_the_state(mode):
     """The batch is to blame, and the marker is unchanged."""
     guard = NanGuard(verbose=0)
     data = zoo.regression(batches=1)
@@ -85,7 +85,7 @@ def test_a_bad_batch_is_refused_beside_a_mark(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_a_number_and_becomes_nan_is_found(mode):
+def test_a_number_that_becomes_nan_is_found(mode):
     """It is refused in the step that writes it."""
     guard = NanGuard(verbose=0, diagnose=False)
     weights = fitted(model(Last(reset=True, first=1.0), **MODES[mode]), zoo.regression(), guard, epochs=1)
@@ -94,7 +94,7 @@ def test_what_was_a_number_and_becomes_nan_is_found(mode):
 
 
 @pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
-def test_what_can_be_no_mark_is_found_before_the_first_step(which):
+def test_invalid_markers_are_found_before_the_first_step(which):
     """NaN in a frozen weight, in a statistic, or in a state of Keras' own layers is not a marker.
     """
     inputs = keras.Input((6,))
@@ -109,7 +109,7 @@ def test_what_can_be_no_mark_is_found_before_the_first_step(which):
     assert guard.session.run.step == 0
 
 
-def test_a_mark_that_is_read_as_a_number_is_named():
+def test_a_marker_that_is_read_as_a_number_is_named():
     """It makes the loss NaN: the step is refused, and the diagnosis names the variable."""
     guard = NanGuard(verbose=0)
     fitted(model(Reads()), zoo.regression(), guard, epochs=1)

@@ -120,7 +120,7 @@ class TestSites:
                 missed.append(case)
         assert missed == []
 
-    def test_nothing_else_is_told(self, mode, precision):
+    def test_nothing_else_is_reported(self, mode, precision):
         """There are only incidents of faulty steps, and of later steps of an execution after a bad
         state.
         """
@@ -165,7 +165,7 @@ class TestOutsideWrites:
 
     @pytest.mark.parametrize("kind", ["nan", "inf"])
     @pytest.mark.parametrize("what", ["kernel", "gamma", "moving_mean", "moving_variance", "momentum", "velocity"])
-    def test_seen_and_healed(self, what, kind):
+    def test_detected_and_restored(self, what, kind):
         """A weight, statistic or slot that another callback makes bad is reported in the next step,
         and restored.
         """

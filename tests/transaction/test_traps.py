@@ -156,7 +156,7 @@ def test_12_alarm_on_an_ordinary_overflow():
 
 
 @pytest.mark.parametrize(("where", "site"), [("x", "inputs"), ("y", "targets")])
-def test_12_bad_data_is_no_ordinary_overflow(where, site):
+def test_12_bad_data_is_not_an_ordinary_overflow(where, site):
     """With loss scaling a batch with Inf is also reported if the loss is finite and only the
     gradients are not.
     """

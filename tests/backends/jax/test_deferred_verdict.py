@@ -47,7 +47,7 @@ def ahead(order):
     return [n for place, (what, n) in enumerate(order) if what == "read" and ("start", n + 1) in order[:place]]
 
 
-def test_nobody_waits(order):
+def test_no_step_waits(order):
     """A verdict is read after the next step has started, except at the end of an epoch, and before
     the state is read.
     """
@@ -256,7 +256,7 @@ def ends(data, batch):
     raise OSError("the disk is gone")
 
 
-def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
+def test_an_interrupted_fit_reports_its_last_step(monkeypatch):
     """The last step before an exception was bad and not yet read; it is reported before the
     exception.
     """
@@ -268,7 +268,7 @@ def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
     assert [i.step for i in guard.incidents] == [7, 8] and guard.session.run.step == 8
 
 
-def test_looks_at_the_state_of_their_step(order, monkeypatch):
+def test_state_checks_use_the_state_of_their_step(order, monkeypatch):
     """If the sums of a step trigger a check of the state, the host waits for the step that has
     already started.
     """

@@ -103,7 +103,7 @@ def test_refused_by_both(way, runs):
     assert told == [1, *[0] * len(others)], "one reports it, and what comes again is counted"
 
 
-def test_refused_where_the_host_waits(way, runs):
+def test_refused_if_the_host_waits(way, runs):
     """The same, to the bit, if each verdict is read before the next step starts."""
     ranks, _ = runs[0]["waited"]
     assert_alike(ranks)

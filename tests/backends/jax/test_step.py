@@ -100,7 +100,7 @@ class Halves(Both):
 
 
 @pytest.mark.parametrize("kind", [Both, Halves])
-def test_an_optimizer_that_assigns_by_itself(kind):
+def test_an_optimizer_that_overrides_assignments(kind):
     """A variable is restored for any kind of assignment of the optimizer."""
     _, bad = oracle(lambda: network(kind(0.05)), tolerance=1e-5)
     assert np.abs(bad.model.optimizer.seen[0].numpy()).max() > 0
@@ -564,7 +564,7 @@ def test_loop_rolls_back():
     assert float(loop.optimizer.learning_rate.value) == pytest.approx(0.005)
 
 
-def test_loop_that_is_compiled_anew():
+def test_loop_that_is_compiled_again():
     """A step that is compiled again keeps the facts of the previous one."""
     loop, guard = Loop(), NanGuard(verbose=0)
     with guard.watch(loop.model, loop.optimizer) as session:

@@ -86,7 +86,7 @@ def test_a_metric_may_be_nan():
     assert guard.incidents == [] and guard.session.run.counts.refused == 0 and guard.session.run.step == BATCHES
 
 
-def test_what_was_infinite_before_the_run_may_stay_so():
+def test_initially_infinite_values_are_tolerated():
     """A running minimum starts with Inf."""
     model, guard = fitted(Tracks(lambda x, last: jnp.maximum(last.value, jnp.min(x)), first=np.inf))
     assert guard.incidents == [] and np.isposinf(np.asarray(model.layers[0].last))
@@ -206,7 +206,7 @@ def test_weights_that_no_optimizer_moves():
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
 
 
-def test_a_scale_that_is_no_part_of_the_state():
+def test_a_scale_outside_of_the_state():
     """A loop passes the state of one of two optimizers: an overflow halves the scale of that one.
     """
     loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)
@@ -233,7 +233,7 @@ def test_a_scale_that_is_no_part_of_the_state():
     assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.run.counts.overflows == 1
 
 
-def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
+def test_logs_of_a_refused_step_with_a_deferred_verdict(monkeypatch):
     """The logs cannot be replaced any more, so they are those of the restored metrics."""
     seen, real = [], Session.logs_for_callbacks
 

@@ -79,7 +79,7 @@ def test_bad_steps(way, several):
 
 
 @pytest.mark.parametrize(("way", "programs"), [("deferred", 0), ("kept", 0), ("compiled", 1)])
-def test_what_xla_compiles(way, programs):
+def test_the_part_that_xla_compiles(way, programs):
     """If the model is compiled by XLA, the step is, as one program, and nothing else."""
     transaction = alone(network(), way)
     batch = batches(X)[0]
@@ -109,7 +109,7 @@ def test_bad_steps_that_are_watched(way):
 @pytest.mark.daily("deferred-weights", "compiled-slots")
 @pytest.mark.parametrize("where", ["weights", "slots"])
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
-def test_stands_still(way, where):
+def test_steps_after_a_bad_state_change_nothing(way, where):
     """After a step that leaves a weight or a slot infinite, no later step of the execution changes
     anything until the host allows it.
     """
@@ -211,7 +211,7 @@ def test_a_loss_scale(way, built):
 
 @pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
-def test_what_is_infinite_on_purpose(way):
+def test_intended_infinite_values(way):
     """Variables that a step does not write are in none of its sums, and neither are those that may
     be infinite.
     """
@@ -304,7 +304,7 @@ def test_the_bits_of_plain_descent(way):
     same(state(model), state(plain))
 
 
-def test_a_transaction_that_was_left_is_taken_off():
+def test_a_leftover_transaction_is_removed():
     """A step is guarded only once, after any earlier run."""
     plain, model = network(), network()
     for one, callbacks in ((plain, []), (model, [NanGuard(verbose=0)])):
@@ -372,7 +372,7 @@ def gradients_of(model, batch):
 
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
-def test_what_the_first_step_makes(way):
+def test_variables_created_by_the_first_step(way):
     """A bad first step that builds its model leaves it unbuilt in effect, and its variables are
     noted once.
     """
@@ -429,7 +429,7 @@ def test_two_loss_scales(way):
 
 
 @pytest.mark.parametrize("where", ["weights", "slots"])
-def test_what_the_first_update_makes(where):
+def test_variables_created_by_the_first_update(where):
     """In eager execution the first step reads the variables that it has created, and is refused if
     they are bad.
     """
@@ -469,7 +469,7 @@ def test_a_step_that_makes_nothing():
 # What is traced
 
 
-def test_what_a_step_returns():
+def test_the_outputs_of_a_step():
     """The outputs of a step without a trainer are unchanged, of any structure; scalars among them
     are losses.
     """

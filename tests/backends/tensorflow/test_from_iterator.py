@@ -54,7 +54,7 @@ def both(run):
     return models
 
 
-def test_batches_come_as_keras_hands_them():
+def test_batches_are_those_of_keras():
     """With their nesting, whole and short ones, with sample weights or without."""
     x, y = numbers(20)
 
@@ -68,7 +68,7 @@ def test_batches_come_as_keras_hands_them():
 
 
 @pytest.mark.skipif(zoo.OLD, reason="this version of Keras takes no None from a generator")
-def test_what_a_generator_leaves_out_is_none():
+def test_omitted_parts_of_a_generator_are_none():
     def run(model, callbacks):
         def batches():
             for _ in range(6):

@@ -45,7 +45,7 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def test_nothing_is_said_by_tensorflow():
+def test_tensorflow_prints_nothing():
     """A refusal is not an error: only the guard's line is printed."""
     program = f"""
 import numpy as np, keras, sys
@@ -75,7 +75,7 @@ def test_an_update_that_does_not_wait():
     same(guarded, plain)
 
 
-def test_an_error_of_ones_own():
+def test_an_error_of_the_user():
     """An assertion in the user's step reaches the user."""
 
     class Strict(keras.Model):
@@ -111,7 +111,7 @@ def test_logs_that_no_metric_holds(first):
     np.testing.assert_allclose(seen, means, rtol=1e-5)
 
 
-def test_a_trainer_that_is_no_model():
+def test_a_trainer_that_is_not_a_model():
     """Keras' `Trainer` can be mixed into a layer, which has no `save`."""
 
     class Bare(keras.src.backend.tensorflow.trainer.TensorFlowTrainer, layers.Dense):

@@ -95,7 +95,7 @@ def test_rows_are_those_of_the_whole_batch(result, name):
 
 
 @pytest.mark.slow
-def test_one_replica_is_no_replica(result):
+def test_one_replica_is_not_named(result):
     """With only one replica, none is named."""
     assert result("several_steps")["replicas"] == [[]] * 6
 
@@ -145,7 +145,7 @@ def test_train_on_batch(result):
 
 
 @pytest.mark.slow
-def test_asked_to_compile(result):
+def test_jit_compile(result):
     """With `jit_compile=True` the guarded step runs in graph mode."""
     assert result("compiled")["differences"] == []
 

@@ -321,7 +321,7 @@ def in_turn():
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turn())
-def test_a_healthy_run_is_that_of_stock_keras(name, mode):
+def test_a_healthy_run_equals_that_of_stock_keras(name, mode):
     guard = NanGuard(verbose=0)
     history, state, _ = fitted(STEPS[name], X, Y, [guard], mode)
     plain_history, plain, _ = fitted(STEPS[name], X, Y, [], mode)
@@ -353,7 +353,7 @@ def test_a_summary_in_the_step():
     assert guard.incidents == []
 
 
-def test_a_rollback_takes_networks_that_are_no_attributes_along():
+def test_a_rollback_restores_networks_that_are_not_attributes():
     """A snapshot has everything that the optimizers train, and a scan of the state finds it."""
     policy = {"rules": [{"name": "back", "do": {"rollback": {"replay_steps": False}}}]}
     guard, spoiled = NanGuard(policy, verbose=0, diagnose=False), []
@@ -488,7 +488,7 @@ def checked_numerics():
     tf.debugging.disable_check_numerics()
 
 
-def test_beside_check_numerics(checked_numerics):
+def test_with_check_numerics(checked_numerics):
     """With `tf.debugging.enable_check_numerics` healthy steps run as usual, and the first bad one
     raises the same as without the guard, before anything is written.
     """

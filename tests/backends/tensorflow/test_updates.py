@@ -120,7 +120,7 @@ def test_large_arrays(kernels):
 
 
 @pytest.mark.parametrize("name", ["Adam", "accumulates"])
-def test_what_was_not_written_is_not_found_bad(name):
+def test_values_that_were_not_written_are_not_reported(name):
     """The values that a refused update would have written are not part of the state, and are not
     reported.
     """
@@ -176,7 +176,7 @@ def test_an_epsilon_of_zero(kernels):
 
 
 @pytest.mark.parametrize("how", ["other bits", "float64", "xla", "own way to assign"])
-def test_where_no_kernel_serves(kernels, monkeypatch, how):
+def test_without_a_suitable_kernel(kernels, monkeypatch, how):
     """Without a suitable kernel the update runs as Keras wrote it."""
 
     class Own(optimizers.SGD):
@@ -235,7 +235,7 @@ class Twice(optimizers.SGD):
         self.assign(seen, variable)
 
 
-def test_reads_what_it_wrote(kernels):
+def test_reads_its_own_writes(kernels):
     """The order of the program is kept, and variables that were assigned one value do not share
     memory afterwards.
     """

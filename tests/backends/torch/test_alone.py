@@ -129,7 +129,7 @@ def zeros(model):
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_a_loss_scale_learns_from_the_first_step(built):
+def test_a_loss_scale_is_updated_from_the_first_step_on(built):
     """Also if the optimizer was not built, because its first update was refused; the weights are
     unchanged.
     """
@@ -145,7 +145,7 @@ def test_a_loss_scale_learns_from_the_first_step(built):
     assert int(model.optimizer.iterations) == 0 and not np.any(ops.convert_to_numpy(model.layers[-1].kernel))
 
 
-def test_a_loss_scale_learns_beside_an_optimizer_without_one():
+def test_a_loss_scale_is_updated_next_to_an_optimizer_without_one():
     model = network(loss=root)
     model.second = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
     model.second.build(model.trainable_variables)

@@ -44,7 +44,7 @@ class Penalty(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_what_the_last_call_has_computed_is_no_state(kind):
+def test_results_of_the_last_call_are_not_state(kind):
     """A loss that a layer has added, or a result that it has stored, is NaN after a refused step;
     later steps are not affected.
     """
@@ -99,7 +99,7 @@ def test_a_tensor_in_an_attribute_is_given_back(step, diagnose):
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_result_that_stays_somewhere_is_no_later_steps_fault(step):
+def test_a_stored_bad_result_is_not_blamed_on_later_steps(step):
     """A bad step has left NaN in a list; later steps are not blamed for it."""
     data = zoo.regression()
     model = keeping(data)

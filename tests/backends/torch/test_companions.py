@@ -132,7 +132,7 @@ def test_an_optimizer_with_a_closure():
     assert_same(state, without)
 
 
-def test_a_healthy_run_is_the_plain_one():
+def test_a_healthy_run_equals_the_plain_one():
     """Writes of a healthy step are not undone."""
     state, guard = guarded(Loop("one cycle"), BATCHES)
     assert not guard.incidents

@@ -127,7 +127,7 @@ def test_a_bad_batch_never_happened(name, steady):
     assert all(i.refused and i.diagnosis.cause == "input_nonfinite" for i in guard.incidents)
 
 
-def test_a_healthy_fit_is_as_keras_compiles_it():
+def test_a_healthy_compiled_fit_equals_that_of_keras():
     """On clean data the guarded fit ends like the compiled fit of Keras."""
     guard = NanGuard(verbose=0)
     guarded = zoo.run(lambda: network()(jit_compile=True), zoo.regression(), guard=guard, epochs=EPOCHS)

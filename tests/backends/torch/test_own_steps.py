@@ -287,7 +287,7 @@ def test_a_frozen_weight_that_a_layer_holds_a_second_time():
         assert not step.verdict.refused and step.verdict.statistics == 0.0
 
 
-def test_frozen_parameters_of_torch_are_no_statistics():
+def test_frozen_parameters_of_torch_are_not_statistics():
     """Torch writes its buffers without counting it, but never writes a parameter that is not
     trained.
     """

@@ -25,7 +25,7 @@ def found(once):
     return once("processes", lambda folder: torch_cases(CASES))
 
 
-def test_a_healthy_run_is_the_plain_one(found):
+def test_a_healthy_run_equals_the_plain_one(found):
     """Bit for bit, without an incident."""
     assert_same(found["module:healthy"], *SAME)
     for guarded, plain in zip(found["module:healthy"], found["module:plain"]):

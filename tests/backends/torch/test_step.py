@@ -175,7 +175,7 @@ def test_healthy_loop(make_step, optimizer):
     assert guard.incidents == []
 
 
-def test_loop_heals():
+def test_loop_recovers():
     """After three bad steps in a row the loop returns to a verified state, including slots, and
     lowers the torch rate.
     """
@@ -205,7 +205,7 @@ def test_module_that_is_bad_before():
     assert (guard.incidents[0].findings[0].site, guard.incidents[0].findings[0].path) == ("state", "4.weight")
 
 
-def test_infinite_mask_is_no_incident():
+def test_infinite_mask_is_not_an_incident():
     """A buffer of -Inf that nothing writes is a constant of the program."""
 
     class Masked(nn.Module):
@@ -282,7 +282,7 @@ def test_raising_loss_is_a_refused_step():
     assert guarded.guard.incidents[0].sites[0] == "inputs"
 
 
-def test_validation_that_raises_is_told():
+def test_validation_that_raises_is_reported():
     """If torch raises for a NaN prediction in validation, the fit continues, with NaN for the
     missing values.
     """
@@ -326,7 +326,7 @@ class Reading(keras.metrics.Metric):
 
 
 @pytest.mark.parametrize("base", [keras.Model, "custom"])
-def test_what_reads_after_the_update_reads_what_it_would(base):
+def test_reads_after_the_update_are_unchanged(base):
     """A metric that reads the optimizer reads it after the update, in Keras' step and in a custom
     one.
     """
@@ -481,7 +481,7 @@ class Once(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @pytest.mark.parametrize("own_step", [False, True])
-def test_one_look_for_each_step(away, monkeypatch, own_step):
+def test_one_device_read_for_each_step(away, monkeypatch, own_step):
     """A guarded step waits for the device once, for any number of values that it reads."""
 
     class Own(OwnStep):

@@ -20,7 +20,7 @@ def nothing(variable):
     raise AssertionError(f"{variable} was reported as created")
 
 
-def test_what_was_kept_is_undone_where_it_was_written():
+def test_writes_to_kept_tensors_are_undone():
     """In place, outside of Keras; a tensor without writes is not written by the log."""
     changed, same = torch.tensor(VALUES), torch.tensor(VALUES)
     log = UndoLog([changed, same, changed], nothing)
@@ -33,7 +33,7 @@ def test_what_was_kept_is_undone_where_it_was_written():
 
 
 @pytest.mark.parametrize("how", ["uncounted", "unseen"])
-def test_what_torch_does_not_count_is_undone_too(how):
+def test_writes_that_torch_does_not_count_are_undone(how):
     """A write through NumPy, which shares the memory, like writes of running statistics by torch's
     own layers.
     """
@@ -45,7 +45,7 @@ def test_what_torch_does_not_count_is_undone_too(how):
     np.testing.assert_array_equal(values(tensor), VALUES)
 
 
-def test_a_write_that_is_not_counted_stays_where_nobody_asked():
+def test_an_uncounted_write_stays_unless_requested():
     tensor = torch.tensor(VALUES)
     log = UndoLog([tensor], nothing)
     tensor.numpy()[:] = 0.0
