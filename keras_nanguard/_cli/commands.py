@@ -240,7 +240,7 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
             module = importlib.import_module(name.removesuffix(".py"))
         except (Exception, SystemExit) as error:  # the module may raise anything
             received = f"--import {name}: {type(error).__name__}: {error}"
-            remedy = "Run the command where Python finds the module."
+            remedy = "Run the command in a folder from which Python can import the module."
             raise GuardError(expected("a module that can be imported", received, remedy)) from error
         public = {key: value for key, value in vars(module).items() if not key.startswith("__")}
         found |= {key: value for key, value in public.items() if callable(value)}

@@ -117,7 +117,7 @@ class Problem:
         code: a key of `PROBLEMS`.
         severity: one of `SEVERITIES`.
         detail: the problem in words.
-        count: number of values concerned.
+        count: number of affected values.
     """
 
     code: str

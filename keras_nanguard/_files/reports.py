@@ -71,8 +71,8 @@ class ScannedVariable:
     """One variable and its problems.
 
     Attributes:
-        path: names of its layers and its own, such as `"backbone/post_bn/moving_variance"`; the
-            same for a live model and for its file.
+        path: the names of its layers and of the variable, such as
+            `"backbone/post_bn/moving_variance"`; the same for a live model and for its file.
         layer: the path of its layer.
         name: name of the variable within its layer.
         role: one of `"weight"`, `"statistics"`, `"slot"`, `"other"`.
@@ -253,7 +253,7 @@ class Change:
 
     Attributes:
         path: path of the variable.
-        location: Keras path of the variable, or its place in the file.
+        location: Keras path of the variable, or its location in the file.
         method: `"initial"`, `"zeros"`, `"ones"`, `"source"`, `"reset"` or `"keep"`.
         status: `"done"` or `"skipped"`, as in an `Outcome`.
         detail: what was changed, or why nothing was.

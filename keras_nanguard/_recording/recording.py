@@ -474,7 +474,7 @@ def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident,
 
     Args:
         recording: the recording.
-        strict: whether a damaged incident is an error; else it is left out.
+        strict: whether a damaged incident is an error; otherwise it is omitted.
 
     Raises:
         FileFormatError: if one is damaged, or of a newer version.
