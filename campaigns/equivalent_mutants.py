@@ -35,7 +35,7 @@ SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
 ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
 WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
-UNREAD = "It stands for the counts of a step that commits, which nobody reads."
+UNREAD = "It replaces the counts of a step that commits, which are never read."
 PAIRS = "Of three numbers `zip` takes two."
 
 EXPLAINED: tuple[Explained, ...] = (

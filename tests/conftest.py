@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no defect
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not a defect
 settings.load_profile("unhurried")
 
 
@@ -155,7 +155,7 @@ def _fresh(request: pytest.FixtureRequest):
     keras.config.set_dtype_policy("float32")
     keras.backend.clear_session(free_memory=False)
     gc.collect()
-    gc.freeze()  # the graphs that TensorFlow keeps for good would make each later collection take seconds
+    gc.freeze()  # the graphs that TensorFlow never releases would make each later collection take seconds
 
 
 @pytest.fixture
@@ -187,7 +187,8 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """`once(name, make)`: the result of `make(folder)`, computed by the first worker that needs it;
     it must be valid JSON.
 
-    Tests of one file can come to several workers, and what one of them has made the others wait for and read.
+    Tests of one file may run in several workers: one computes the result, and the others wait for
+    it and read it.
     """
     base = tmp_path_factory.getbasetemp()
     base = base.parent if hasattr(request.config, "workerinput") else base

@@ -178,7 +178,7 @@ class Obligation(NamedTuple):
 
     Attributes:
         place: the place that the recipe names for it.
-        met: whether a member has it.
+        met: whether a member meets it.
     """
 
     place: str

@@ -287,7 +287,7 @@ class Run(Protocol):
     stopped: bool
     """Whether the policy has ended training."""
 
-    healed: bool
+    state_replaced: bool
     """Whether the state was replaced since this was last set to `False`."""
 
     @property

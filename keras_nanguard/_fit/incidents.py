@@ -323,7 +323,7 @@ class Incidents:
             if effect.rerun is not None:
                 outcomes = self._replayed(effect.rerun, incident.with_(outcomes=outcomes))
             outcomes = self._poles.passed(poles, outcomes)
-        run.healed |= effect.healed
+        run.state_replaced |= effect.state_replaced
         run.checks_fully |= run.recovery.active
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)

@@ -99,15 +99,15 @@ class Effect(NamedTuple):
     Attributes:
         outcomes: the result of each action.
         rerun: the steps to replay from the last restored snapshot, or `None`.
-        healed: whether the state was replaced: steps that have started from the earlier one do not
-            count.
+        state_replaced: whether the state was replaced: steps that started from the earlier one do
+            not count.
         stopped: whether training ends.
         failed: whether the epoch is to log the worst metrics.
     """
 
     outcomes: tuple[Outcome, ...]
     rerun: Rerun | None
-    healed: bool
+    state_replaced: bool
     stopped: bool
     failed: bool
 
@@ -125,7 +125,7 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
     """
     assert incident.decision is not None
     rollback = Rollback(run, incident, report, replays)
-    outcomes, rerun, healed, failed = [], None, False, False
+    outcomes, rerun, state_replaced, failed = [], None, False, False
     for action in incident.decision.actions:
         name = action["action"]
         performer, p = PERFORMERS[name], {k: v for k, v in action.items() if k != "action"}
@@ -138,10 +138,10 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
             answer = skipped(f"{type(error).__name__}: {error}")
         outcomes.append(Outcome(name, answer.status, answer.detail))
         rerun = rerun if answer.restored is None else answer.restored.rerun
-        healed |= answer.status == "done" and performer.voids_started
+        state_replaced |= answer.status == "done" and performer.voids_started
         if answer.status == "done" and performer.leaves_snapshots:
             run.recent.restart(run.step + 1)
-    return Effect(tuple(outcomes), rerun, healed, incident.decision.terminal, failed)
+    return Effect(tuple(outcomes), rerun, state_replaced, incident.decision.terminal, failed)
 
 
 # The actions

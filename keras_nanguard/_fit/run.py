@@ -109,7 +109,7 @@ class Run:
         stopped: whether the policy has ended training.
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
-        healed: whether the state was replaced since this was last set to `False`.
+        state_replaced: whether the state was replaced since this was last set to `False`.
         checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
             one of a trace, or one during a change that continues over several.
     """
@@ -140,7 +140,7 @@ class Run:
         about = (self.counts, self.recovery, policy)
         self.recording = FitRecording(recorder, *about, lambda: self.train_state().optimizers)
         self.due = DueTasks()
-        self.began = self.stopped = self.failed = self.healed = False
+        self.began = self.stopped = self.failed = self.state_replaced = False
         self.checks_fully = True
         self._short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}

@@ -222,11 +222,11 @@ class Session:
         """Handle an execution of several steps; `last` is the row of the last one."""
         run, transaction, counts = self.run, self.run.transaction, self.run.counts
         first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
-        run.healed = False
+        run.state_replaced = False
         reports = {report.verdict.step: report for report in transaction.take_reports()}
         for step, verdict in enumerate(transaction.verdicts(first, end), first):
             counts.step = step
-            if run.healed or run.stopped:  # later steps ran on a state that was replaced
+            if run.state_replaced or run.stopped:  # later steps ran on a state that was replaced
                 counts.refuse(end - step)
                 for refused in range(step, end):
                     run.recording.recorder.push(refused, nan, nan, nan, REFUSED)

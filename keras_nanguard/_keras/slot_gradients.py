@@ -147,7 +147,7 @@ def _slot(optimizer: Any, moments: Moments, number: int, weight: Any) -> Gradien
     """Return where the gradient of a weight is kept, given its number among those trained."""
     name, updates = moments.first or moments.second, optimizer.iterations
     kept = float(getattr(optimizer, moments.decay)) if moments.decay else 1.0
-    if moments.decay == "momentum":  # SGD adds the step, with momentum to a slot of its own
+    if moments.decay == "momentum":  # SGD adds the step, with momentum to a separate slot
         if not keras_optimizers.rate_is_pure(optimizer):
             return None
         rate = keras_optimizers.learning_rate(optimizer)

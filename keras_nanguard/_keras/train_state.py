@@ -15,7 +15,7 @@ from keras_nanguard._keras import (
 )
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-"""Types of attributes that are no state."""
+"""Types of attributes that are not state."""
 
 
 @dataclass(frozen=True)

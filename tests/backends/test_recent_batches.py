@@ -1,7 +1,7 @@
 """The batches before an incident: correct, in order, in every mode, and limited in memory.
 
-The oracle is training itself. From an earlier snapshot, stock Keras trained on the batches that the guard remembers has to
-come to the weights that the model had before the refused step.
+The oracle is training itself: from an earlier snapshot, stock Keras trained on the remembered
+batches must reach the weights of the model before the refused step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_training_on_them_gives_the_same_state(mode):
 def test_refused_steps_are_not_among_them(mode):
     """A refused step does not change the state, so the previous step is followed by the next one.
 
-    Each is the last one of an execution, as the host sees the state only then.
+    Each is the last one of an execution, because the host can read the state only then.
     """
     approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
     assert approach.exact

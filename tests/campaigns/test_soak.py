@@ -32,7 +32,7 @@ def test_long_run(often, on_disk, tmp_path):
     result = last(soak.steady, "disk" if on_disk else "steps", 345, 5, str(tmp_path) if on_disk else None)
     assert threading.active_count() == before
     held = soak.claims(result)
-    # Of a process that has done other things before, and whose backend starts threads of its own when it first needs them.
+    # This process has run other tests before, and its backend starts threads on first use.
     del held["memory within 1%"], held["no thread"]
     assert all(held.values()), (held, result["wrong"])
     assert result["done"] and result["steps"] == 345 and result["faults"] == result["refused"] == 15

@@ -175,7 +175,7 @@ MONITORS = {
         decided("divergence", confidence=0.6, because="dead"),
     ),
     "dead after no rise": (seen("gradients:stuck", growth=jumped(below(RISE))), decided("unknown", confidence=0.6, because="dead")),
-    "dead after a rise, nobody knows where": (
+    "dead after a rise at an unknown step": (
         seen("gradients:stuck", first_path="", growth=jumped(RISE)),
         decided("unknown", "", confidence=0.6, because="dead"),
     ),
@@ -376,7 +376,7 @@ UPDATE = {
         bad(first="weights", constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
         decided("optimizer_domain", because="constraint"),
     ),
-    "an operation of one's own optimizer": (
+    "an operation of a custom optimizer": (
         bad(
             first="weights",
             constraint="UnitNorm",
@@ -403,7 +403,7 @@ DIVERGENCE = {
     "explosion after growth": (bad(**NO_ORIGIN, growth=grows(loss=1e3)), decided("divergence", confidence=0.85, because="growth")),
     "another finding after growth": (bad(sites=("loss:explosion",), growth=grows(loss=1e3)), UNKNOWN),
     "explosion without growth": (bad(**NO_ORIGIN), UNKNOWN),
-    "explosion beside a pole": (bad(**NO_ORIGIN, origin=POLE, growth=grows(loss=1e3)), FORWARD),
+    "explosion next to a pole": (bad(**NO_ORIGIN, origin=POLE, growth=grows(loss=1e3)), FORWARD),
     "a pole, of weights far away": (bad(origin=POLE, growth=grows(weights=1e3)), GREW),
     "a pole, of weights that have grown": (bad(origin=POLE, growth=grows(weights=below(1e3), loss=below(1e3))), FORWARD),
     "a pole, of weights and a loss that have": (bad(origin=POLE, growth=grows(weights=20.0, loss=1e3)), GREW),
@@ -524,7 +524,7 @@ REST = {
         bad(origin=origin(phase="backward", culprit="", variables=("v", "w")), rows=(2,)),
         replace(GRADIENT, culprit="v", samples=(2,)),
     ),
-    "a pole in the gradient of nobody": (
+    "a pole in the gradient outside of all layers": (
         bad(origin=origin(phase="backward", culprit=""), first_path=""),
         replace(GRADIENT, culprit="loss"),
     ),

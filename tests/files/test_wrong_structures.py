@@ -84,7 +84,7 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only Linux tells how much a process holds"
+    not sys.platform.startswith("linux"), reason="only Linux reports the memory of a process"
 )
 def test_the_memory_of_hdf5_is_bounded(tmp_path):
     """The process that reads a file cannot exceed its memory limit, for any request of a library; a

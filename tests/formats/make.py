@@ -3,8 +3,8 @@ format.
 
     python tests/formats/make.py 1.0
 
-What is in the folder stays as it is: `tests/test_formats.py` reads every folder with the library of
-today.
+An existing folder is never changed: `tests/test_formats.py` reads every folder with the current
+library.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_validation_split():
 
 def of_tf(x, y):
     if zoo.BACKEND != "tensorflow":
-        pytest.skip("tf.data beside another backend loads two of them")
+        pytest.skip("tf.data with another backend loads two of them")
     import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=0).batch(BATCH)
@@ -193,7 +193,7 @@ def test_other_data(made):
     """In other data a row that recurs in each epoch is one bad row, identified by its fingerprint.
     """
     if made is of_torch and zoo.BACKEND != "torch":
-        pytest.skip("torch and another backend in one process is a test of its own")
+        pytest.skip("torch and another backend in one process need a separate test")
     more = {"steps_per_epoch": ROWS // BATCH} if made is of_generator else {}
     samples = check(found(dense(), made(*data()), **more), index=False)
     by_array = found(dense(), *data(), batch_size=BATCH, epochs=1).bad_samples()

@@ -67,7 +67,7 @@ def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
     "optimizer",
     [
         pytest.param(lambda: keras.optimizers.Adafactor(0.01), id="keeps none"),
-        pytest.param(lambda: type("Mine", (keras.optimizers.SGD,), {})(0.05), id="a class of the user's"),
+        pytest.param(lambda: type("Mine", (keras.optimizers.SGD,), {})(0.05), id="a custom class"),
         pytest.param(lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), id="accumulated"),
     ],
 )
@@ -83,7 +83,7 @@ def test_measurements_agree_with_the_weights(mode, often):
     """Norms, changes and ranges agree with the weights that a callback reads."""
     zoo.supported(zoo.MODES[mode])
     if zoo.BACKEND == "jax" and mode == "steps4":
-        pytest.skip("each step of an execution is guarded by itself on JAX, and callbacks see only the last")
+        pytest.skip("each step of an execution is guarded separately on JAX, and callbacks see only the last")
     weights = zoo.After(lambda model: {v.path: np.array(v.numpy()).astype("float64") for v in model.variables})
     guard = NanGuard(**QUIET)
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.05), **zoo.MODES[mode]), zoo.regression(), guard=guard, epochs=1, callbacks=[weights])

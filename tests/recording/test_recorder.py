@@ -102,7 +102,7 @@ class TestRecorder:
         for step in range(12):
             made.push(step, 1.0, 1.0, 1.0)
             if step == 1:
-                look(0.5)  # the first look of an epoch: nobody changes a rate before
+                look(0.5)  # the first reading of an epoch: no rate changes before it
             if step == 4:
                 look(0.5)
             if step == 5:

@@ -82,7 +82,7 @@ def test_full_for_a_while(tmp_path, monkeypatch, capsys):
     assert [path.name for path in (tmp_path / "snapshots").iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a folder in which nobody can make another")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a folder without write permission")
 @pytest.mark.usefixtures("snapshots_kept")
 def test_nothing_can_be_written(capsys, undisturbed):
     """Also if the folder cannot be created."""

@@ -1,7 +1,7 @@
 """The same policy makes the same decisions on every backend: one table of faults and of the
 decisions of the default.
 
-The table is written down, not computed: every backend runs this file, and every backend has to come to these lines.
+The table is written by hand, not computed: every backend runs this file and must give these lines.
 """
 
 from __future__ import annotations

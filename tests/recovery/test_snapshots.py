@@ -215,7 +215,7 @@ class TestResume:
         if case == "every kind of state" and zoo.BACKEND != "tensorflow":
             pytest.skip("Keras cannot train a stateful recurrent layer on torch, and hands its state to no step on JAX")
         if case == "at the end of an epoch" and zoo.BACKEND == "torch":
-            pytest.skip("on torch Keras draws from the generator between two epochs, too: dropout goes on with other numbers")
+            pytest.skip("on torch Keras also draws from the generator between two epochs, so dropout continues with other numbers")
         build, data, cut = RESUMED[case]
         # under XLA a guarded step is another program than a plain one, and may round otherwise: tests/transaction compares those
         whole = zoo.run(build, data(), epochs=3, guard="undiagnosed" if zoo.BACKEND == "jax" else None)

@@ -86,7 +86,7 @@ def test_in_a_log_file(monkeypatch):
     written = fitted(monkeypatch, False)
     ours = [line for line in written.split("\n") if "NanGuard" in line]
     assert len(ours) == 4 and all(line.startswith("NanGuard: ") and line.isprintable() for line in ours)
-    assert written.count("\n\nNanGuard") <= 1  # the table may stand apart
+    assert written.count("\n\nNanGuard") <= 1  # the table may be separate
     assert "\x1b" not in written[written.index(ours[-1]) :]
     lines = fitted(monkeypatch, False, verbose=2).split("\n")
     assert sum(bool(re.match(r"10/10 - ", line)) for line in lines) == EPOCHS and "" not in lines[:-1]

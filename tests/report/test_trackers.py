@@ -208,7 +208,7 @@ def test_only_where_a_run_is_active(monkeypatch, capsys, active):
     tags = {"nanguard.incidents": 3, "nanguard.causes": "input_nonfinite"}
     assert len(wandb.alerts) == active and mlflow.tags == (tags if active else {})
     assert list(mlflow.texts) == ["nanguard/report.html"] * active
-    assert capsys.readouterr().out == "", "and nobody was asked in vain"
+    assert capsys.readouterr().out == "", "and nothing was called in vain"
 
 
 def test_a_run_that_raises(monkeypatch):

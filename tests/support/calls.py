@@ -18,7 +18,7 @@ def calls_of(function: Callable[..., object], *arguments: object) -> list[str]:
             names.append(called.__name__ if event == "c_call" else frame.f_code.co_name)
 
     before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # a collection calls what others have asked to be told of it
+    gc.disable()  # a garbage collection calls the registered callbacks
     sys.setprofile(note)
     try:
         function(*arguments)

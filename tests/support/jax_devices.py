@@ -1,7 +1,8 @@
-"""Training over several simulated devices on JAX, in a process of its own: `python jax_devices.py DEVICES WHAT ...`.
+"""Training over several simulated devices on JAX, in a separate process: `python jax_devices.py
+DEVICES WHAT ...`.
 
-The number of devices is settled when JAX starts, so each of these needs a process. Prints one line of JSON for each of what is
-asked for.
+The number of devices is fixed when JAX starts, so each case needs a process. Prints one line of
+JSON for each requested case.
 """
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported
@@ -68,7 +69,8 @@ def values(net):
 def oracle(**more):
     """Compare a guarded run over bad batches with a plain one without them.
 
-    In float16 that one is guarded as well: stock Keras lets statistics and seeds move on in a step that overflows.
+    In float16 the latter is guarded as well, because stock Keras updates statistics and seeds in a
+    step that overflows.
     """
     x, y = data(bad=False)
     plain = model()
@@ -105,7 +107,8 @@ def rolled_back():
 def reduced(text):
     """Return the bytes of the result of each collective of a compiled program, as a sorted list.
 
-    Conditional branches are not counted: the bad entries are counted in one, in a refused step only.
+    Conditional branches are not counted: one of them counts the bad entries, only in a refused
+    step.
     """
     found = []
     for line in text[text.index("ENTRY ") :].splitlines():

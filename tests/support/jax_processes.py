@@ -2,8 +2,8 @@
 
 `python jax_processes.py RANK PORT DIRECTORY COUNT [model] RUN ...`
 
-With `model` each of them has two devices, over which a kernel is spread as well. Each run has a folder of its name in the
-directory. Prints one line of JSON at the end of each.
+With `model` each process has two devices, over which a kernel is also spread. Each run has a folder
+with its name in the directory. Prints one line of JSON at the end of each run.
 """
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported

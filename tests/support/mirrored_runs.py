@@ -1,9 +1,10 @@
 """Runs under `tf.distribute.MirroredStrategy` on two logical CPUs, in separate processes.
 
-Devices are set up once in a process; and TensorFlow 2.21 confuses the collectives of two strategies there if their models
-have other shapes, or one of them runs eagerly. `python mirrored_runs.py NAME...` runs these cases and prints a line of JSON
-for each, of which `tests/backends/tensorflow/test_mirrored.py` asserts what it has to be. A number before the names is that
-of the replicas, 2 by default.
+Devices can be set up once per process, and TensorFlow 2.21 confuses the collectives of two
+strategies if their models have other shapes, or if one of them runs eagerly. `python
+mirrored_runs.py NAME...` runs these cases and prints a line of JSON for each, which
+`tests/backends/tensorflow/test_mirrored.py` checks. A number before the names is the number of
+replicas, by default 2.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def oracle(
 ) -> dict[str, Any]:
     """Train on data with bad batches with stock Keras, guarded, and without these batches.
 
-    `bad` tells the replica that is given the poison, by batch; `None` for both.
+    `bad` has the replica with the bad rows by batch; `None` for both.
     """
     rows = (clean or zoo.regression()).with_poison(bad, 0.5, where)
     for batch, replica in bad.items():

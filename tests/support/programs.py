@@ -21,11 +21,11 @@ class Program:
     """A model, its data, and how it is fed.
 
     Attributes:
-        build: makes the compiled model; takes the arguments of `compile` that choose the mode.
+        build: returns the compiled model, given the arguments of `compile` that select the mode.
         data: clean data.
-        fit: more arguments of `fit`.
-        feed: turns data into what `fit` is given; `None` for arrays.
-        where: which part of the data can be poisoned.
+        fit: further arguments of `fit`.
+        feed: converts data to the input of `fit`; `None` for arrays.
+        where: the part of the data that can be bad.
         eager_only: why it cannot be compiled, or `""`.
     """
 
@@ -418,7 +418,7 @@ for _policy in ("mixed_float16", "mixed_bfloat16", "float64", "bfloat16"):
     program(f"precision-{_policy}")(_in(_policy))
 
 
-# Train steps of the user's own
+# Custom train steps
 
 
 def differentiated(

@@ -2,8 +2,9 @@
 
     python tests/support/public_api.py > tests/public_api.txt
 
-Public is what `docs/reference/api.md` shows, the command line, the fields of a policy, the closed lists of words, what a fit logs,
-what a recording holds, and the file formats with their numbers. Types are left out: to accept more of them breaks nobody.
+The public interface consists of `docs/reference/api.md`, the command line, the fields of a policy,
+the closed lists of words, the logs of a fit, the contents of a recording, and the file formats with
+their numbers. Types are omitted, because accepting more of them breaks no program.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Synthetic recordings of any length, with incidents, rollbacks, layers and bad samples.
 
-And recorders that are given steps which no model has made.
+Also recorders that receive synthetic steps.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: in
     """Return a recording of a run.
 
     Args:
-        steps: how many steps have run.
-        incidents: how many incidents there were, evenly spread.
-        name: stands in all names of models, layers, files and samples.
+        steps: number of steps.
+        incidents: number of incidents, evenly spread.
+        name: part of all names of models, layers, files and samples.
         seed: of the random numbers.
         epoch: steps of one epoch.
     """

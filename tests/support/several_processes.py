@@ -60,7 +60,7 @@ def jax_started(directories, *arguments):
 def ended(processes):
     """Return the output and the errors of each process; reads from all of them at once.
 
-    One that waits for room in its pipe would let all others wait for it.
+    A process that waits for a full pipe would block all others.
     """
     with ThreadPoolExecutor(len(processes)) as readers:
         return list(readers.map(lambda process: process.communicate(timeout=LIMIT), processes))

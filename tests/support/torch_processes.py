@@ -1,7 +1,8 @@
 """Processes that train together on PyTorch: `python torch_processes.py DIRECTORY PROGRAM:FAULT[:PROCESSES] ...`.
 
-Each case is run by processes of its own, which are forks of this one: PyTorch is imported once. Prints one line of JSON for
-each case: what each process has left, by its rank, `null` for one that was killed.
+Each case runs in separate processes, which are forks of this one, so PyTorch is imported once.
+Prints one line of JSON for each case: the result of each process by its rank, `null` for one that
+was killed.
 
 Programs: `module` and `own buffers` (`DistributedDataParallel` around a module with BatchNorm, `broadcast_buffers` on and
 off), `keras` (around a Keras model with a Keras optimizer), `accumulate` (two backward passes for each update, the first
@@ -218,7 +219,7 @@ def case(directory, number, kind, fault, world):
                 with open(file, "w") as stream:
                     json.dump(left, stream)
                 code = 0
-            except BaseException:  # noqa: BLE001  a fork must not go on as its parent
+            except BaseException:  # noqa: BLE001  a fork must not continue as its parent
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()

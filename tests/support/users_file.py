@@ -71,7 +71,7 @@ def train(model: keras.Model, x: Array, y: Array) -> str:
         lower_lr={"factor": 0.5},
     )
     with inject(model, site="gradients", kind="inf", step=3) as fault:
-        model.fit(x, y, callbacks=[guard])  # pyright: ignore[reportUnknownMemberType]  Keras has no types of its own
+        model.fit(x, y, callbacks=[guard])  # pyright: ignore[reportUnknownMemberType]  Keras has no types
     fired: tuple[int, ...] = fault.fired
     incidents: list[Incident] = guard.incidents
     recording: Recording = guard.recording

@@ -1,7 +1,8 @@
 """Healthy training with unusual losses: they rise by design or by chance, weights grow, or nothing
 changes.
 
-Each program says how wild it is, in the words of `measure`, and tests/recovery/test_wild_runs.py holds it to that.
+Each program claims bounds for the results of `measure`, which tests/recovery/test_wild_runs.py
+checks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Wild:
 
     Attributes:
         build: returns the compiled model and the arguments of `fit`.
-        claims: how wild it is: bounds of what `measure` returns.
-        watch: the log that is called its loss.
+        claims: bounds for the results of `measure`.
+        watch: the log that is used as its loss.
         not_on: backends that cannot express it, each with the reason.
-        found: backends on which the guard of today does not leave it alone, each with what it does.
-        overflows: why what a step measures is not compared, or `""`.
+        found: backends on which the current guard acts on it, each with the action.
+        overflows: why the measurements of a step are not compared, or `""`.
     """
 
     build: Callable[[], tuple[Any, dict[str, Any]]]

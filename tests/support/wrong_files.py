@@ -1,6 +1,6 @@
 """Files with one deliberate structural error each: valid containers, but not model files.
 
-`WRONG` is the table: a name, and a function that writes the file into a folder and returns its path.
+`WRONG` has for each name a function that writes the file into a folder and returns its path.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def plain(
     `rounded`: the compared runs are compiled separately.
     """
     supported(mode)
-    bias = not (rounded or mode.get("jit_compile"))  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
+    bias = not (rounded or mode.get("jit_compile"))  # ahead of BatchNormalization its gradient is rounding, which XLA rounds differently
     noise = [layers.Dropout(0.3), layers.GaussianNoise(0.1)] if dropout else []
     model = keras.Sequential(
         [
@@ -243,9 +243,10 @@ def _generators() -> list[tuple[str, np.ndarray]]:
 def as_written() -> Iterator[None]:
     """Run graphs without arithmetic rewriting.
 
-    TensorFlow's arithmetic optimizer turns `rate * (scale * gradient)` into `(rate * scale) * gradient` where nothing
-    else reads the inner product and both stand in one graph. That is another rounding, which any observer of the
-    gradient changes, and no property of the guard. Off, a graph does what it says, and runs can be compared bit by bit.
+    TensorFlow's arithmetic optimizer rewrites `rate * (scale * gradient)` as `(rate * scale) *
+    gradient` if nothing else reads the inner product and both are in one graph. This changes the
+    rounding, and any reader of the gradient prevents it, not only the guard. Without the optimizer
+    runs can be compared bit by bit.
     """
     if BACKEND != "tensorflow":
         yield
@@ -266,8 +267,9 @@ def run(
     """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a
     default one).
 
-    With `guard="undiagnosed"` it makes no diagnosis, which changes nothing in a run (tests/diagnosis/test_untouched.py) and takes up
-    to half of the time of one with bad batches. Graphs run `as_written`, or as TensorFlow rewrites them if `rewritten`.
+    With `guard="undiagnosed"` there is no diagnosis, which does not change a run
+    (tests/diagnosis/test_untouched.py), but may take half of its time if batches are bad. Graphs
+    run `as_written`, or rewritten by TensorFlow if `rewritten`.
     """
     keras.utils.set_random_seed(0)
     model = build()

@@ -139,7 +139,8 @@ def test_two_guards():
 def test_shared_by_two_fits_at_once(monkeypatch):
     """A guard of a running fit cannot be passed to a second one, and the first fit continues.
 
-    No garbage is collected while it reads the frames of the other thread, which can crash CPython 3.11.
+    The garbage collector is paused while the guard reads the frames of the other thread, because
+    CPython 3.11 can crash.
     """
     current_frames, collecting = sys._current_frames, []
     monkeypatch.setattr(sys, "_current_frames", lambda: collecting.append(gc.isenabled()) or current_frames())

@@ -1,8 +1,8 @@
 """Every site, every kind of fault, every mode, two precisions: a fault is found in the step in
 which it occurs.
 
-All faults of one mode and precision are put into one run, far enough apart that the policy of this file, which goes
-back at once where the state is bad, has healed each before the next.
+All faults of one mode and precision are in one run, far enough apart that the policy of this file,
+which restores a bad state at once, has repaired each before the next.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class TestSites:
     def test_found_where_it_happened(self, mode, precision):
         """A fault at any site is an incident of the step in which it occurs.
 
-        Finite statistics are read between executions: theirs is one of a step of that execution.
+        Finite statistics are read between executions: their incident is one of a step of that
+        execution.
         """
         reported = {incident.step for incident in _guarded(mode, precision).incidents}
         missed = []

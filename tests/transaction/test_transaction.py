@@ -60,8 +60,8 @@ def test_bad_batches_never_happened(optimizer, mode):
     """A guarded run over bad data ends bit-identical to an unguarded one over the data without the
     bad batches.
 
-    Every poisoned batch is an incident of its own step, which names the first bad site in causal order. The epoch logs say
-    how many steps were refused, beside means over the others.
+    Every bad batch is an incident of its own step, which names the first bad site in causal order.
+    The epoch logs have the number of refused steps, and means over the others.
     """
     zoo.supported(zoo.MODES[mode], even=False)
 

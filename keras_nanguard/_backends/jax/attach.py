@@ -101,7 +101,7 @@ class ModelAttachment(attach.Attachment):
         if self.pending is None or (self._read_pending(last=False) and session.may_run_ahead):
             self.pending = started
             return session.logs_for_callbacks(started.outputs)
-        if not self.run.healed:
+        if not self.run.state_replaced:
             result = self._finished(started)
             if not result.verdict.halted:
                 session.after(result.verdict)
@@ -162,7 +162,7 @@ class ModelAttachment(attach.Attachment):
         """
         pending = self.pending
         assert pending is not None
-        self.run.healed = False
+        self.run.state_replaced = False
         result = self._finished(pending)
         self.pending = None
         return self.session.after(result.verdict, last=last) and result is pending

@@ -116,7 +116,7 @@ def test_rolled_back_by_both(way, runs):
     ranks, _ = runs[0]["rollback"]
     first = ranks[0]
     assert_alike(ranks)
-    assert first["spread"] == WAYS[way][1], "what is put back lies where it lay"
+    assert first["spread"] == WAYS[way][1], "restored arrays keep their placement"
     assert [i[3] for i in first["incidents"]] == [
         ["warn", "skip"],
         ["warn", "skip"],
@@ -147,7 +147,7 @@ def test_the_same_end(runs, fault):
         assert ranks[0]["findings"][0][0].startswith("state of sequential/dense/kernel")
     if fault == "memory":
         assert ranks[0]["snapshots"] == [] and incidents[2][3] == ["warn", "lower_lr"], (
-            "nobody restores a snapshot"
+            "no process restores a snapshot"
         )
 
 
@@ -176,7 +176,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
     assert last.returncode == 9
     for (
         other
-    ) in others:  # JAX would end them by itself, after 100 seconds
+    ) in others:  # JAX itself would end them after 100 seconds
         other.kill()
         other.communicate(timeout=60)
     left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())

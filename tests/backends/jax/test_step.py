@@ -158,7 +158,7 @@ def test_overflow_halves_the_scale():
     assert float(np.asarray(optimizer.dynamic_scale.value)) == 32.0
 
 
-# Train steps of the user's own
+# Custom train steps
 
 
 class OwnStep(keras.Model):
@@ -472,7 +472,7 @@ def test_an_execution_over_a_list():
     assert run(1, [2, 3]) == ({"loss": 3}, 6)
 
 
-# A loop of one's own
+# Hand-written loops
 
 
 class Loop:

@@ -279,19 +279,19 @@ STEPS = {
         for how in ("conditional", "function")
         for slots in (True, False)
     },
-    "networks that are no attributes": Adversarial,
+    "networks that are not attributes": Adversarial,
     "writes a table": Counts,
 }
 
 KEEPS_OLD_VALUES = {
     *("lowers its rate", "reads its rate late", "writes weights", "reads its weights"),
-    *("writes a slot first", "networks that are no attributes"),
+    *("writes a slot first", "networks that are not attributes"),
     *(name for name in STEPS if name.startswith("updates in a ")),
 }
 """Steps with an update in graph mode that cannot be deferred, so old values are stored."""
 
 NOT_EAGER = {
-    "networks that are no attributes": "their statistics are given back in graph mode only: said among the limits",
+    "networks that are not attributes": "their statistics are restored only in graph mode (see the limits)",
     "hides a variable": "nothing shows what an eager step writes there",
 }
 
@@ -463,7 +463,8 @@ def test_an_optimizer_that_writes_while_it_is_built():
     """Stock `ScheduleFreeAdamW` starts with momenta of 0 in graph mode and with the weights in
     eager execution.
 
-    What it writes while it is built is in the trace that `tf.function` throws away. A guarded run keeps the numbers of each.
+    Its writes while it is built are in the trace that `tf.function` discards. A guarded run has the
+    numbers of each mode.
     """
     if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
         pytest.skip("this version of Keras has no ScheduleFreeAdamW")

@@ -195,7 +195,7 @@ def test_without_a_suitable_kernel(kernels, monkeypatch, how):
 
     guarded = zoo.run(build, zoo.regression(), guard=True)
     assert not kernels and guarded.guard.incidents == []
-    if how != "xla":  # it comes to other bits by itself, which a bias before a BatchNormalization feels beyond any tolerance
+    if how != "xla":  # it gives other bits itself, to which a bias before a BatchNormalization is too sensitive
         assert zoo.differences(guarded, zoo.run(build, zoo.regression())) == []
 
 

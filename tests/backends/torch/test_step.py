@@ -1,5 +1,5 @@
-"""What only PyTorch has: hand-written loops over its own modules and optimizers, eager steps that go on after an update,
-exceptions that stand for a bad number, and processes that train together.
+"""Features of PyTorch: hand-written loops with its own modules and optimizers, eager steps that
+continue after an update, exceptions about bad numbers, and processes that train together.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def test_validation_that_raises_is_reported():
     assert guard.incidents[0].sites == ("validation",) and "test_step" not in vars(model)
 
 
-# Steps that go on after the update
+# Steps that continue after the update
 
 
 class OwnStep(keras.Model):

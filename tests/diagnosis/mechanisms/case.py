@@ -25,10 +25,10 @@ class Case:
         model: a compiled model.
         x: inputs.
         y: targets.
-        causes: causes that are right.
-        culprit: part of the name to blame, `""` where none is.
-        rows: rows of the batch to blame, `None` where that is not judged.
-        step: step of the incident, `None` where that is not judged.
+        causes: the right causes.
+        culprit: part of the name of the culprit, `""` if there is none.
+        rows: rows of the batch to blame, `None` if not checked.
+        step: step of the incident, `None` if not checked.
         fit: arguments of `fit`.
     """
 
