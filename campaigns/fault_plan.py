@@ -17,7 +17,7 @@ SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slo
 IN_STATE = ("weights", "statistics", "slots", "loss_scale")
 
 HUGE = 1e30
-"""Magnitude above which no number of a state is ordinary (docs/recovery.md)."""
+"""Magnitude above which a number is called huge."""
 
 LARGE = 1e3
 """A flipped number is called large if it exceeds the largest of its tensor, and 1, by this factor.
@@ -169,7 +169,8 @@ def _in_runs(faults: list[Fault], draw: random.Random, steps: int, precision: st
 def _leaves_nothing(fault: Fault, precision: str) -> bool:
     """Whether refusing a step with this fault only excludes its batch."""
     of_batch = fault.site in ("inputs", "targets") and fault.kind in NONFINITE
-    return of_batch or (fault.site in ("loss", "gradients") and repairs(fault, precision, 1) == "without")
+    of_step = fault.site in ("loss", "gradients") and repairs(fault, precision, 1) == "without"
+    return of_batch or (of_step and not stays_finite(fault, precision))
 
 
 def _hooks(draw: random.Random, has: Sequence[str], batch: int) -> Iterator[tuple[str, str, int, int | None, str]]:
@@ -203,6 +204,21 @@ def judged(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
     return "large" if bad.max() > LARGE * most else "ordinary"
 
 
+def stays_finite(fault: Fault, precision: str, becomes: str = "") -> bool:
+    """Whether a fault leaves finite numbers in gradients or state. The guard refuses such a step only
+    if NaN or Inf follows from them.
+
+    Args:
+        fault: the fault.
+        precision: the dtype policy. Under `mixed_float16` gradients of this size overflow.
+        becomes: for a flipped bit, the result of `judged`.
+    """
+    if fault.way == "flip":
+        return becomes != "nonfinite"
+    of_gradients = fault.site == "gradients" and precision != "mixed_float16"
+    return fault.kind == "overflow" and (of_gradients or fault.site in ("weights", "statistics", "slots"))
+
+
 def expected(fault: Fault, precision: str, becomes: str = "", ruins: bool = True) -> str:
     """Return the expected detection of a fault: `incident`, `overflow` (refused and counted, but no
     incident), `either` of these, or `may` if none is required.
@@ -217,8 +233,8 @@ def expected(fault: Fault, precision: str, becomes: str = "", ruins: bool = True
         becomes: for a flipped bit, the result of `judged`.
         ruins: for a finite number in the batch, whether stock Keras ends with NaN or Inf in the model because of it.
     """
-    if fault.way == "flip":
-        return "incident" if becomes in ("nonfinite", "huge") else "may"
+    if stays_finite(fault, precision, becomes):
+        return "may"
     if fault.site in ("inputs", "targets") and fault.kind == "overflow":
         return "incident" if ruins else "may"
     if fault.site == "gradients" and precision == "mixed_float16":

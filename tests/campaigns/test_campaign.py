@@ -35,7 +35,7 @@ def test_the_result_of_a_flipped_bit(value, bit, becomes):
     assert (after != array).tolist() == [False, True] and array[1] == np.float32(value)
     assert fault_plan.judged(array, after[1:]) == becomes
     must = fault_plan.expected(Fault(0, "flip", "weights", "bit", 3), "float32", becomes) == "incident"
-    assert must == (becomes in ("nonfinite", "huge"))
+    assert must == (becomes == "nonfinite")
 
 
 ROW = {"backend": "jax", "model": "MLP", "mode": "XLA", "precision": "float32", "optimizer": "Adam", "number": 1}
