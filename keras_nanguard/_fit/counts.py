@@ -34,7 +34,7 @@ class Counts:
         refused: refused steps.
         overflows: refused steps that were ordinary float16 overflows, which are not incidents.
         run_again: further steps that were refused, undone by a rollback, and replayed.
-        streak: ordinary overflows in a row; under a policy that refuses nothing 1 after a bad step.
+        streak: float16 overflows in a row.
         last_refused: whether the last step was refused.
         rollbacks: number of rollbacks.
         restored: the step of the last restored snapshot, `None` before the first rollback.

@@ -190,7 +190,7 @@ class Divergence:
         if self._probation is not None:
             self._end_probation(run)
             return None
-        if not self._schedule.is_due(run, began):
+        if not self._schedule.end_window(run, began):
             return None
         found, steps = self._found(run)
         if isinstance(found, Lost):

@@ -90,6 +90,7 @@ class Incidents:
         self.replay = Replay(run, self._poles, after)
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
+        self._last_observed = -2  # the last bad step under a policy that refuses nothing
         self._last_unexplained = -2  # the last step that was refused with a finite batch
         # The counts of steps and rollbacks at which a step was refused for a divergence.
         self._diverged: tuple[int, int] | None = None
@@ -102,7 +103,7 @@ class Incidents:
         run.counts.refuse()
         left = report is not None and report.left_by_previous
         left = left or self._postponed == step - 1
-        extraordinary = not self._is_ordinary_overflow(verdict, report)
+        extraordinary = not self._count_overflow(verdict, report)
         left, extraordinary = run.agreement.any_of(left, extraordinary)
         overflow = not (left or extraordinary)
         run.recording.step(verdict, OVERFLOW if overflow else REFUSED)
@@ -134,8 +135,9 @@ class Incidents:
         elif not back and (is_of_data(incident) or not same_state):
             run.recent.blame(incident.step)  # after a rollback it is gone, or good in a replay
 
-    def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
-        """Whether dynamic loss scaling handles this step: only its gradients are bad.
+    def _count_overflow(self, verdict: Verdict, report: Report | None) -> bool:
+        """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
+        its gradients are bad.
 
         After a streak of such steps the step must also be finite at a loss scale of 1.
         """
@@ -197,9 +199,9 @@ class Incidents:
         """
         run = self._run
         run.recording.step(verdict)
-        if run.counts.streak:
+        again, self._last_observed = run.step - 1 == self._last_observed, run.step
+        if again:
             return
-        run.counts.streak = 1
         reported = report.findings() if report else ()
         findings = [*_in_batch(report, run.model), *reported, *run.scan("weights")]
         findings = findings or _findings(verdict, None)

@@ -105,12 +105,20 @@ class Rate:
             self.factor, self.lowest, self._left, self._absolute = before
             restore()
 
-    def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
+    def lower(self, factor: float, min_lr: float, failed: float = 0.0) -> tuple[float, float, bool]:
         """Multiply the rate; return `(before, after, retrace)`. `retrace`: whether the step has to
         be compiled again.
+
+        Args:
+            factor: the factor.
+            min_lr: the lowest rate.
+            failed: the rate of the step that failed. After a rollback a schedule may give a lower
+                one, such as 0 at the start of a warmup.
         """
         self.hold()
         before = self.value
+        if not self.plain and math.isfinite(failed):
+            before = max(before, failed)
         after = max(before * factor, min_lr)
         if after > before * (1 - 1e-6):  # the rate is a float32, min_lr is not
             after = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class Order(NamedTuple):
         report: the stored report of the step, if any.
         p: the parameters of the action.
         rollback: restores snapshots.
+        rates: the learning rate of each optimizer before the first action, by `id`.
     """
 
     run: Run
@@ -43,6 +45,7 @@ class Order(NamedTuple):
     report: Report | None
     p: Mapping[str, Any]
     rollback: Rollback
+    rates: Mapping[int, float]
 
 
 class Answer(NamedTuple):
@@ -126,12 +129,13 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
     assert incident.decision is not None
     rollback = Rollback(run, incident, report, replays)
     outcomes, rerun, state_replaced, failed = [], None, False, False
+    rates = _rates(run)
     for action in incident.decision.actions:
         name = action["action"]
         performer, p = PERFORMERS[name], {k: v for k, v in action.items() if k != "action"}
         failed |= p.get("log_worst_metrics", False)
         try:
-            answer = performer.perform(Order(run, incident, report, p, rollback))
+            answer = performer.perform(Order(run, incident, report, p, rollback, rates))
         except StateLostError:
             raise
         except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
@@ -142,6 +146,17 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
         if answer.status == "done" and performer.leaves_snapshots:
             run.recent.restart(run.step + 1)
     return Effect(tuple(outcomes), rerun, state_replaced, incident.decision.terminal, failed)
+
+
+def _rates(run: Run) -> dict[int, float]:
+    """Return the present learning rates by `id` of their optimizers, without those of a user's
+    schedule that raises.
+    """
+    rates = {}
+    for optimizer in run.train_state().optimizers:
+        with suppress(Exception):
+            rates[id(optimizer)] = keras_optimizers.learning_rate(optimizer)
+    return rates
 
 
 # The actions
@@ -180,7 +195,8 @@ def _lower_lr(order: Order) -> Answer:
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rate(optimizer)
         factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
-        before, after, again = rate.lower(factor, p.get("min_lr", 0.0))
+        failed = order.rates.get(id(optimizer), 0.0)
+        before, after, again = rate.lower(factor, p.get("min_lr", 0.0), failed)
         retrace |= again
         if after < before:
             changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")

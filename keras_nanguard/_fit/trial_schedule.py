@@ -47,8 +47,8 @@ class Schedule:
         """Forget the trials so far, as after a rollback."""
         self._wait, self._spent = 0.0, 0
 
-    def is_due(self, run: Run, began: int) -> bool:
-        """Whether to run trials now, at the end of a window that began after a step."""
+    def end_window(self, run: Run, began: int) -> bool:
+        """Note the losses of a window that began after a step; return whether to run trials now."""
         losses = [loss for step, loss, _ in run.history.since(began)]
         if len(losses) < WINDOW:
             return False

@@ -105,6 +105,31 @@ class TestSeveralInARow:
         assert actions_of(guard) == [(step, []) for step in range(4, 9)]
 
 
+class TestWarmup:
+    def diverging(self, *callbacks):
+        """Return the losses of a run whose warmup begins at 0 and ends at a rate that is far too high."""
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).normal(size=(800, 8)).astype("float32")
+        y = x.sum(axis=1, keepdims=True)
+        layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        rate = keras.optimizers.schedules.CosineDecay(0.0, 200, warmup_target=20.0, warmup_steps=20)
+        model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return history.history["loss"]
+
+    def test_lowered_from_the_rate_that_failed(self):
+        """After a rollback to the first step the rate of the schedule is 0. The guard lowers it all
+        the same, from the rate of the step that has failed.
+        """
+        assert not np.isfinite(self.diverging()[-1]), "stock Keras diverges"
+        guard = NanGuard(verbose=0)
+        losses = self.diverging(guard)
+        lowered = [o for i in guard.incidents for o in i.outcomes if o.action == "lower_lr" and o.status == "done"]
+        assert lowered
+        assert losses[-1] < 1.0, "8 for a network that predicts 0"
+
+
 class TestDamagedState:
 
     def test_before_training(self, capsys):
