@@ -164,7 +164,8 @@ def _is_bad_state(incident: Incident) -> bool:
 
 def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
     """Return the current stage of the escalation."""
-    place = min(state.climb, len(policy.escalation)) - 1
+    steps = state.consecutive if is_of_data(incident) else state.climb
+    place = min(steps, len(policy.escalation)) - 1
     rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
     nothing_committed = incident.committed == 0
     actions = tuple(
@@ -174,7 +175,7 @@ def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choi
         and not (action.name == "rollback" and nothing_committed)
         and action.name not in state.without_effect
     )
-    return _Choice("escalation", actions, _in_a_row(state.climb, "bad step"))
+    return _Choice("escalation", actions, _in_a_row(steps, "bad step"))
 
 
 def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:

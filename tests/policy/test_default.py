@@ -194,6 +194,13 @@ def test_observe_never_does_more_than_report():
     assert len(found) == 100
 
 
+def test_tune_skips_bad_data():
+    """A trial ends after three batches with NaN in a row, not after the first."""
+    data = [bad(n, "inputs", cause="input_nonfinite") for n in (9, 10, 11)]
+    assert names("tune", data) == [["skip"], ["skip"], ["stop"]]
+    assert names("tune", [bad(n, "inputs") for n in range(0, 900, 9)]) == [["skip"]] * 100
+
+
 def test_tune_ends_a_hopeless_trial_with_the_worst_values():
     """Three bad steps in a row end a trial, so that no tuner chooses it as the best one."""
     *_, last = decisions("tune", [bad(n, committed=9) for n in (9, 10, 11)])
