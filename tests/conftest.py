@@ -55,6 +55,7 @@ SHARED = (
     *("cli/", "clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
     *("test_errors.py", "test_formats.py", "test_no_warnings.py"),
     *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py"),
+    "transaction/test_guard_model.py",
 )
 """Tests of the packages above the backends. With `--share` each runs on one backend."""
 

@@ -54,7 +54,6 @@ NOT_OF_KERAS = {
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
 }
 
-LINES = 500
 VAGUE = {"utils", "util", "base", "manager", "helpers", "common", "misc"}
 
 
@@ -204,12 +203,6 @@ def test_names_private_to_keras():
     """Only the package for Keras internals uses private Keras names."""
     found = {module: sorted(names) for module in modules() if not module.startswith("_keras.") and (names := _private(module))}
     assert found == {}, found
-
-
-def test_length():
-    """No module has more than 500 lines."""
-    lengths = {m: len(path.read_text(encoding="utf-8").splitlines()) for m, path in modules().items()}
-    assert {m: n for m, n in lengths.items() if n > LINES} == {}
 
 
 def _words(module: str) -> Iterator[str]:

@@ -31,6 +31,9 @@ MODES = {
     "four steps in one, xla": {"jit_compile": True, "steps_per_execution": 4},
 }
 IN_ONE = {name: mode for name, mode in MODES.items() if "steps_per_execution" in mode}
+DAILY = ("compiled",) if BACKEND == "tensorflow" else ("torch", "xla")
+"""Modes of the normal run. On TensorFlow the host takes the batches in the same way with XLA."""
+
 if BACKEND == "tensorflow":  # takes the batches of several steps inside of the graph, and remembers none
     MODES = {name: mode for name, mode in MODES.items() if name not in IN_ONE}
 if BACKEND == "torch":
@@ -84,7 +87,7 @@ def check(approach, start, end):
         np.testing.assert_allclose(keras_variables.read(variable), known, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
+@pytest.mark.daily(*DAILY, "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_training_on_them_gives_the_same_state(mode):
     approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
@@ -94,7 +97,7 @@ def test_training_on_them_gives_the_same_state(mode):
     check(approach, start, end)
 
 
-@pytest.mark.daily("compiled", "torch", "xla", "four steps in one, xla")
+@pytest.mark.daily(*DAILY, "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_refused_steps_are_not_among_them(mode):
     """A refused step does not change the state, so the previous step is followed by the next one.
@@ -144,7 +147,7 @@ def test_a_replayed_step_is_among_them():
     assert found == [5, 10]
 
 
-@pytest.mark.daily("compiled", "torch", "xla")
+@pytest.mark.daily(*DAILY)
 @pytest.mark.parametrize("mode", MODES)
 def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
     set_limit("bytes of remembered batches", 6 * BATCH * (4 + 1) * 4)
@@ -155,7 +158,7 @@ def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
     assert approach.steps == tuple(range(27 - len(approach.steps), 27))
 
 
-@pytest.mark.daily("compiled", "torch", "xla")
+@pytest.mark.daily(*DAILY)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, set_limit):
     """With batches of any size in any order, the remembered ones never exceed the limit."""
@@ -261,7 +264,7 @@ def test_a_tensor_that_was_overwritten_is_dropped():
     assert given.args is None
 
 
-@pytest.mark.daily("compiled", "torch", "xla")
+@pytest.mark.daily(*DAILY)
 @pytest.mark.parametrize("mode", MODES)
 def test_they_are_released_at_the_end_of_the_fit(mode):
     model, guard = network(**MODES[mode]), NanGuard(verbose=0)
@@ -275,6 +278,7 @@ def test_they_are_released_at_the_end_of_the_fit(mode):
 
 
 @pytest.mark.requires_backend("tensorflow", reason="the only one that runs several guarded steps in one program")
+@pytest.mark.daily("four steps in one")
 @pytest.mark.parametrize("mode", IN_ONE)
 def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
     """The report of a refused step has its batch; the batches of the other steps are not stored."""

@@ -35,12 +35,20 @@ def fit(model, data, guard):
     model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
 
 
+def network(optimizer="adam", **compiled):
+    """Return a small model with a random seed in its state."""
+    body = [keras.layers.Dense(2), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,)), *body])
+    model.compile(optimizer, **{"loss": "mse", **compiled})
+    return model
+
+
 def fitted(times, mode="graph"):
     """Return a model after this many fits of one epoch, each with a new guard, the loss, and the
     guards.
     """
     loss, data, guards = Traced(), zoo.regression(), []
-    model = zoo.plain(loss=loss, **zoo.MODES[mode])
+    model = network(loss=loss, **zoo.MODES[mode])
     for _ in range(times):
         guards.append(NanGuard(verbose=0))
         fit(model, data, guards[-1])
@@ -50,8 +58,12 @@ def fitted(times, mode="graph"):
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_traced_once(mode):
-    """The fifth fit traces nothing that the first one has not traced."""
-    assert fitted(5, mode)[1].count == fitted(1, mode)[1].count
+    """Later fits trace nothing that the first one has not traced."""
+    model, loss, _ = fitted(1, mode)
+    before = loss.count
+    for _ in range(3):
+        fit(model, zoo.regression(), NanGuard(verbose=0))
+    assert loss.count == before > 0
 
 
 @pytest.mark.daily("graph", "steps4")
@@ -68,7 +80,7 @@ def test_the_same_numbers(mode):
     for guarded in (True, False):
         keras.utils.set_random_seed(0)
         model = zoo.plain(**zoo.MODES[mode])
-        guards = [NanGuard(verbose=0) for _ in range(3)] if guarded else [None] * 3
+        guards = [NanGuard(verbose=0) for _ in range(2)] if guarded else [None] * 2
         for guard in guards:
             fit(model, data if guarded else data.without(bad), guard)
         runs.append((model, guards))
@@ -77,7 +89,7 @@ def test_the_same_numbers(mode):
     for one, other in zip([*guarded.variables, *guarded.optimizer.variables], [*oracle.variables, *oracle.optimizer.variables]):
         tolerance = 0.0 if exact else 1e-5
         np.testing.assert_allclose(ops.convert_to_numpy(one), ops.convert_to_numpy(other), rtol=tolerance, atol=tolerance)
-    assert [[i.step for i in guard.incidents] for guard in guards] == [list(bad)] * 3
+    assert [[i.step for i in guard.incidents] for guard in guards] == [list(bad)] * 2
     assert all(incident.diagnosis.samples == (2,) for guard in guards for incident in guard.incidents)
 
 
@@ -100,24 +112,24 @@ def test_traced_again(change):
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX trains no other weights without `compile`, it raises")
 @pytest.mark.parametrize("first", ["frozen", "trained"])
-@pytest.mark.parametrize("guards", [(True, True), (False, True)], ids=["guarded", "guarded later"])
-def test_trainable_is_changed_without_compile(first, guards):
+def test_trainable_is_changed_without_compile(first):
     """Stock Keras continues with its existing train function until `compile` is called, and so does
     a guarded fit.
     """
     weights = []
-    for guarded in (guards, (False, False)):
+    for guarded in ((False, False), (True, True), (False, True)):
         keras.utils.set_random_seed(0)
-        loss = Traced()
-        model = zoo.plain(dropout=False)
+        model = network()
         model.layers[0].trainable = first == "trained"
-        model.compile("adam", loss)
+        model.compile("adam", "mse")
         fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[0] else None)
         model.layers[0].trainable = first == "frozen"
         fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[1] else None)
         weights.append(model.get_weights())
-    for one, other in zip(*weights):
-        np.testing.assert_array_equal(one, other)
+    plain, *others = weights
+    for other in others:
+        for one, two in zip(plain, other, strict=True):
+            np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX makes a train function for each fit")
@@ -135,7 +147,7 @@ def test_another_policy():
     """A step that refuses is not reused for a policy that only observes."""
     model, loss, _ = fitted(1)
     before = loss.count
-    guard = NanGuard("observe", verbose=0)
+    guard = NanGuard("observe", verbose=0, diagnose=False)
     data = zoo.poison(zoo.regression(), 2)
     fit(model, data, guard)
     assert loss.count > before and not guard.incidents[0].refused
@@ -144,14 +156,14 @@ def test_another_policy():
 
 def test_a_step_that_was_changed_for_its_fit():
     """A rate that the policy lowers under a schedule is only in the trace of that fit."""
-    rate = keras.optimizers.schedules.PiecewiseConstantDecay([10_000], [0.5, 0.5])
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([10_000], [0.05, 0.05])
     weights = []
     for guarded in (True, False):
         keras.utils.set_random_seed(0)
-        model = zoo.plain(keras.optimizers.SGD(rate), dropout=False)
+        model = network(keras.optimizers.SGD(rate))
         start = model.get_weights()
         rule = {"name": "act", "do": {"lower_lr": {"factor": 0.25}}}
-        first = NanGuard(rules=[rule], verbose=0)
+        first = NanGuard(rules=[rule], verbose=0, diagnose=False)
         fit(model, zoo.poison(zoo.regression(), 2), first)
         assert [o.action for o in first.incidents[0].outcomes if o.status == "done"] == ["lower_lr"]
         model.set_weights(start)
@@ -163,8 +175,8 @@ def test_a_step_that_was_changed_for_its_fit():
 
 def test_an_injected_fault_ends_with_its_context():
     """A fault of `inject` is in no later step, and is also injected into an existing step."""
-    model, _, _ = fitted(2)
-    guard = NanGuard(verbose=0)
+    model, _, _ = fitted(1)
+    guard = NanGuard(verbose=0, diagnose=False)
     with inject(model, site="gradients", step=3):
         fit(model, zoo.regression(), guard)
     assert [incident.step for incident in guard.incidents] == [3]

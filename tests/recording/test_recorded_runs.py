@@ -15,7 +15,7 @@ from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
-ONCE = pytest.mark.requires_backend("tensorflow", reason="independent of the backend: runs once")
+ONCE = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 
 def acting(action):
@@ -37,6 +37,7 @@ def counted(guard):
     return steps
 
 
+@pytest.mark.daily("graph", "eager", "steps4")
 @pytest.mark.parametrize("mode", zoo.MODES)
 def test_each_step(mode):
     """Every step is recorded once, with its place and its result, for any number of steps per

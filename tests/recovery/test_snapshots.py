@@ -137,7 +137,7 @@ def lstm():
     model = keras.Sequential(
         [
             keras.Input((3, 2), batch_size=8),
-            layers.LSTM(3, stateful=True),
+            layers.LSTM(3, stateful=True, unroll=True),
             layers.BatchNormalization(),
             layers.Dropout(0.2),
             layers.Dense(1),
@@ -207,6 +207,7 @@ class Weights(keras.callbacks.Callback):
 
 
 class TestResume:
+    @pytest.mark.daily("every kind of state", "at the end of an epoch", "steps4", "unbuilt")
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
         """An interrupted run that is resumed in a new model ends bit-identical to an uninterrupted
@@ -295,7 +296,7 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
-    @pytest.mark.daily("graph-2", "unbuilt-4", "steps4-4")
+    @pytest.mark.daily("unbuilt-*", "steps4-4")
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
@@ -665,7 +666,7 @@ def _killed(directory, delays):
     return positions
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed(tmp_path, recwarn, kills):
     """A process killed at any moment leaves an intact good state, from which the next one
     continues, never an earlier one.

@@ -19,6 +19,8 @@ BAD = (2, 6)
 MODES = {"compiled": {}, "eager": {"run_eagerly": True}}
 if zoo.BACKEND == "tensorflow":
     MODES |= {"graph": {"jit_compile": False}, "two steps in one": {"jit_compile": False, "steps_per_execution": 2}}
+DAILY = pytest.mark.daily("*compiled", "*eager", "*two steps in one")
+"""On a CPU "compiled" is a graph on TensorFlow, too."""
 
 
 class Extremes(keras.metrics.Metric):
@@ -94,7 +96,7 @@ def with_dicts(**mode):
     inputs = keras.Input((6,))
     model = keras.Model(inputs, {"a": layers.Dense(1, name="a")(inputs), "b": layers.Dense(1, name="b")(inputs)})
     metrics = {"a": [Extremes(), "mae"], "b": [Extremes("others")]}
-    model.compile("adam", {"a": "mse", "b": "mse"}, metrics=metrics, **mode)
+    model.compile("sgd", {"a": "mse", "b": "mse"}, metrics=metrics, **mode)
     return model
 
 
@@ -127,6 +129,7 @@ def several(data):
     return data
 
 
+@DAILY
 @pytest.mark.parametrize("mode", MODES)
 def test_a_metric_whose_result_is_a_dict(mode):
     """It is logged as in Keras, with several outputs and in validation; a refused step does not
@@ -143,6 +146,7 @@ def test_a_metric_whose_result_is_a_dict(mode):
         assert left_out.batches[3] == left_out.batches[2] == stock.batches[2] != left_out.batches[4]
 
 
+@DAILY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Own, Noisy])
 def test_the_loss_of_one_batch(kind, mode):
@@ -164,6 +168,7 @@ def test_the_loss_of_one_batch(kind, mode):
     assert all(math.isfinite(v) and v != 0.0 for logs in left_out.batches for v in logs.values())
 
 
+@DAILY
 @pytest.mark.parametrize("mode", MODES)
 def test_text(mode):
     """Text is logged as in stock Keras, if Keras accepts it."""

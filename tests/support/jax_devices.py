@@ -1,8 +1,8 @@
-"""Training over several simulated devices on JAX, in a separate process: `python jax_devices.py
-DEVICES WHAT ...`.
+"""Training over several simulated devices on JAX, in a separate process: `python
+jax_devices.py CASE...`.
 
-The number of devices is fixed when JAX starts, so each case needs a process. Prints one line of
-JSON for each requested case.
+The number of devices is fixed when JAX starts. A case is "data" or "model", which is distributed,
+the number of devices, and a run, as in "data 4 rollback". Prints one line of JSON for each.
 """
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported
@@ -15,7 +15,8 @@ import os
 import re
 import sys
 
-DEVICES, ASKED = int(sys.argv[1]), sys.argv[2:]
+ASKED = sys.argv[1:]
+DEVICES = max(int(asked.split()[1]) for asked in ASKED)
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
@@ -160,18 +161,18 @@ def _abstract(leaf):
 
 def reported(what):
     """Run one of the requested cases, and return its result."""
-    devices = distribution.list_devices()
-    if what.startswith("model"):
-        mesh = distribution.DeviceMesh((DEVICES // 2, 2), ["batch", "model"], devices)
+    spread, count, *name = what.split()
+    devices = distribution.list_devices()[: int(count)]
+    if spread == "model":
+        mesh = distribution.DeviceMesh((len(devices) // 2, 2), ["batch", "model"], devices)
         layout = distribution.LayoutMap(mesh)
         layout[".*hidden/kernel"] = (None, "model")
         layout[".*hidden/bias"] = ("model",)
         distribution.set_distribution(distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
     else:
         distribution.set_distribution(distribution.DataParallel(devices=devices))
-    keras.config.set_dtype_policy("mixed_float16" if what.endswith("float16") else "float32")
-    name = what.partition(" ")[2]
-    return {"rollback": rolled_back, "traffic": traffic}.get(name, oracle)()
+    keras.config.set_dtype_policy("mixed_float16" if name == ["float16"] else "float32")
+    return {"rollback": rolled_back, "traffic": traffic}.get(" ".join(name), oracle)()
 
 
 if __name__ == "__main__":

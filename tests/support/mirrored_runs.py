@@ -9,6 +9,7 @@ replicas, by default 2.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -70,19 +71,33 @@ def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int
     return zoo.Run(model, zoo.numbers(history), guard, state_of(model))
 
 
-def oracle(
-    build: Callable[[], Any], bad: dict[int, int | None], value: float = np.nan, clean: zoo.Data | None = None, where: str = "x"
-) -> dict[str, Any]:
-    """Train on data with bad batches with stock Keras, guarded, and without these batches.
+BAD = {3: LAST, 7: 0, 8: None}
+"""The replica that has the bad row of a batch; `None` for both replicas."""
 
-    `bad` has the replica with the bad rows by batch; `None` for both.
-    """
-    rows = (clean or zoo.regression()).with_poison(bad, 0.5, where)
-    for batch, replica in bad.items():
+
+def with_poison(value: float = np.nan, where: str = "x") -> zoo.Data:
+    """Return data with inserted bad batches."""
+    rows = zoo.regression().with_poison(BAD, 0.5, where)
+    for batch, replica in BAD.items():
         for row in ROWS.values() if replica is None else [ROWS[replica]]:
             zoo.poison(rows, batch, value, where, row)
+    return rows
+
+
+@functools.cache
+def of_keras(build: Callable[[], Any], value: float | None = None, where: str = "x") -> zoo.Run:
+    """Train with stock Keras, once for all cases of a process.
+
+    Without a value the data have no bad batches.
+    """
+    return run(build, zoo.regression() if value is None else with_poison(value, where))
+
+
+def oracle(build: Callable[[], Any], value: float = np.nan, where: str = "x") -> dict[str, Any]:
+    """Train on data with bad batches with stock Keras, guarded, and without these batches."""
     guard = NanGuard(verbose=0)
-    stock, guarded, without = run(build, rows), run(build, rows, guard), run(build, rows.without(bad))
+    stock, without = of_keras(build, value, where), of_keras(build)
+    guarded = run(build, with_poison(value, where), guard)
     return {
         "stock": sum(not zoo.finite(array) for _, array in stock.state),
         "differences": zoo.differences(guarded, without),
@@ -102,17 +117,14 @@ def reports(guard: NanGuard) -> dict[str, Any]:
     }
 
 
-BAD = {3: 0, 7: LAST, 8: None}
-
-
 @case
 def adam() -> dict[str, Any]:
-    return oracle(zoo.plain, BAD)
+    return oracle(zoo.plain)
 
 
 @case
 def momentum() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.SGD(0.05, momentum=0.9)), BAD, np.inf)
+    return oracle(lambda: zoo.plain(keras.optimizers.SGD(0.05, momentum=0.9)), np.inf)
 
 
 def scaled(optimizer: Any) -> Any:
@@ -125,33 +137,33 @@ def scaled(optimizer: Any) -> Any:
 @case
 def mixed_float16() -> dict[str, Any]:
     keras.config.set_dtype_policy("mixed_float16")
-    return oracle(lambda: zoo.plain(scaled(keras.optimizers.Adam())), BAD)
+    return oracle(lambda: zoo.plain(scaled(keras.optimizers.Adam())))
 
 
 @case
 def mixed_float16_momentum() -> dict[str, Any]:
     keras.config.set_dtype_policy("mixed_float16")
-    return oracle(lambda: zoo.plain(scaled(keras.optimizers.SGD(0.05, momentum=0.9))), BAD)
+    return oracle(lambda: zoo.plain(scaled(keras.optimizers.SGD(0.05, momentum=0.9))))
 
 
 @case
 def ema() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.Adam(use_ema=True, weight_decay=0.01, clipnorm=1.0)), BAD)
+    return oracle(lambda: zoo.plain(keras.optimizers.Adam(use_ema=True, weight_decay=0.01, clipnorm=1.0)))
 
 
 @case
 def schedule() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9))), BAD)
+    return oracle(lambda: zoo.plain(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9))))
 
 
 @case
 def eager() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(run_eagerly=True), BAD)
+    return oracle(lambda: zoo.plain(run_eagerly=True))
 
 
 @case
 def bad_target() -> dict[str, Any]:
-    return oracle(zoo.plain, BAD, where="y")
+    return oracle(zoo.plain, where="y")
 
 
 class TwoOptimizers(keras.Model):
@@ -189,7 +201,7 @@ class TwoOptimizers(keras.Model):
 
 @case
 def two_optimizers() -> dict[str, Any]:
-    return oracle(gan, BAD)
+    return oracle(gan)
 
 
 def gan(**mode: Any) -> Any:
@@ -224,7 +236,7 @@ def several_steps() -> dict[str, Any]:
     global REPLICAS
     before, REPLICAS = REPLICAS, 1
     try:
-        return oracle(lambda: zoo.plain(steps_per_execution=3), BAD)
+        return oracle(lambda: zoo.plain(steps_per_execution=3))
     finally:
         REPLICAS = before
 
@@ -234,9 +246,8 @@ def observed() -> dict[str, Any]:
     """Under a policy that changes nothing the run equals that of Keras, and the replica is
     reported.
     """
-    data = zoo.poison(zoo.regression(), 4, row=ROWS[LAST])
     guard = NanGuard("observe", verbose=0)
-    one, other = run(zoo.plain, data, guard), run(zoo.plain, data)
+    one, other = run(zoo.plain, with_poison(), guard), of_keras(zoo.plain, np.nan)
     same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
     return {"same": all(same), **reports(guard)}
 
@@ -254,7 +265,8 @@ def healthy_two_optimizers() -> dict[str, Any]:
 def clean(build: Callable[[], Any]) -> dict[str, Any]:
     """Return the differences between guarded and plain runs on clean data."""
     guard = NanGuard(verbose=0)
-    return {"differences": zoo.differences(run(build, zoo.regression(), guard), run(build, zoo.regression())), **reports(guard)}
+    guarded = run(build, zoo.regression(), guard)
+    return {"differences": zoo.differences(guarded, of_keras(build)), **reports(guard)}
 
 
 @case
@@ -306,7 +318,7 @@ def own() -> Any:
 
 @case
 def own_step() -> dict[str, Any]:
-    return oracle(own, BAD)
+    return oracle(own)
 
 
 @case

@@ -20,12 +20,15 @@ KEPT = [step for step in range(STEPS) if step not in BAD]
 
 
 def network(optimizer=None, *more, loss="mse", built=True):
+    """Return a model; if it is built, no step creates variables of its optimizer or metrics."""
     keras.utils.set_random_seed(0)
     first = [keras.Input((3,)), layers.Dense(2, use_bias=False), layers.BatchNormalization(), *more]
     model = keras.Sequential([*first, layers.Dense(1, dtype="float32")])
     model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["mae"])
-    if built:
+    if built:  # TensorFlow traces a step twice if it creates variables
         model.optimizer.build(model.trainable_variables)
+        model.compute_metrics(None, tf.zeros((1, 1)), tf.zeros((1, 1)))
+        model.reset_metrics()
     return model
 
 

@@ -12,10 +12,21 @@ from keras_nanguard import NanGuard
 BAD = (3, 7)
 
 
+def network():
+    body = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,)), *body])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    return model
+
+
+def undiagnosed():
+    return NanGuard(verbose=0, diagnose=False)
+
+
 def loop(guards, epochs=2, train=True, dies_at=None, kept=None):
     """Train as documented by Keras; return the model."""
     keras.utils.set_random_seed(0)
-    model = zoo.plain(dropout=False)
+    model = network()
     keras.utils.set_random_seed(1)
     run(model, guards, epochs, train, dies_at, kept)
     return model
@@ -55,7 +66,7 @@ def test_guarded_as_in_fit():
     with zoo.as_written():
         model = loop([guard])
     data = zoo.regression().with_poison(BAD)
-    fitted = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True)
+    fitted = zoo.run(network, data, guard="undiagnosed")
     assert [(i.epoch, i.batch) for i in guard.incidents] == [(e, b) for e in range(2) for b in BAD]
     assert zoo.bad_entries(model) == []
     assert guard.session.finished and "make_train_function" not in vars(model)
@@ -65,7 +76,7 @@ def test_guarded_as_in_fit():
 
 def test_second_loop_over_the_same_model():
     """A guard, and a list, can be used for a second loop."""
-    guard = NanGuard(verbose=0)
+    guard = undiagnosed()
     model = loop([guard], epochs=1)
     run(model, [guard], epochs=1)
     assert len(guard.incidents) == 4 and zoo.bad_entries(model) == []
@@ -74,10 +85,10 @@ def test_second_loop_over_the_same_model():
 @pytest.mark.parametrize("anew", [True, False], ids=["another guard", "the same guard"])
 def test_loop_that_died_does_not_block_the_next(anew, recwarn):
     """In a notebook the list of an interrupted cell still exists when the cell runs again."""
-    kept, guard, model = [], NanGuard(verbose=0), zoo.plain()
+    kept, guard, model = [], undiagnosed(), network()
     with pytest.raises(RuntimeError, match="dies"):
         run(model, [guard], dies_at=5, kept=kept)
-    second = NanGuard(verbose=0) if anew else guard
+    second = undiagnosed() if anew else guard
     run(model, [second], epochs=1)
     assert len(second.incidents) == (2 if anew else 3) and zoo.bad_entries(model) == []
     assert not any("Two NanGuards" in str(w.message) for w in recwarn)

@@ -55,7 +55,7 @@ OPTIMIZERS = {
     "lion": lambda: keras.optimizers.Lion(3e-4),
     "ftrl": lambda: keras.optimizers.Ftrl(0.01),
     "warm-up": lambda: keras.optimizers.Nadam(
-        keras.optimizers.schedules.CosineDecay(1e-4, 60, warmup_target=5e-3)
+        keras.optimizers.schedules.CosineDecay(1e-4, 600, warmup_target=5e-3, warmup_steps=20)
     ),
 }
 
@@ -122,9 +122,13 @@ NORMAL = [
 ]
 
 
-@pytest.mark.daily(
-    "dense-*", "convolution-adamw*", "lstm-rmsprop*", "transformer-adam-*", "embedding-adam*"
-)
+DAILY = ["dense-adam-*", "dense-sgd-*", "dense-warm-up-*", "convolution-adamw*", "lstm-rmsprop*"]
+DAILY += ["transformer-adam-*", "embedding-adam*"]
+if zoo.BACKEND == "torch":  # where nothing is compiled
+    DAILY += ["dense-lion-*", "dense-ftrl-*"]
+
+
+@pytest.mark.daily(*DAILY)
 @pytest.mark.parametrize(("name", "optimizer", "precision", "executions"), NORMAL)
 def test_no_incident(name, optimizer, precision, executions):
     """A healthy run has no incident and loses no step."""

@@ -12,11 +12,14 @@ BAD = (3, 8)
 """Numbers of the bad batches."""
 
 NORMAL = {
-    *(("optimizer-accumulation", "graph"), ("feed-sample-weight-bad", "graph")),
-    *(("model-many-inputs-outputs", "graph"), ("precision-mixed_float16", "graph")),
-    *(("step-gan", "graph"), ("model-subclassed", "eager"), ("optimizer-clipnorm", "eager")),
+    *(("feed-sample-weight-bad", "graph"), ("model-many-inputs-outputs", "graph")),
+    *(("precision-mixed_float16", "graph"), ("step-gan", "graph")),
 }
 """One of each kind for the normal run; a campaign runs all of them."""
+
+if zoo.BACKEND == "torch":  # where nothing is compiled
+    NORMAL |= {("model-subclassed", "eager"), ("optimizer-clipnorm", "eager")}
+    NORMAL |= {("optimizer-accumulation", "graph")}
 
 NOT_ON_JAX = {
     "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
@@ -53,7 +56,8 @@ def test_program(name, mode):
     assert zoo.differences(healthy, oracle, TOLERANCE) == []
     assert healthy.guard.incidents == [] and healthy.guard.session.run.counts.refused == 0
     assert set(healthy.history["refused_steps"]) == {0}
-    poisoned = program.run(program.data().with_poison(BAD, where=program.where), True, mode)
+    poison = program.data().with_poison(BAD, where=program.where)
+    poisoned = program.run(poison, "undiagnosed", mode)
     assert zoo.differences(poisoned, oracle, TOLERANCE) == []
     epoch = program.data().batches + len(BAD)
     assert poisoned.steps == [*BAD, *(epoch + batch for batch in BAD)]

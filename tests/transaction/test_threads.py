@@ -7,6 +7,7 @@ from functools import partial
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 from support import zoo
 
@@ -47,7 +48,7 @@ def net():
     return model
 
 
-def fit(model, data, *callbacks, epochs=4):
+def fit(model, data, *callbacks, epochs=2):
     model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
     return [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
 
@@ -57,14 +58,16 @@ def same(one, other):
     return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 
-def test_guarded_and_plain_fits_at_a_time():
+@pytest.mark.daily("1")
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_guarded_and_plain_fits_at_a_time(rounds):
     """Guarded fits with bad batches, one that raises and a plain one do not affect each other, and
     leave nothing behind.
     """
     data, bad = zoo.regression(), zoo.poison(zoo.regression(), 5)
     plain, guarded = fit(net(), data), fit(net(), bad, NanGuard(verbose=0))
     before = {name: vars(keras.Variable).get(name) for name in ("_direct_assign", "_initialize", "assign")}
-    for _ in range(2):
+    for _ in range(rounds):
         models = [net() for _ in range(4)]
         found = together(
             partial(fit, models[0], bad, NanGuard(verbose=0)),

@@ -85,21 +85,21 @@ def test_waited_for(order, how):
     guard = NanGuard(verbose=0)
     build, callbacks = zoo.plain, [zoo.After(lambda model: None)] if how == "a callback looks" else []
     if how == "eager":
-        build = lambda: zoo.plain(run_eagerly=True)  # noqa: E731
+        build = lambda: with_own_logs(run_eagerly=True)  # noqa: E731
     if how == "own logs":
         build = with_own_logs
     zoo.run(build, data, guard=guard, callbacks=callbacks)
     assert guard.session.run.step == 2 * BATCHES and ahead(order) == []
 
 
-def with_own_logs():
+def with_own_logs(**mode):
     class Logs(keras.Sequential):
         def train_step(self, *args):
             logs, state = super().train_step(*args)
             return {**logs, "more": logs["loss"] * 2}, state
 
     model = Logs([keras.Input((6,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", **mode)
     return model
 
 

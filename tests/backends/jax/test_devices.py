@@ -15,28 +15,32 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "support" / "jax_devices.py"
 
 
-def reported(devices, *asked):
+def reported(*asked):
     root = Path(__file__).parents[3]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run([sys.executable, str(PROGRAM), str(devices), *asked], env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(PROGRAM), *asked]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
     return dict(zip(asked, map(json.loads, run.stdout.splitlines())))
 
 
+ASKED = ("data 4", "data 4 float16", "data 4 rollback", "data 2 traffic", "data 8 traffic")
+ASKED += ("model 4", "model 4 rollback")
+
+
 @pytest.fixture(scope="module")
-def on_four(once):
-    """All requested results with four devices."""
-    asked = ("data", "data float16", "data rollback", "data traffic", "model", "model rollback")
-    return once("four devices", lambda folder: reported(4, *asked))
+def on_devices(once):
+    """All requested results, from one process."""
+    return once("devices", lambda folder: reported(*ASKED))
 
 
-@pytest.mark.parametrize("what", ["data", "data float16", "model"])
-def test_refused_on_all_devices(on_four, what):
+@pytest.mark.parametrize("what", ["data 4", "data 4 float16", "model 4"])
+def test_refused_on_all_devices(on_devices, what):
     """A bad row on the first and on the last of four devices: the run ends like the one without
     these batches.
     """
-    found = on_four[what]
+    found = on_devices[what]
     assert found["steps"] == [3, 7]
     assert found["causes"] == ["input_nonfinite"] * 2
     assert found["rows"] == [[1], [14]], "rows of the whole batch, not of the part of a device"
@@ -45,22 +49,22 @@ def test_refused_on_all_devices(on_four, what):
     assert found["spread"] == 4
 
 
-@pytest.mark.parametrize("what", ["data", "model"])
-def test_rolled_back_on_all_devices(on_four, what):
+@pytest.mark.parametrize("what", ["data 4", "model 4"])
+def test_rolled_back_on_all_devices(on_devices, what):
     """The arrays of a rollback have their original placement."""
-    found = on_four[f"{what} rollback"]
+    found = on_devices[f"{what} rollback"]
     assert found["outcomes"] == [["warn", "skip"], ["warn", "skip"], ["warn", "rollback"]]
     assert found["finite"]
     assert found["same place"]
 
 
-def test_traffic_of_a_verdict(on_four):
+def test_traffic_of_a_verdict(on_devices):
     """A verdict adds as many bytes to a step on 8 devices as on 2, and as many for a large model as
     for a small one.
     """
     more = []
-    for devices in (2, 4, 8):
-        found = (on_four if devices == 4 else reported(devices, "data traffic"))["data traffic"]
+    for devices in (2, 8):
+        found = on_devices[f"data {devices} traffic"]
         more += [found[f"guarded {width}"] - found[f"plain {width}"] for width in (16, 256)]
         assert found["plain 256"] > 10 * found["plain 16"] > 0, "the gradients are exchanged"
     assert len(set(more)) == 1

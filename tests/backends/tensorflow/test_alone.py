@@ -74,8 +74,6 @@ def test_bad_steps(way, several):
         written = {path for site, path in bad if site == "statistics"} | ({rate} if way == "eager" else set())
         assert {path for site, path in rows if site == "statistics"} == written
         assert rows["outputs", "output_0"] == (SIZE, 0, SIZE) and not any(inf for _, inf, _ in rows.values())
-    created = [id(variable) for variable, value in transaction.created if not value.any()]
-    assert sorted(created) == sorted(id(v.value) for metric in model.metrics[1:] for v in metric.variables), "made by the first step"
 
 
 @pytest.mark.parametrize(("way", "programs"), [("deferred", 0), ("kept", 0), ("compiled", 1)])
@@ -243,11 +241,11 @@ def test_a_tape_around_a_step_watches_the_weights_alone():
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_more_reports_than_are_kept(way, set_limit):
     """The first reports are kept; nothing waits for the others, and every verdict is read."""
-    set_limit("reports of a TensorFlow program", 3)
-    transaction = alone(network(), way, several=8)
-    _, verdicts, found = run(transaction, batches(WITH_BAD, [BAD[0]] * 8), 8, way)
-    assert [v.step for v in verdicts] == [*range(8)] and all(v.refused for v in verdicts)
-    assert [report.verdict.step for report in found] == [0, 1, 2]
+    set_limit("reports of a TensorFlow program", 2)
+    transaction = alone(network(), way, several=4)
+    _, verdicts, found = run(transaction, batches(WITH_BAD, [BAD[0]] * 4), 4, way)
+    assert [v.step for v in verdicts] == [*range(4)] and all(v.refused for v in verdicts)
+    assert [report.verdict.step for report in found] == [0, 1]
 
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
@@ -285,11 +283,11 @@ def test_batches_that_take_much_memory(way, set_limit):
     counts are complete.
     """
     one = 4 * SIZE * (3 + 1)  # bytes of x and y
-    for most, kept in ((1, 1), (3 * one, 3)):
+    for most, kept in ((1, [True, False, False]), (2 * one, [True, True, False])):
         set_limit("bytes of remembered batches", most)
-        transaction = alone(network(), way, several=STEPS)
-        found = run(transaction, batches(WITH_BAD, [BAD[0]] * STEPS), STEPS, way)[2]
-        assert [report.batch is not None for report in found] == [step < kept for step in range(STEPS)]
+        transaction = alone(network(), way, several=3)
+        found = run(transaction, batches(WITH_BAD, [BAD[0]] * 3), 3, way)[2]
+        assert [report.batch is not None for report in found] == kept
         assert all(report.counts[:, 0].any() for report in found)
 
 
@@ -380,7 +378,7 @@ def test_variables_created_by_the_first_step(way):
     def unbuilt():
         keras.utils.set_random_seed(0)
         model = keras.Sequential([layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
         return model
 
     plain, model = unbuilt(), unbuilt()
@@ -392,6 +390,7 @@ def test_variables_created_by_the_first_step(way):
     assert [v.refused for v in verdicts] == [step in BAD_FIRST for step in FEW]
     same(state(model), state(plain))
     made = {id(v.value) for v in (*model.variables, *model.optimizer.variables) if v is not model.optimizer._learning_rate}
+    made |= {id(v.value) for metric in model.metrics[1:] for v in metric.variables}
     noted = [id(variable) for variable, _ in transaction.created]
     assert len(noted) == len({*noted}) and made - {*noted} <= {id(v.value) for v in model.optimizer.variables}
     assert transaction.keeps_undo is False

@@ -103,26 +103,26 @@ def test_epochs_and_fits_need_no_trace_more():
     assert guarded.traces <= plain.traces
 
 
-@pytest.mark.daily("4")
-@pytest.mark.parametrize("bad", [10, 1, 4])
+@pytest.mark.daily("2")
+@pytest.mark.parametrize("bad", [4, 0, 2])
 def test_a_train_function_of_any_number_of_steps(bad):
     """Each step of a custom train function is counted, and a bad one reported with its number and
     its row.
     """
 
-    class Twelve(Traced):
+    class Five(Traced):
         def make_train_function(self, force=False):
             if self.train_function is None or force:
 
                 def run(iterator):
-                    for _ in range(12):
+                    for _ in range(5):
                         logs = self.train_step(next(iterator))
                     return logs
 
                 self.train_function = tf.function(run, autograph=False)
             return self.train_function
 
-    (x, y), model, guard = numbers(8 * 12), Twelve(), NanGuard(verbose=0)
+    (x, y), model, guard = numbers(8 * 5), Five(), NanGuard(verbose=0)
     x[8 * bad + 3] = np.nan
     model.compile("sgd", "mse", jit_compile=False)
     model.build((None, 4))
@@ -130,7 +130,7 @@ def test_a_train_function_of_any_number_of_steps(bad):
     model.fit(data.repeat(), steps_per_epoch=1, verbose=0, callbacks=[guard])
     assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(bad, (3,))]
     counts = guard.session.run.counts
-    assert (counts.committed, counts.refused, counts.step) == (11, 1, 12)
+    assert (counts.committed, counts.refused, counts.step) == (4, 1, 5)
 
 
 def test_functions_that_run_eagerly():
@@ -178,10 +178,10 @@ def test_a_train_function_of_the_users_own_is_kept():
 @pytest.mark.parametrize("of_model", [False, True], ids=["callback", "model"])
 def test_single_batches_and_fits_in_turn(of_model):
     """`train_on_batch` and `fit` use the same transaction."""
-    plain = zoo.plain(dropout=False)
-    model = NanGuardModel(plain.inputs, plain.outputs) if of_model else plain
+    inputs = keras.Input((6,))
+    model = (NanGuardModel if of_model else keras.Model)(inputs, keras.layers.Dense(1)(inputs))
     model.compile(keras.optimizers.Adam(), "mse")
-    guards = [] if of_model else [NanGuard(verbose=0)]
+    guards = [] if of_model else [NanGuard(verbose=0, diagnose=False)]
     data = zoo.regression(batches=4)
     x, y = data.x, data.y
     model.nanguard_verbose = 0

@@ -86,7 +86,9 @@ IN_TURN += [(name, True) for name in BY_KERNELS]
 IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_IS]
 
 
-@pytest.mark.daily(*(f"{name}-*" for name in ("Adam", "EMA", "loss scale", "accumulates")), "momentum-*", "Lamb-False")
+@pytest.mark.daily(
+    *("Adam-*", "EMA-False", "loss scale-True", "accumulates-False", "momentum-*", "Lamb-False")
+)
 @pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
 def test_the_same_bits(kernels, name, in_turn, set_limit):
     """A guarded run with bad batches equals the plain one without them, for each kind of update.
@@ -99,9 +101,12 @@ def test_the_same_bits(kernels, name, in_turn, set_limit):
     data = zoo.regression()
     plain = zoo.run(lambda: network(make()), data)
     assert not kernels
-    bad = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard=True)
+    bad = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard="undiagnosed")
     assert zoo.differences(bad, plain) == []
     assert bad.guard.session.run.counts.refused == 4
+    sites = {finding.site for incident in bad.guard.incidents for finding in incident.findings}
+    assert sites.isdisjoint({"weights", "slots"}), "a refused update wrote none"
+    assert {"assign_add", "assign_sub", "apply"}.isdisjoint(vars(bad.model.optimizer))
     weights = len(bad.model.trainable_variables)
     assert in_turn or used is None or {kernel: count / weights for kernel, count in kernels.items()} == used
 
@@ -117,16 +122,6 @@ def test_large_arrays(kernels):
     data = zoo.regression()
     assert zoo.differences(zoo.run(build, data, guard=True, epochs=1), zoo.run(build, data, epochs=1)) == []
     assert kernels["divide"] == 6
-
-
-@pytest.mark.parametrize("name", ["Adam", "accumulates"])
-def test_values_that_were_not_written_are_not_reported(name):
-    """The values that a refused update would have written are not part of the state, and are not
-    reported.
-    """
-    run = zoo.run(lambda: network(BY_KERNELS[name][0]()), zoo.regression().with_poison((2,)), guard=True, epochs=1)
-    (incident,) = run.guard.incidents
-    assert incident.refused and {f.site for f in incident.findings}.isdisjoint({"weights", "slots"})
 
 
 def test_scattered_writes_stay_as_they_are(kernels):
@@ -199,12 +194,6 @@ def test_without_a_suitable_kernel(kernels, monkeypatch, how):
         assert zoo.differences(guarded, zoo.run(build, zoo.regression())) == []
 
 
-def test_nothing_is_left_on_the_optimizer():
-    """Its own methods are restored as soon as its update is traced."""
-    run = zoo.run(lambda: network(optimizers.Adam(0.01)), zoo.regression(), guard=True, epochs=1)
-    assert {"assign_add", "assign_sub", "apply"}.isdisjoint(vars(run.model.optimizer))
-
-
 @pytest.mark.parametrize("kernel", ["descend", "divide"])
 def test_other_bits_are_seen(monkeypatch, kernel):
     """A kernel that rounds once instead of twice is detected."""
@@ -241,7 +230,7 @@ def test_reads_its_own_writes(kernels):
     """
     data = zoo.regression()
     plain = zoo.run(lambda: network(Twice(0.05)), data)
-    run = zoo.run(lambda: network(Twice(0.05)), data.with_poison((2,)), guard=True)
+    run = zoo.run(lambda: network(Twice(0.05)), data.with_poison((2,)), guard="undiagnosed")
     assert zoo.differences(run, plain) == [] and kernels["descend"]
     weight, seen = run.model.trainable_variables[0], run.model.optimizer.seen[0]
     before = np.array(seen.value)

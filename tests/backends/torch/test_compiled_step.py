@@ -127,6 +127,7 @@ def test_a_bad_batch_never_happened(name, steady):
     assert all(i.refused and i.diagnosis.cause == "input_nonfinite" for i in guard.incidents)
 
 
+@pytest.mark.slow
 def test_a_healthy_compiled_fit_equals_that_of_keras():
     """On clean data the guarded fit ends like the compiled fit of Keras."""
     guard = NanGuard(verbose=0)
