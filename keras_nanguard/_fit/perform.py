@@ -149,7 +149,7 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
 
 
 def _rates(run: Run) -> dict[int, float]:
-    """Return the present learning rates by `id` of their optimizers, without those of a user's
+    """Return the current learning rates by `id` of their optimizers, without those of a user's
     schedule that raises.
     """
     rates = {}
