@@ -243,7 +243,7 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
 
 
 def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the one row on which the step is bad, none if there is not exactly one.
+    """Return the only row with which the step is bad; no row if there are several or none.
 
     Args:
         count: number of rows.

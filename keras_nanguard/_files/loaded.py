@@ -100,8 +100,9 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     _refuse_no_data(arrays, path)
     targets = arrays.pop("y", None)
     if not arrays:
-        received = f"{plain_text(path)} without any"
-        raise FileFormatError(expected("inputs in the data", received, "Name one array x."))
+        received = f"{plain_text(path)} without one"
+        remedy = "Save the inputs under the name x."
+        raise FileFormatError(expected("an array with inputs", received, remedy))
     if "x" in arrays or len(arrays) == 1:
         return arrays.get("x", next(iter(arrays.values()))), targets
     return arrays, targets

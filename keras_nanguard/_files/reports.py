@@ -292,7 +292,7 @@ class RepairReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether no error or warning is left; for a dry run, whether there was none."""
+        """Whether no error or warning is left. In a dry run: whether there was none."""
         return (self.after or self.before).ok
 
     @property

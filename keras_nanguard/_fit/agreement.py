@@ -58,7 +58,7 @@ class Agreement:
 
     @property
     def has_news(self) -> bool:
-        """Whether this process has findings between two steps that the others do not have."""
+        """Whether this process has stored findings that it has not yet shared with the others."""
         return bool(self._kept)
 
     def all_see(self, verdict: Verdict) -> bool:
@@ -175,11 +175,12 @@ class Agreement:
         return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
 
     def room(self, missing: float, bad: str) -> tuple[float, str]:
-        """Return the common decision about a snapshot.
+        """Return what all processes know about the next snapshot: the most bytes that any of them
+        lacks, and the path of a variable that is not finite in any of them.
 
         Args:
-            missing: the bytes that are not free for it, 0 if it fits.
-            bad: the path of a variable that is not finite, `""` if all are.
+            missing: bytes of memory that this process lacks for the snapshot, 0 if it fits.
+            bad: path of a variable that is not finite in this process, `""` if all are finite.
         """
         known = self._exchange([missing, bad], "whether memory is free for a snapshot")
         return max(m for m, _ in known), next((b for _, b in known if b), "")

@@ -58,7 +58,8 @@ class BadRows:
 
     Args:
         recorder: stores them.
-        ids: the user's own names: one for each row of `x`, or the key of the batch that has them.
+        ids: the user's names of the rows: a sequence with one name for each row of `x`, or the key
+            under which each batch has its names; `None` if the rows have no names.
     """
 
     def __init__(self, recorder: Recorder, ids: Sequence[Any] | str | None):

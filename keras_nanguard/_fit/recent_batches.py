@@ -137,11 +137,10 @@ class RecentBatches:
     def approach(
         self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
     ) -> Approach | None:
-        """Return the steps before this moment, from the earliest snapshot since which all of them
-        are known.
+        """Return the last steps, and a snapshot from which they can be repeated.
 
-        If there is no such snapshot, return the known steps and the newest snapshot: the same data
-        from a good state.
+        The snapshot is the earliest one after which the batches of all steps are still stored. If
+        there is none, return the stored steps and another good state to run them from.
 
         Args:
             snapshots: the available ones, oldest first.

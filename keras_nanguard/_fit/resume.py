@@ -103,11 +103,13 @@ class Resumed:
                 raise GuardError(expected(what, plain_text(error), remedy)) from error
 
     def after(self, epoch: int | None) -> Resumed:
-        """Return the remaining state to restore after other callbacks have restored theirs, which
-        is that of the start of an `epoch`, if any.
+        """Return what is left to restore, now that other callbacks have restored their state.
 
-        The later of the two states is used. In the same epoch this is the snapshot, which may be
-        from within it.
+        The later state wins. In the same epoch this is the snapshot, which may have been taken in
+        the middle of the epoch.
+
+        Args:
+            epoch: the epoch at whose start the other callbacks resume; `None` if none does.
         """
         if epoch is None or epoch <= self.epoch:
             return replace(self, settled=True)

@@ -293,7 +293,9 @@ def _first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int]) -> 
 
 
 def compact(value: Array) -> Array:
-    """Return an array of equal entries as a view of one of them. Most slots begin like that."""
+    """Return an array whose entries are all equal as a view of a single entry, to save memory; any
+    other array unchanged. Most slots begin with equal entries.
+    """
     return np.broadcast_to(np.array(value.flat[0]), value.shape) if _is_constant(value) else value
 
 

@@ -27,7 +27,7 @@ def unset_instance(target: Any, name: str) -> None:
 
 
 class Overrides:
-    """Overrides of attributes of instances until `give_back`; also a context manager."""
+    """Overrides attributes of instances until `give_back`, or the end of a `with` block."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []

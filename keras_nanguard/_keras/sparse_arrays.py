@@ -49,10 +49,10 @@ def dense(value: Any) -> Any:
 
 
 def by_rows(value: Any) -> Array:
-    """Return an array with one row for each sample: with its zeros, or with the stored values of
-    each row side by side.
+    """Return a sparse array as a dense one with one row for each sample.
 
-    If even these are too many, all stored values are in a single row.
+    If it is too large with its zeros, each row has only its stored values, padded with zeros. If
+    that is too large as well, all stored values are in a single row.
     """
     if fits(value) and hasattr(value, "todense"):
         return spread_arrays.as_array(value.todense())

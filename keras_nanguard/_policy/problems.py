@@ -143,7 +143,7 @@ def safe_repr(value: object) -> str:
     try:
         text = ascii(value)
     except ValueError:  # Python prints no number of more than 4300 digits
-        return f"a {type(value).__name__} with a whole number of thousands of digits"
+        return f"a {type(value).__name__} with a whole number that has thousands of digits"
     if len(text) <= MAX_LENGTH:
         return text
     return f"{text[:30]}...{text[-30:]} ({len(text)} characters)"

@@ -131,7 +131,9 @@ def as_text(text: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return JSON. A NumPy number becomes its value, and an object without a JSON form its text."""
+    """Return a value as JSON. NumPy numbers are converted to Python numbers, and objects that JSON
+    does not support to their `str`.
+    """
 
     def plain(odd: Any) -> Any:
         return odd.item() if isinstance(odd, np.generic) else str(odd)

@@ -156,7 +156,9 @@ def _incidents(incidents: Sequence[Incident]) -> Any:
 
 
 def curve(values: Sequence[float], bars: str = _BARS) -> str:
-    """Return a curve as one line, a block for each value, from lowest to highest."""
+    """Return a curve as one line of text. Each value becomes a bar whose height shows where it lies
+    between the lowest and the highest value.
+    """
     low = min(values, default=0.0)
     span = max(values, default=0.0) - low
     return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in values)

@@ -111,7 +111,7 @@ class OriginTracker:
 
     @staticmethod
     def number_of(variable: Any) -> int | None:
-        """Return the number of a variable, or `None`."""
+        """Return the number by which the backend identifies a variable, `None` if it has none."""
         raise NotImplementedError
 
     def entered(self, tensors: Iterable[Any]) -> None:

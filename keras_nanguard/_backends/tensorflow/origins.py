@@ -58,7 +58,7 @@ class Origins(OriginTracker):
 
     @staticmethod
     def number_of(variable: Any) -> int | None:
-        """Return the number of a variable, or `None`."""
+        """Return the number by which TensorFlow identifies a variable, `None` if it has none."""
         return variable.value.handle._id if hasattr(variable.value, "handle") else None
 
     def written(self, variable: Any) -> Origin | None:
