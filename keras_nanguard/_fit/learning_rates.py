@@ -117,8 +117,8 @@ class Rate:
         """
         self.hold()
         before = self.value
-        if not self.plain and math.isfinite(failed):
-            before = max(before, failed)
+        if not self.plain and math.isfinite(failed) and not before >= failed:  # it may be NaN
+            before = failed
         after = max(before * factor, min_lr)
         if after > before * (1 - 1e-6):  # the rate is a float32, min_lr is not
             after = before

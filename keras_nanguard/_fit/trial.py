@@ -1,8 +1,8 @@
 """Paired trials: steps on remembered batches from a chosen state, which are undone afterwards.
 
 A trial compares states on the *same* batches, so the difficulty of other batches, epochs or tasks
-has no influence. It uses the compiled train step. At the end state, metrics, random generators and
-learning rates are restored.
+has no influence. It uses the compiled train step. At the end state, metrics, random generators,
+learning rates, and numbers and tensors in attributes of layers are restored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from keras_nanguard._core import memory
 from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
-from keras_nanguard._keras import variables as keras_variables, whole_writes
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    variables as keras_variables,
+    whole_writes,
+)
 
 State = Mapping[int, np.ndarray[Any, Any]]
 """The values of the train state, by `id` of the variable."""
@@ -184,6 +188,9 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(whole_writes.finish, list(restores))
+        attributes = keras_layers.attributes_of(keras_layers.layers_of(run.model))
+        ending.callback(keras_layers.give_back_tensors, attributes)
+        ending.callback(keras_layers.give_back_numbers, attributes)
         yield Trial(run, again)
         run.transaction.take_reports()
         access.sync_variables()

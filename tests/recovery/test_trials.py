@@ -72,6 +72,36 @@ def test_undone_whole(name):
     assert calls[0] is None or float(calls[0]) == float(calls[1]) == data.batches
 
 
+class Warming(keras.layers.Layer):
+    """Counts its calls in a number, on which its result depends, and keeps its last mean in a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.mean = 0, None
+
+    def call(self, inputs):
+        self.calls += 1
+        self.mean = keras.ops.mean(inputs)
+        return inputs * min(1.0, self.calls / 30)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step cannot")
+def test_attributes_of_a_layer_are_restored():
+    """A trial leaves the attributes of layers alone, and so the result of an eager run."""
+    ends = []
+    for step in (-1, 10):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), Warming(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        guard = NanGuard(verbose=0)
+        made, means = Trial(guard, step), []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: means.append(float(model.layers[0].mean)))
+        model.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard, made, note])
+        assert [end is not None for end in made.found] == [True] * (step > 0)
+        ends.append((model.layers[0].calls, means, *(w.tobytes() for w in model.get_weights())))
+    assert ends[0] == ends[1]
+
+
 def test_no_trial_if_the_policy_refuses_nothing():
     """Steps are replayed only if a bad one of them would be refused again."""
     guard = NanGuard(refuse=False, verbose=0)
