@@ -90,13 +90,6 @@ EXPLAINED: tuple[Explained, ...] = (
         "It is compared with 1,000 and more.",
     ),
     Explained(
-        "_backends/tensorflow/execution.py",
-        "StepTrace.check_deferred",
-        "if self.graph is None or not self.after_update:",
-        ("if self.graph is None and not self.after_update:",),
-        "Without a graph nothing is noted, and where nothing is noted no access is found among it.",
-    ),
-    Explained(
         "_backends/tensorflow/step.py",
         "Transaction.__init__",
         "*,",

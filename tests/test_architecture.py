@@ -7,16 +7,19 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import keras
 import pytest
 from diagnosis.test_causes import TABLE
+from support import zoo
 from support.docs_tools import load
-from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, edges, modules
+from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, PACKAGE, edges, modules
 
-from keras_nanguard import actions
+from keras_nanguard import NanGuard, actions
 from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose import causes
@@ -276,3 +279,36 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
     """
     assert name in TABLE and OF_CAUSES[what].met(name), f"the cause {name} has no {what}: {OF_CAUSES[what].place}"
     assert OF_CAUSES[what].place in section(CONTRIBUTING, "Add a cause")
+
+
+# The paths of a step
+
+
+ENTERED = {"healthy": 14, "refused": 69}
+"""Maximum number of files that a step enters on TensorFlow, with all helpers."""
+
+
+@pytest.mark.requires_backend("tensorflow", reason="the numbers are of one backend")
+def test_files_that_a_step_enters():
+    """Follows a healthy step and the first refused one, without imports on first use."""
+    data = zoo.regression(batches=6)
+    zoo.poison(data, 5)
+    entered: dict[str, set[str]] = {"healthy": set(), "refused": set()}
+
+    class Follow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            files = entered.get({4: "healthy", 5: "refused"}.get(batch, ""))
+
+            def follow(frame, event, argument):
+                file = Path(frame.f_code.co_filename)
+                if event == "call" and PACKAGE in file.parents and frame.f_code.co_name != "<module>":
+                    files.add(str(file.relative_to(PACKAGE)))
+
+            sys.setprofile(None if files is None else follow)
+
+        def on_train_batch_end(self, batch, logs=None):
+            sys.setprofile(None)
+
+    zoo.run(zoo.plain, data, guard=NanGuard(), epochs=1, callbacks=[Follow()])
+    for name, files in entered.items():
+        assert 5 < len(files) <= ENTERED[name], f"a {name} step enters {len(files)} files: {sorted(files)}"

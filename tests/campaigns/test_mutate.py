@@ -38,7 +38,8 @@ def mutant(module: str, before: str, after: str) -> Mutant:
 
 
 def refuses_what_is_not_finite() -> None:
-    assert not rules.may_commit(rules.NUMBERS, [1.0, math.nan]) and rules.may_commit(rules.NUMBERS, [1.0, 2.0])
+    assert not rules.may_commit(rules.NUMBERS, False, [1.0]) and rules.may_commit(rules.NUMBERS, True, [1.0])
+    assert not rules.may_commit(rules.NUMBERS, True, [1.0], True)
 
 
 def keeps_a_scale_above_its_floor() -> None:
@@ -72,7 +73,7 @@ ANEW = "before = self if joined else PolicyState()"
 FOREVER = "before = self"
 
 MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
-    ("_backends/shared/rules.py", "return finite if scale is None", "return True if scale is None", refuses_what_is_not_finite),
+    ("_backends/shared/rules.py", "finite & ops.logical_not(halted)", "finite | ops.logical_not(halted)", refuses_what_is_not_finite),
     ("_backends/shared/rules.py", "ops.maximum(scale * 0.5, MIN_LOSS_SCALE)", "scale * 0.5", keeps_a_scale_above_its_floor),
     ("_policy/state.py", ANEW, FOREVER, ends_a_streak),
     ("_diagnose/causes.py", "for _, rule in RULES:", "for _, rule in RULES[::-1]:", looks_at_the_state_first),

@@ -224,8 +224,8 @@ class StepTrace:
         if places:  # the square of 1e20 overflows in float32, although 1e20 does not
             bad = jnp.any(counts[places[0] : places[-1] + 1] > 0)
             gradients = jnp.where(bad, gradients, jnp.minimum(gradients, rules.MOST))
-        may_commit = ~self.halt & rules.scale_is_valid(reductions.OPERATIONS, self.scale)
-        may_commit &= reductions.all_finite((loss, gradients, written, weights, slots))
+        finite = reductions.all_finite((loss, gradients, written, weights, slots))
+        may_commit = rules.may_commit(reductions.OPERATIONS, finite, [self.scale], self.halt)
         verdict = Verdict(
             ~may_commit, loss, gradients, written, weights, slots, self.scale, 0, self.halt
         )

@@ -42,10 +42,9 @@ its weight from moving: the full read finds it at most 16 steps later. A snapsho
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,17 +115,18 @@ def scale_is_valid(ops: Operations, scale: Any) -> Any:
     return ops.isfinite(scale) & (scale > 0)
 
 
-def may_commit(ops: Operations, sums: Sequence[Any], scale: Any = None) -> Any:
+def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any = False) -> Any:
     """Return whether a step may commit.
 
     Args:
         ops: the operations of the backend.
-        sums: the sums over all checked arrays, scalars of one dtype. A sum over an array with NaN
-            or Inf is not finite.
-        scale: the loss scale, or `None`.
+        finite: whether every checked array is finite.
+        scales: the loss scales.
+        halted: whether the step is refused regardless of its numbers.
     """
-    finite = ops.isfinite(functools.reduce(operator.add, sums))
-    return finite if scale is None else finite & scale_is_valid(ops, scale)
+    for scale in scales:
+        finite = finite & scale_is_valid(ops, scale)
+    return finite & ops.logical_not(halted)
 
 
 def learned_scale(

@@ -54,9 +54,8 @@ def decide(
     finite, replicas, counts = _examined(traces, each)
     sums = [reductions.settled(s, finite) for s in _joined(traces)]
     loss, gradients, statistics, *written = sums
-    may_commit = finite & ~halted
-    if first.scales:
-        may_commit &= rules.scale_is_valid(reductions.OPERATIONS, first.measures.scale)
+    scales = [first.measures.scale] if first.scales else []
+    may_commit = rules.may_commit(reductions.OPERATIONS, finite, scales, halted)
     # Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies the
     # factors of an update (of the scale of a BatchNormalization) in another order than in a plain
     # step, which may differ in the last bit.

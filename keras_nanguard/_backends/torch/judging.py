@@ -104,8 +104,8 @@ class Judgement:
         if transaction.unread:
             self._judge_previous({site: read[f"previous {site}"] for site in transaction.unread})
         self.own = self.verdict
-        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in read["scales"])
-        if raised or not (valid and self.verdict.finite):
+        finite = self.verdict.finite and not raised
+        if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
             self._decide(REFUSE)
         else:  # gradients whose squares overflow are so large that the update may overflow, too
             overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
