@@ -205,8 +205,8 @@ def judged(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
 
 
 def stays_finite(fault: Fault, precision: str, becomes: str = "") -> bool:
-    """Whether a fault leaves finite numbers in gradients or state. The guard refuses such a step only
-    if NaN or Inf follows from them.
+    """Whether a fault may leave finite numbers in loss, gradients or state. The guard refuses such a
+    step only if NaN or Inf follows from them.
 
     Args:
         fault: the fault.
@@ -215,8 +215,8 @@ def stays_finite(fault: Fault, precision: str, becomes: str = "") -> bool:
     """
     if fault.way == "flip":
         return becomes != "nonfinite"
-    of_gradients = fault.site == "gradients" and precision != "mixed_float16"
-    return fault.kind == "overflow" and (of_gradients or fault.site in ("weights", "statistics", "slots"))
+    of_step = fault.site in ("loss", "gradients") and precision != "mixed_float16"
+    return fault.kind == "overflow" and (of_step or fault.site in ("weights", "statistics", "slots"))
 
 
 def expected(fault: Fault, precision: str, becomes: str = "", ruins: bool = True) -> str:

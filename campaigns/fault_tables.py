@@ -29,7 +29,7 @@ CLASSES: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "data": ("NaN or Inf in the arrays", lambda r: r["way"] == "data" and r["kind"] != "overflow"),
     "finite": ("3.4e38 in the arrays, or in the batch by `inject`", lambda r: of_batch(r) and r["kind"] == "overflow"),
     "inject": ("`inject`", lambda r: r["way"] == "inject" and not (of_batch(r) and r["kind"] == "overflow") and not large(r)),
-    "overflow": ("`inject`: 3.4e38 in gradients or state", lambda r: r["way"] == "inject" and large(r)),
+    "overflow": ("`inject`: 3.4e38 in loss, gradients or state", lambda r: r["way"] == "inject" and large(r)),
     "nonfinite": ("a bit flips: NaN or Inf", lambda r: r["becomes"] == "nonfinite"),
     "huge": ("a bit flips: beyond 1e30", lambda r: r["becomes"] == "huge"),
     "large": ("a bit flips: a thousand times the largest of its tensor or more", lambda r: r["becomes"] == "large"),
@@ -39,7 +39,7 @@ CLASSES: dict[str, tuple[str, Callable[[Row], bool]]] = {
 
 
 def large(row: Row) -> bool:
-    """Whether a fault leaves finite numbers in gradients or state."""
+    """Whether a fault may leave finite numbers in loss, gradients or state."""
     return row["kind"] == "overflow" and row["expected"] == "may" and not of_batch(row)
 
 

@@ -44,8 +44,8 @@ def numbers(cell: str) -> list[int]:
 STATE = ("weights", "statistics", "slots", "loss_scale")
 FAULTS: dict[str, Callable[[str, str], bool]] = {
     "NaN, Inf or 3.4e38 in inputs or targets": lambda way, site: site in ("inputs", "targets"),
-    "3.4e38 in gradients, weights, statistics or slots": lambda way, site: way == "`inject`: 3.4e38 in gradients or state",
-    "NaN or Inf in gradients, NaN, Inf or 3.4e38 in the loss": lambda way, site: site in ("loss", "gradients"),
+    "3.4e38 in loss, gradients, weights, statistics or slots": lambda way, site: way == "`inject`: 3.4e38 in loss, gradients or state",
+    "NaN or Inf in loss or gradients": lambda way, site: site in ("loss", "gradients"),
     "NaN or Inf in weights, statistics or slots, any in the loss scale": lambda way, site: way == "`inject`" and site in STATE,
     "a flipped bit that leaves NaN or Inf": lambda way, site: way.endswith("NaN or Inf"),
     "a flipped bit that leaves another number": lambda way, site: way.startswith("a bit"),
