@@ -79,9 +79,9 @@ class Transaction:
     tolerated: set[int]
     """Keys of the variables that may be infinite or NaN."""
 
-    def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step, given those of its execution; `None` if they are
-        no longer available.
+    def batch(self, given: Any) -> Any:
+        """Return the arguments of an earlier step in their original form, from the form in which
+        `given` stores them; `None` if they are no longer available.
         """
         return given
 

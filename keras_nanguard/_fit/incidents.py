@@ -159,7 +159,7 @@ class Incidents:
         """
         run = self._run
         gone = processes.count() > 1 or not run.access.can_run_again
-        return None if gone else run.transaction.batch(run.step, run.transaction.given)
+        return None if gone else run.transaction.batch(run.transaction.given)
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
@@ -180,7 +180,7 @@ class Incidents:
         run, findings = self._run, self._run.scan("weights")
         if findings:
             run.recording.step(verdict)
-            batch = run.transaction.batch(run.step, run.transaction.given)
+            batch = run.transaction.batch(run.transaction.given)
             report = Report(verdict, (), (), batch)
             self.raise_incident(run.step, findings, report=report, verdict=verdict)
         return bool(findings)

@@ -57,8 +57,8 @@ class _Entry(NamedTuple):
     refused: bool
 
 
-def _args(entry: _Entry, batch: Callable[[int, Any], Any]) -> Any:
-    return None if entry.given is None else batch(entry.step, entry.given)
+def _args(entry: _Entry, batch: Callable[[Any], Any]) -> Any:
+    return None if entry.given is None else batch(entry.given)
 
 
 class RecentBatches:
@@ -78,8 +78,6 @@ class RecentBatches:
 
         Those of a `refused` step may be replayed after a rollback.
         """
-        if hasattr(given, "part"):
-            given = given.part(step)
         entries = self._entries
         last = entries[-1] if entries else None
         if last is not None and last.given is given:
@@ -109,14 +107,14 @@ class RecentBatches:
         while self._entries and self._entries[-1].step >= step:
             self._bytes -= self._entries.pop().size
 
-    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
+    def last(self, count: int, batch: Callable[[Any], Any]) -> list[Any]:
         """Return the arguments of the last steps, at most this many, oldest first."""
         entries = [e for e in self._entries if e.given is not None and not e.refused]
-        found = [batch(entry.step, entry.given) for entry in entries[-count:]]
+        found = [batch(entry.given) for entry in entries[-count:]]
         return [args for args in found if args is not None]
 
     def rerun(
-        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]
+        self, snapshot: Snapshot, step: int, batch: Callable[[Any], Any]
     ) -> Rerun | None:
         """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
         known.
@@ -135,7 +133,7 @@ class RecentBatches:
         return Rerun(snapshot, batches, frozenset(refused))
 
     def approach(
-        self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]
+        self, snapshots: Sequence[Snapshot], batch: Callable[[Any], Any]
     ) -> Approach | None:
         """Return the last steps, and a snapshot from which they can be repeated.
 

@@ -131,7 +131,7 @@ class StepRun:
             try:
                 return body(*self.args)
             except Exception as error:
-                if not (transaction.refuse and not self.judgement.decision and is_numeric(error)):
+                if not (self._can_be_undone and is_numeric(error)):
                     self._abandon(error)
                     raise
                 self.error = error
@@ -169,11 +169,16 @@ class StepRun:
         if self.updates.waiting and id(tensor) not in self.transaction.parts.metrics:
             self.updates.flush(keep=True)
 
+    @property
+    def _can_be_undone(self) -> bool:
+        """Whether the step may still be refused: no decision has let its updates take effect."""
+        return bool(self.transaction.refuse) and self.judgement.decision in (None, REFUSE)
+
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
         be undone.
         """
-        if self.transaction.refuse and not self.judgement.decision:
+        if self._can_be_undone:
             self.backup.undo()
         if self.judgement.is_shared:
             host.leave(error)

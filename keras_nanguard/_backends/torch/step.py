@@ -148,7 +148,7 @@ class Transaction(interface.Transaction):
         self.keeps_undo, self.adds_to_gradients = other.keeps_undo, other.adds_to_gradients
         self.steps = min(other.steps, 1)
 
-    def batch(self, step: int, given: Given) -> Any:
+    def batch(self, given: Given) -> Any:
         return None if given.args is None else as_tensors(given.args)
 
     def take_reports(self) -> list[Report]:
