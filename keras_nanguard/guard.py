@@ -237,8 +237,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         self._attached.settle_start_if_nothing_is_left()
 
     def _print_policy_warnings(self) -> None:
-        """Print a line for each rule and setting of the policy without effect in this run, each
-        once.
+        """Print one line, once, for each rule or setting of the policy without effect in this run.
 
         If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
         after the first epoch.

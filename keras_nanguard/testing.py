@@ -1,9 +1,9 @@
 """Fault injection: make a training run fail at one site, in one way, at an exact step.
 
-The same fault can be injected into a stock Keras model, to show what happens there, and into a
-guarded one, to show that it does not. It works in graph mode, eagerly, under XLA, inside
-`steps_per_execution` and with mixed precision, because it wraps the whole train step, counts the
-steps itself, and requires nothing of the model:
+Inject the same fault into a stock Keras model to show its effect, and into a guarded one to show
+that it has none. It works in graph mode, eagerly, under XLA, inside `steps_per_execution` and with
+mixed precision, because it wraps the whole train step, counts the steps itself, and requires
+nothing of the model:
 
 ```python
 from keras_nanguard.testing import inject
@@ -56,8 +56,8 @@ class Fault:
         path: glob that matches the Keras path of the variable, consecutive parts of it, or the path
             in the batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
-        entries: how many entries of each tensor, or of each row of a batch, starting with the
-            first; `None` for all.
+        entries: number of entries of each tensor, or of each row of a batch, from the first one on;
+            `None` for all.
         magnitude: factor of a spike.
     """
 
@@ -122,8 +122,8 @@ def inject(
             policy (`"dense"`, `"dense/kernel"`), or the path in the batch: inputs are `0` or
             `0/name`, targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
-        entries: how many entries of each tensor, or of each row of a batch, starting with the
-            first; `None` for all.
+        entries: number of entries of each tensor, or of each row of a batch, from the first one on;
+            `None` for all.
         magnitude: factor of a spike.
         require_fired: whether to raise at the end of the context if the fault was never injected.
             Use `False` if training may stop before the step of the fault.
@@ -215,7 +215,7 @@ def corrupt(
     Args:
         variable: a `keras.Variable` of any float dtype.
         kind: as for `inject`.
-        entries: how many entries, starting with the first; `None` for all.
+        entries: number of entries, from the first one on; `None` for all.
         magnitude: factor of a spike.
 
     Raises:

@@ -41,8 +41,8 @@ def fingerprint(path: Path) -> str:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Sync the contents of a file, or the entries of a folder, to the disk. Windows syncs no
-    folder, and only files that can be written."""
+    """Sync the contents of a file, or the entries of a folder, to the disk. Windows cannot sync a
+    folder, nor a file that is read-only."""
     if path.is_dir() and os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -87,11 +87,11 @@ def beside(path: Path, name: str = "") -> Iterator[Path]:
     on an error.
 
     Args:
-        path: the final one.
+        path: the final path.
         name: base of the temporary name; by default the final name.
 
     Raises:
-        OSError: if it cannot be written; it names the final path.
+        OSError: if the file cannot be written; the error names the final path.
     """
     unfinished = path.with_name(_unfinished(name or path.name, os.getpid()))
     _discard(unfinished)
@@ -145,7 +145,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder atomically, by renaming it first; of a symbolic link remove only the link."""
+    """Remove a folder atomically, by renaming it first; if it is a symbolic link, only the link."""
     unfinished = path.with_name(_unfinished("removed", os.getpid()))
     if path.is_symlink():
         path.unlink()

@@ -1,4 +1,4 @@
-"""What is known of each cause, from `causes.toml`: for decisions, reports and diagnoses.
+"""The properties of each cause, from `causes.toml`, for decisions, reports and diagnoses.
 
 Imports no backend.
 """

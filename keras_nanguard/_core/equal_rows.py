@@ -45,9 +45,9 @@ def indices(
         as_array: returns a tensor as an array.
 
     Returns:
-        For each row the indices of all rows with the same inputs, and of those the ones with the
-        same targets, if there are several. Empty if there are none, if the arrays are too large to
-        be copied, or if the time limit is reached.
+        For each row the indices of all rows with the same inputs; if there are several, only of
+        those with the same targets, if any. Empty if no row is equal, if the arrays are too large
+        to be copied, or if the time limit is reached.
     """
     end, found = time.perf_counter() + seconds, []
     inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
@@ -81,7 +81,7 @@ def _flat(whole: Any, as_array: Callable[[Any], Array]) -> Array | None:
 
 
 def _equal(whole: Array | None, one: Array, rows: Array, end: float) -> Array:
-    """Return those of some rows of an array that equal this one; none after the time `end`."""
+    """Return the candidate rows of an array that equal this row; none after the time `end`."""
     flat = np.asarray(one).reshape(-1)
     if whole is None or whole.shape[1] != flat.size:
         return rows[:0]

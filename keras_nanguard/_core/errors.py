@@ -51,7 +51,7 @@ def require_keras_3(*things: object) -> None:
     `TF_USE_LEGACY_KERAS=1`.
 
     Raises:
-        GuardError: if one of them is.
+        GuardError: if one of them belongs to Keras 2.
     """
     for thing in things:
         if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(thing).__mro__):

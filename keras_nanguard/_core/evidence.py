@@ -23,7 +23,7 @@ class Operand:
         tiny: whether it contains numbers so small that division by them overflows.
         infinite: whether it contains NaN or Inf.
         holds: which of NaN, Inf and -Inf it contains, in words.
-        whole: whether it contains nothing else.
+        whole: whether every entry is NaN or Inf.
     """
 
     max_abs: float
@@ -184,9 +184,10 @@ class Growth:
         steps: number of good steps in the history.
         loss: ratio of the last loss to the first ones; 1.0 if it is not defined.
         norm: ratio of the last gradient norm to the first ones.
-        weights: ratio of the norm of all trainable weights to that at the start, 1.0 if unknown.
-        largest_weight: their largest magnitude now.
-        largest_weight_before: their largest magnitude at the start.
+        weights: ratio of the norm of all trainable weights to their norm at the start, 1.0 if
+            unknown.
+        largest_weight: largest magnitude of these weights now.
+        largest_weight_before: largest magnitude of these weights at the start.
         losses: the last few losses.
         norms: the last few gradient norms.
         jump: the largest rise of the loss over its lowest value before, as a factor, and the step
@@ -274,7 +275,7 @@ class Evidence:
         loss_parts: name and value of each part of the loss.
         float32: result of a replay in float32: `"finite"`, `"bad"` or `""`.
         rescaled: result of a replay with inputs and targets scaled to unit magnitude.
-        at_start: result of a replay with the initial state in place of this one.
+        at_start: result of a replay with the initial state in place of the current one.
         without_rows: result of a replay without `rows`.
         unscaled: result of a replay with a loss scale of 1.
         inference: whether outputs in inference mode are finite.

@@ -169,7 +169,7 @@ class History:
         return [(step, loss) for step, loss, _, _ in self._recent]
 
     def last(self, count: int) -> list[tuple[int, float]]:
-        """Return the same of the last steps, at most this many."""
+        """Return step and loss of the last good steps, at most this many."""
         return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
 
     def since(self, step: int) -> list[tuple[int, float, float]]:
@@ -189,7 +189,7 @@ class History:
         return [Measured(*entry) for entry in self._entries(step)]
 
     def _entries(self, step: int) -> list[Entry]:
-        """Return the same as plain tuples."""
+        """Return the steps of `before` as plain tuples."""
         earlier = (entry for entry in reversed(self._recent) if entry[0] < step)
         return list(islice(earlier, BEFORE))[::-1]
 

@@ -148,7 +148,8 @@ class Diagnosis:
 
     @property
     def causes(self) -> frozenset[str]:
-        """What the field `cause` of a rule matches: `cause`, and `divergence` if `diverged`."""
+        """The causes that the field `cause` of a rule matches: `cause`, and `divergence` if
+        `diverged`."""
         return frozenset({self.cause, "divergence"} if self.diverged else {self.cause})
 
     @property

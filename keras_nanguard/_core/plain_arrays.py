@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays by name, and sync the file to disk. Those of a dtype that NumPy cannot name
+    """Write arrays by name, and sync the file to disk. Arrays of a dtype that NumPy cannot name
     (bfloat16, float8) are written as unsigned integers of their bytes; see `typed`.
     """
     with zipfile.ZipFile(path, "w") as archive:
@@ -32,7 +32,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def typed(array: Array, dtype: str) -> Array:
-    """Return an array from a file in the dtype of this name, which it had before it was written."""
+    """Return an array from a file in its original dtype, which is given by name."""
     if array.dtype.name == dtype or not finiteness.is_float(dtype):
         return array
     import ml_dtypes

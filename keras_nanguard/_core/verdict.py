@@ -41,7 +41,7 @@ def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class Verdict(NamedTuple):
-    """The numbers of one step; a sum that is not finite has at least one term that is not.
+    """The numbers of one step; a sum that is not finite has at least one such term.
 
     The compiled step returns it as one row of numbers in this order; the host uses it as a record.
 
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
         gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if
             any.
         statistics: the sum over the statistics that the forward pass wrote; on PyTorch their norm.
-        weights, slots: the same of weights and slots after the update, 0 if they were not read.
+        weights, slots: the same sums over weights and slots after the update, 0 if not read.
         scale: the loss scale, 1 if there is none.
         step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs
             several steps.
@@ -111,9 +111,9 @@ class Report:
     and the batch.
 
     Attributes:
-        verdict: the row of that step.
-        rows: `(site, path)` of each. Empty, or without gradients, if there was no memory to count
-            them.
+        verdict: the verdict of that step.
+        rows: `(site, path)` of each counted array. Empty, or without gradients, if there was no
+            memory to count them.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
         batch: the arguments of the step, with their nesting, or `None` if they were not stored.
         replicas: the replicas with findings, if there are several.

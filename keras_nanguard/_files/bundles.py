@@ -43,9 +43,9 @@ class Bundle:
         about: the content of `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
-        start: the same in the snapshot from which `before` starts.
+        start: their values in the snapshot from which `before` starts.
         before: the arguments of the steps before it, oldest first.
-        growth: the course of loss, gradient norm and weights before it.
+        growth: the course of loss, gradient norm and weights before the step.
         model: the model's configuration as JSON text, `""` if it has none.
     """
 

@@ -116,8 +116,8 @@ def stored_arrays(file: h5py.File) -> tuple[list[StoredArray], dict[str, str]]:
 
 
 def _links(file: h5py.File) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return every link once with the reason why it is not followed, if any, and why the list is
-    incomplete, if it is.
+    """Return every link once, with the reason if it is not followed; and the reason if the list is
+    incomplete.
 
     HDF5 lists links without opening their targets, and enters a group once however many links lead
     to it.

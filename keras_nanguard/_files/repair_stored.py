@@ -1,8 +1,8 @@
-"""Repair of one variable, and of a file in the process that reads it: which values are bad, and
-what replaces them, or why nothing does.
+"""Repairs one variable, and a file in the process that reads it: finds the bad values, and replaces
+them or gives the reason why not.
 
-A file is rewritten into a folder for files that are not finished. Everything in it that is not
-replaced is copied unchanged, with its permissions.
+A file is rewritten into a folder for unfinished files. Everything in it that is not replaced is
+copied unchanged, with its permissions.
 """
 
 from __future__ import annotations
@@ -324,8 +324,8 @@ class FileRepair:
         return change
 
     def _too_large(self, array: StoredArray) -> str:
-        """Return why an array is not loaded and rewritten, if so: the file declares far more than
-        it stores."""
+        """Return why an array cannot be loaded and rewritten, if the file declares far more than it
+        stores."""
         if self._unbacked + array.unbacked > MAX_UNBACKED:
             declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
             return f"{declared}: load the model and repair that"

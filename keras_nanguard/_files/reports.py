@@ -1,4 +1,4 @@
-"""What `scan`, `repair` and `recalibrate` return: frozen records that convert to text, HTML, JSON.
+"""The results of `scan`, `repair` and `recalibrate`: frozen records, shown as text, HTML or JSON.
 
 Imports neither NumPy nor a backend, so that a program that only shows a report starts fast.
 """
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; notes are not."""
+        """Whether nothing is wrong; notes are no faults."""
         raise NotImplementedError
 
     @property

@@ -150,8 +150,8 @@ class SnapshotFile(Mapping[int, Array]):
         variables: all variables of the train state, in their order.
 
     Raises:
-        FileFormatError: if the variables have other shapes or dtypes; also when a value is read
-            that is damaged.
+        FileFormatError: if the variables have other shapes or dtypes; also when a damaged value is
+            read.
     """
 
     def __init__(self, path: Path, record: SnapshotRecord, variables: Iterable[Any]):

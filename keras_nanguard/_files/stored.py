@@ -1,4 +1,4 @@
-"""What every reader of model files returns: arrays that can be read in pieces, and their limits.
+"""The result of every reader of model files: arrays that can be read in pieces, and their limits.
 
 Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was
 not read, or a `FileFormatError` of one sentence. Imports no backend.

@@ -55,7 +55,7 @@ class Action(Record):
         name: its name in policy files and in decisions.
         terminal: whether it ends training.
         changes: whether it changes the model, the optimizer or the course of training.
-            `action_budget` limits how often.
+            `action_budget` limits how often it is done.
         phase: when it runs, relative to the other actions of the same decision.
     """
 

@@ -116,7 +116,7 @@ def _in_a_row(count: int, what: str) -> str:
 
 
 def _bound(policy: Policy, state: PolicyState, incident: Incident) -> _Choice | None:
-    """Return the end of a run with too many bad steps."""
+    """Return the choice to end a run with too many bad steps."""
     if not policy.refuse or state.last != state.step:
         return None
     if state.consecutive >= policy.max_consecutive_refused:
@@ -182,7 +182,7 @@ def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
     """Return the choice for a bad state: the first stage that does more than skip.
 
     Each earlier rollback within `BUDGET_WINDOW` steps selects the next such stage. The rate is
-    lowered only from the second time on, because one fault is not evidence against it.
+    lowered only from the second time on, because one fault is not evidence against the rate.
     """
     stages = [
         stage
@@ -202,7 +202,7 @@ def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
 
 
 def _within_budget(policy: Policy, state: PolicyState, choice: _Choice) -> _Choice:
-    """Return the choice, or the end of the run if an action of it was done too often."""
+    """Return the choice, or the choice to end the run if one of its actions was done too often."""
     for action in choice.actions:
         times = state.times(action.name)
         if action.changes and times >= policy.action_budget and not choice.terminal:

@@ -90,7 +90,7 @@ def _meant(word: object, known: Sequence[str]) -> str:
 def _path(place: Sequence[str | int], document: Any) -> str:
     """Return the path as the file has it: `rules[0].do[1].lower_lr.factor`.
 
-    One value in the place of a list has no number.
+    A single value that stands for a list has no number.
     """
     path, inside = "", document
     for part in place:

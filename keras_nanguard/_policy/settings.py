@@ -43,7 +43,7 @@ class Snapshot(Record):
 
     @property
     def good_steps(self) -> int:
-        """Good steps after which a snapshot counts as verified, as far as `every` and `keep` allow.
+        """Number of good steps that verify a snapshot, as far as `every` and `keep` allow.
 
         With one snapshot there is no room for a second that is not yet verified.
         """
@@ -97,7 +97,7 @@ class LossScale(Record):
         return self
 
     def is_expected_overflow(self, streak: int, scale: float) -> bool:
-        """Return whether overflow number `streak` in a row is left to dynamic scaling.
+        """Return whether dynamic scaling handles the last of `streak` overflows in a row.
 
         Overflows at a scale above `HIGH_SCALE` are not counted. Ordinary gradients overflow there,
         and dynamic scaling halves the scale once per step.
@@ -151,7 +151,7 @@ class Rule(Record):
         )
 
     def matches(self, incident: Incident) -> bool:
-        """Return whether the rule applies to an incident: one of its findings meets every field."""
+        """Return whether the rule applies to an incident: whether one finding meets every field."""
         if self.cause and incident.causes.isdisjoint(self.cause):
             return False
         return any(self._finding(finding) for finding in incident.findings)

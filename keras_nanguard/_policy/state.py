@@ -68,12 +68,12 @@ class PolicyState(Record):
         step: the latest step of any incident, None before the first.
         last: the latest bad step, None before the first.
         consecutive: bad steps in a row, up to `last`.
-        climb: the number of them that bad data does not explain; it selects the stage of the
+        climb: number of `consecutive` steps not explained by bad data; it selects the stage of the
             escalation.
         total: bad steps in total.
-        refused: the refused ones of the last `SHARE_WINDOW` steps.
-        action_steps: the steps of the last `BUDGET_WINDOW` at which each action was decided, and at
-            which each kind of incident was reported, as `report KIND`.
+        refused: the refused steps among the last `SHARE_WINDOW` steps.
+        action_steps: for each action the steps, among the last `BUDGET_WINDOW`, at which it was
+            decided; under `report KIND` those at which this kind of incident was reported.
         without_effect: the actions that have changed nothing since the last good step.
         rules: the counts of each rule, by its name.
     """
@@ -91,8 +91,8 @@ class PolicyState(Record):
     def counted(self, incident: Incident, matching: Iterable[str]) -> PolicyState:
         """Return the state after one more incident.
 
-        An incident that is reported after one of a later step counts as one more step after that
-        one, so that a streak does not depend on the order of the reports.
+        An incident that is reported after that of a later step counts as the step after the later
+        one. So a streak does not depend on the order of the reports.
 
         Args:
             incident: the incident.
@@ -144,7 +144,8 @@ class PolicyState(Record):
         return self.replaced(action_steps=found)
 
     def performed(self, outcomes: Iterable[Outcome]) -> PolicyState:
-        """Return the state after the actions. An action without effect is not repeated."""
+        """Return the state after the actions were done. An action without effect is not
+        repeated."""
         status = {outcome.action: outcome.status for outcome in outcomes}
         skipped = {name for name, what in status.items() if what == "skipped"}
         kept = {name for name in self.without_effect if status.get(name) != "done"}

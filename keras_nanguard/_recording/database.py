@@ -255,7 +255,7 @@ class Memory:
     def unwritten(self) -> list[Statement]:
         """Return the statements that the file lacks; they then count as written.
 
-        If these are not known, they rewrite everything except older events.
+        If it is unknown what the file lacks, they rewrite everything except older events.
         """
         found = self._unwritten
         if found is None:
@@ -268,7 +268,7 @@ class Memory:
         return found
 
     def set_written(self, written: bool) -> None:
-        """Note that the file has everything so far, or that it may have nothing of it."""
+        """Note whether the file has everything so far, or may have none of it."""
         self._unwritten, self._waiting = [] if written else None, 0
 
     def add_steps(self, rows: Sequence[Row]) -> None:
@@ -286,7 +286,7 @@ class Memory:
                     self.run(DELETE_BINS, [(last,)])
 
     def add_event(self, row: Row) -> None:
-        """Append an event; beyond the limit the oldest ones go, minor ones first."""
+        """Append an event. Above the limit the oldest ones are removed, minor ones first."""
         self.run(insert("events"), [row])
         self._event_text += len(row[5]) + len(row[6])
         if self._event_text > MAX_EVENT_TEXT:

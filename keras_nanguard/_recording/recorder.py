@@ -254,7 +254,7 @@ class Recorder:
         self._file.close(self._hand_over)
 
     def end_with_process(self) -> None:
-        """End, at the exit of the process, a fit that an exception has ended between two steps."""
+        """End a fit that an exception has cut short between two steps, when the process exits."""
         with self._lock:
             self._fold()
             last = self._memory.one("SELECT coalesce(max(step), -1) FROM steps")
@@ -269,8 +269,8 @@ class Recorder:
     def epoch_means(self, epoch: int) -> tuple[float, float]:
         """Return mean gradient norm of the committed steps of an epoch, and its last loss scale.
 
-        NaN if there are no such steps, and 1 if there is no loss scale. Of a very long epoch only
-        the steps that are kept one by one count.
+        The mean is NaN without such steps, and the loss scale is 1 if there is none. In a very long
+        epoch, only the steps that are kept one by one count.
         """
         own = "FROM steps WHERE epoch = ? AND step >= ? AND"
         committed = f"status = {COMMITTED} AND NOT undone"

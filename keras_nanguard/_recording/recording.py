@@ -68,8 +68,8 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a recording for reading: all tables as of one moment, also during a run.
 
     Raises:
-        GuardError: if there is no such file, or it is not a recording, of a newer version or
-            damaged. Errors within the block become one, too.
+        GuardError: if the file is missing, is not a recording, is of a newer version or is damaged.
+            Errors within the block are converted to it, too.
     """
     check_header(file)
     connection = None
@@ -120,7 +120,7 @@ def check_header(file: Path) -> None:
     """Check the first bytes of a recording.
 
     Raises:
-        GuardError: if they are not those of a recording that this version reads.
+        GuardError: if the file is not a recording that this version reads.
     """
     remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
     if file.exists() and not file.is_file():
@@ -157,7 +157,7 @@ def is_made(file: Path) -> bool:
 
 
 def writer_of(file: Path) -> str:
-    """Return what identifies the run that last opened a file for writing, or `""`.
+    """Return the identifier of the run that last opened a file for writing, or `""`.
 
     Raises:
         GuardError: if the file is not a recording, or cannot be read.
@@ -175,7 +175,7 @@ def from_database(connection: sqlite3.Connection, file: Path | None = None) -> R
         file: the file.
 
     Raises:
-        sqlite3.Error, ValueError, TypeError, OverflowError: if it holds anything else.
+        sqlite3.Error, ValueError, TypeError, OverflowError: if the database holds anything else.
     """
     left = MAX_ALL_TEXT
     if file is not None:  # with its log during a run
@@ -425,8 +425,8 @@ def _cell(value: Any) -> Any:
 
 
 def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Array]:
-    """Return the finite values of a measured column, of bins first: steps, smallest and largest
-    values, and whether a rollback has undone a step, which is not known of bins."""
+    """Return the finite values of a measured column, bins first: steps, smallest and largest
+    values, and whether a rollback has undone the step (unknown for bins)."""
     bins, steps = recording.bins, recording.steps
     step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
     low = np.concatenate([bins[f"{name}_min"], steps[name]])
@@ -437,8 +437,8 @@ def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Arra
 
 
 def _undone(steps: Mapping[str, Any]) -> Any:
-    """Return which steps were undone. A refused step counts if the step before it was undone: its
-    values belong to the abandoned run."""
+    """Return which steps were undone. A refused step counts as undone if the step before it was
+    undone: its values belong to the abandoned run."""
     refused = steps["status"] == REFUSED
     before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
     return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])

@@ -111,7 +111,7 @@ def _check_safe(file: Path) -> None:
     named in the journal of a transaction over several files. A recording has no such journal.
 
     Raises:
-        GuardError: if it would write to another file, or remove one.
+        GuardError: if SQLite would write to another file, or remove one.
     """
     remedy = "Use one directory per run, or remove the file."
     if file.is_symlink():
@@ -132,7 +132,7 @@ class Writer:
 
     Attributes:
         problem: the reason why nothing is written any more; `""` if there is none.
-        ending: whether the run ends: a locked file is then waited for only once.
+        ending: whether the run is ending; then a locked file is tried only once.
     """
 
     def __init__(self, path: Path, writer: str, end: Callable[[], None]):

@@ -127,8 +127,8 @@ def _input_names(folder: Path) -> tuple[str, ...]:
 
 
 def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]:
-    """Return index, value, smallest and largest finite value of the other rows, and whether it is
-    unusual, for some columns, the unusual ones first."""
+    """Return `(index, value, low, high, unusual)` of some columns, unusual ones first. `low` and
+    `high` are the smallest and largest finite value in the other rows."""
     finite = np.ma.masked_invalid(np.vstack([others, np.full(len(row), np.nan)]))
     low, high = finite.min(axis=0).filled(np.nan), finite.max(axis=0).filled(np.nan)
     with np.errstate(all="ignore"):

@@ -250,7 +250,7 @@ def closing_line(steps: int, refused: int, run_again: int, incidents: int, detai
 
 
 def skipped(recording: Recording, known: Sequence[Incident]) -> tuple[int, int]:
-    """Return the number of skipped steps, and how many of them were ordinary float16 overflows.
+    """Return the numbers of skipped steps and of ordinary float16 overflows among them.
 
     Without a recording the incidents are counted.
     """

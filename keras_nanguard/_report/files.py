@@ -120,7 +120,7 @@ def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[
 def recorded(path: str | os.PathLike[str]) -> Recording:
     """Return the recording in the directory of a run, or in a `.sqlite` file.
 
-    It is empty if there is none, or none yet.
+    The recording is empty if there is no file, or none yet.
 
     Raises:
         GuardError: if it is damaged or of a newer version.

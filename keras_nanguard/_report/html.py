@@ -61,7 +61,7 @@ def _environment() -> Any:
 
 
 def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
-    """Return a page from a template, plain JSON values for its script, and values for itself."""
+    """Return a page from a template, plain JSON values for its script, and values for its text."""
     from markupsafe import Markup
 
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
@@ -119,9 +119,9 @@ def page(
 def _placed(
     recording: Recording, incidents: Sequence[Incident]
 ) -> tuple[Sequence[Incident], list[int]]:
-    """Return the incidents, and the step of each as the recording counts them.
+    """Return the incidents, and the step of each as the recording counts steps.
 
-    They are those of the recording, unless more are given, because a recording drops old ones.
+    The incidents are those of the recording, unless more are given: a recording drops old ones.
     """
     known = incidents_of(recording, strict=False)
     if len(known) >= len(incidents):
