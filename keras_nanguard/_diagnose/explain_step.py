@@ -119,7 +119,7 @@ class Explainer:
             run: the run.
             incident: the incident with its diagnosis.
             report: the report with its batch.
-            evidence: that of its `Explanation`.
+            evidence: the evidence of its `Explanation`.
         """
         batch = None if report is None else report.batch
         if run.directory is None or batch is None or not incident.refused or evidence is None:

@@ -72,10 +72,10 @@ class Logs:
     """The logs of one fit.
 
     Attributes:
-        known: those of the last committed step; `None` before the first one.
-        shown: those that callbacks have received last.
-        unmeasured: names of those among `shown` that no step has measured.
-        failed: names of those of an epoch whose trial has failed.
+        known: the logs of the last committed step; `None` before the first one.
+        shown: the logs that callbacks have received last.
+        unmeasured: names of the logs among `shown` that no step has measured.
+        failed: names of the logs of an epoch whose trial has failed.
     """
 
     def __init__(self, model: Any):

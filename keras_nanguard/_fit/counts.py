@@ -30,7 +30,7 @@ class Counts:
     Attributes:
         step: complete train steps, including refused ones.
         committed: committed steps.
-        good: those that no rollback has undone.
+        good: committed steps that no rollback has undone.
         refused: refused steps.
         overflows: refused steps that were ordinary float16 overflows, which are not incidents.
         run_again: further steps that were refused, undone by a rollback, and replayed.

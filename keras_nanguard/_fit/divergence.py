@@ -7,7 +7,7 @@ an epoch is longer):
 
     objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
                 it
-    untrained   the present weights are not clearly better than those before the first step, or no
+    untrained   the current weights are not clearly better than those before the first step, or no
                 better on their batches than with the inputs of another batch (by a hundredth), or
                 most kernels no longer change
     no progress if training continues on the remembered batches, as the run would, the result is
@@ -18,15 +18,15 @@ an epoch is longer):
                 to less than half of it, or (from the first state) a tenth of it then depends on
                 the inputs; with damage, a clearly lower loss is enough
 
-All states are compared with the present objective: variables that training does not change, such
-as a loss weight that a callback sets, keep their present value.
+All states are compared with the current objective: variables that training does not change, such
+as a loss weight that a callback sets, keep their current value.
 
 All four are required. The action is then on probation: a window later the abandoned state is
 compared with the new one, again on the same batches. If the new one is not clearly better, state
 and rate are restored, and this guard does not act on finite numbers again.
 
 A run that has diverged at a higher rate has been lost before, so there the last point is enough.
-The chosen rate is checked as well: training continues from the present state at ten times and at a
+The chosen rate is checked as well: training continues from the current state at ten times and at a
 tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
 at which training diverged, a tenth if the loss is less than half.
 
@@ -79,7 +79,7 @@ TENFOLD = 10.0
 """Factor between two rates that are compared after a divergence."""
 
 HALF = 0.5
-"""A trial ends "far better" if its loss is below this share of the present one."""
+"""A trial ends "far better" if its loss is below this share of the current one."""
 
 EXPLAINED, WELL_EXPLAINED = 0.01, 0.1
 """Minimum share of the loss that depends on the inputs if a network has learned something, and if
@@ -366,7 +366,7 @@ def _better_rate(
     held_out: Sequence[Any],
     goes_on: Sequence[float],
 ) -> float | None:
-    """Return the factor by which the present rate should change, if it should."""
+    """Return the factor by which the current rate should change, if it should."""
     for factor in (TENFOLD, 1 / TENFOLD):
         if factor > 1.0 and run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
             continue  # training has diverged at that rate

@@ -208,8 +208,8 @@ class Incidents:
         self.raise_incident(run.step, findings, report=report, verdict=verdict)
 
     def between_steps(self, findings: Sequence[Finding], **about: Any) -> Incident:
-        """Raise an incident for findings between two steps, and return it. It counts for the step
-        before. The other arguments are those of `raise_incident`.
+        """Raise an incident for findings between two steps, and return it. The incident counts for
+        the step before. The other arguments are those of `raise_incident`.
         """
         return self.raise_incident(max(self._run.step - 1, 0), findings, **about)
 

@@ -1,4 +1,4 @@
-"""Results of `evaluate` and `predict` that are not finite, and of validations that lag behind.
+"""Finds results of `evaluate` and `predict` that are not finite, and validations that lag behind.
 
 Keras passes no batch to these callbacks. After a call that ended in NaN, its data are therefore
 read once more, up to the first bad batch. A healthy call costs nothing. Data from a generator

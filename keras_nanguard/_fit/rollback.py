@@ -38,7 +38,7 @@ class Restored(NamedTuple):
     Attributes:
         snapshot: the restored state.
         undone: number of committed steps since then.
-        rerun: those that are to be replayed, or `None`.
+        rerun: the steps that are to be replayed, or `None`.
     """
 
     snapshot: Snapshot

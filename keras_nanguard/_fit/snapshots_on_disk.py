@@ -1,7 +1,8 @@
 """The snapshots of one fit on disk.
 
 If nothing can be written (a full disk, a folder that is read-only, one that another run writes to),
-training continues: a line warns once, existing snapshots remain, and the next one is tried again.
+training continues: a line warns once, existing snapshots remain, and the next snapshot is tried
+again.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Trial:
         again: called before each step, for faults that are injected into it.
 
     Attributes:
-        present: the present state of the run.
+        present: the current state of the run.
         steps: number of steps so far.
     """
 
@@ -64,11 +64,11 @@ class Trial:
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def settings(self, after: State | None) -> State:
-        """Return the present values of the variables that are neither weights nor slots and that
+        """Return the current values of the variables that are neither weights nor slots and that
         training does not change, such as the weight of a loss that a callback sets.
 
         Args:
-            after: the state after training from the present one.
+            after: the state after training from the current one.
         """
         if after is None:
             return {}
@@ -77,8 +77,8 @@ class Trial:
         return {key: self.present[key] for key in same}
 
     def state_of(self, snapshot: Snapshot, settings: State) -> State:
-        """Return the state of a snapshot, with the present settings: states are compared by the
-        present objective. Variables without a value in it keep their present one.
+        """Return the state of a snapshot, with the current settings: states are compared by the
+        current objective. Variables without a value in it keep their current one.
         """
         found = {id(v): snapshot.value(v) for v in self._variables}
         known = {key: value for key, value in found.items() if value is not None}
@@ -87,7 +87,7 @@ class Trial:
     def losses(self, state: State, batches: Sequence[Any]) -> list[float]:
         """Return the loss of each batch in a state, infinity if it is not finite.
 
-        The random numbers are the same for all states: those of the present one.
+        The random numbers are the same for all states: those of the current one.
         """
         found = []
         for args in batches:
@@ -115,14 +115,14 @@ class Trial:
         return {id(v): keras_variables.read(v) for v in self._variables}
 
     def is_finite_unscaled(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the present state is finite with every loss scale at 1."""
+        """Return whether a step from the current state is finite with every loss scale at 1."""
         self._load(self.present)
         for scale, _ in self._run.train_state().scales:
             keras_variables.write(scale, np.ones((), str(scale.dtype)))
         return math.isfinite(self._step(args))
 
     def is_bad_by_noise(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the present state is bad, and finite with other random
+        """Return whether a step from the current state is bad, and finite with other random
         numbers.
         """
         if not self._seeds:

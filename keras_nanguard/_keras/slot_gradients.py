@@ -80,7 +80,7 @@ class Moments(NamedTuple):
 
     Attributes:
         first: slots to which a step adds the gradient.
-        decay: the share of them that a step leaves; of the second moments if there are no first.
+        decay: the share of `first` that a step leaves; of `second` if there is no `first`.
         second: slots that average or sum squared gradients. Adamax keeps their largest magnitude.
     """
 

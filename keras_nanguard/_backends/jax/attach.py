@@ -79,7 +79,7 @@ class ModelAttachment(attach.Attachment):
         model.train_function = self.run_execution
 
     def _call(self, *args: Any) -> Any:
-        """Run Keras' own loop over the batches of one execution, which calls `step` for each."""
+        """Run Keras' own loop over the batches of one execution; it calls `step` for each batch."""
         return self.inner(*args)
 
     def step(self, state: Any, data: Any) -> Any:

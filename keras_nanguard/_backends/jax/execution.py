@@ -68,8 +68,8 @@ class Found:
     Attributes:
         names: `(site, path)` of each checked array.
         changed: places of the state that the body writes.
-        updated: those that have the results of optimizers.
-        selected: those at which the new value is the old one if the step is refused.
+        updated: places that have the results of optimizers.
+        selected: places at which the new value is the old one if the step is refused.
         sources: of each output, the metric whose result it is, and the number of that result.
         calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
     """

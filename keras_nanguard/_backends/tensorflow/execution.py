@@ -37,7 +37,7 @@ class Sums(NamedTuple):
         loss: the sum of the losses.
         gradients: half the sum of squares.
         statistics: the sum of what the body wrote besides weights, slots and metrics.
-        weights, slots: those after updates that ran immediately; else 0.
+        weights, slots: the sums after updates that ran immediately; else 0.
     """
 
     loss: Any

@@ -62,7 +62,7 @@ class Transaction(interface.Transaction):
     Attributes:
         verdict: the verdict of the last step.
         parts: the train state, as it was read last.
-        stale: whether it has to be read again before the next step.
+        stale: whether the train state has to be read again before the next step.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
             kept before each step.
         slot_versions: those of `Parts` after the last step.

@@ -12,7 +12,7 @@ def local(tensor: Any) -> Any:
 
 
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
-    """Return `local` of each tensor, with one call for all of them."""
+    """Return the part of each tensor that this process has, with one call for all of them."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
