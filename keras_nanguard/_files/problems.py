@@ -43,7 +43,7 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     "unread": ("warning", "not read: {reason}"),
     "metric": (
         "note",
-        "{count} NaN or Inf: the result of the last evaluation, which the next one resets",
+        "{count} NaN or Inf in a metric, left by the last evaluation; the next one resets it",
     ),
     "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
     "all_zero": ("note", "all {count} values are 0"),

@@ -240,7 +240,7 @@ def _diagnosis(
         remedy = "Lower the learning rate towards the end, so that the statistics catch up."
     advice = [remedy]
     if momentum > 0.9:
-        advice.append("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.")
+        advice.append("Or give BatchNormalization a smaller momentum: 0.9 needs 44 steps for that.")
     advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
     losses = f"{loss:.3g}, and the loss of the last train steps {trained:.3g}"
     estimated = f"{found.estimated:.3g} with statistics estimated from the last train batches"

@@ -29,8 +29,8 @@ T = TypeVar("T")
 class DiskRing(Ring):
     """The snapshots of one fit on disk.
 
-    The state before the first step also stays in memory if it fits. A run that diverges may have to
-    return to it after its folder was removed.
+    The state before the first step also stays in memory if it fits. A diverging run may have to
+    return to that state after its folder on disk was removed.
 
     Args:
         directory: the guard's directory.

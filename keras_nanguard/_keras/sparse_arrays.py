@@ -83,8 +83,8 @@ def has_coordinates(value: Any) -> bool:
 
 
 def gathered(value: Any, rows: Array) -> tuple[Array, Array, tuple[int, ...]]:
-    """Return places, values and shape of a sparse tensor of these rows, in this order; rows may
-    repeat.
+    """Return places, values and shape of the sparse tensor that has these rows of `value`, in the
+    order of `rows`. A row may occur more than once.
     """
     indices, values, shape = coordinates(value)
     order = np.argsort(indices[:, 0], kind="stable")

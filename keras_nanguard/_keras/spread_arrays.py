@@ -69,7 +69,7 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
     """Name the exchange and the time in the error if another process has ended or does not respond.
 
     The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
-    It ends the wait with a `RuntimeError` that has neither.
+    After that time it raises a `RuntimeError` that names neither the exchange nor the time.
 
     Args:
         what: a description of the exchange.

@@ -49,7 +49,7 @@ class StepResult:
         state: the state to continue with.
         outputs: the other outputs of the body.
         vector: the numbers of the verdict, in the order of `_core.verdict.FIELDS`.
-        halt: whether the next step has to be refused because of this one, on the device.
+        halt: a flag on the device: the next step has to be refused because of this one.
         counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
             the `execution.Facts` of the program, which belong to the structure of its result.
         args: the arguments of the step besides its state.
