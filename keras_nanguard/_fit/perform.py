@@ -37,7 +37,8 @@ class Order(NamedTuple):
         report: the stored report of the step, if any.
         p: the parameters of the action.
         rollback: restores snapshots.
-        rates: the learning rate of each optimizer before the first action, by `id`.
+        rates: the learning rate of each optimizer before the first action, by `id`; empty unless
+            an action lowers it.
     """
 
     run: Run
@@ -129,7 +130,8 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int = 
     assert incident.decision is not None
     rollback = Rollback(run, incident, report, replays)
     outcomes, rerun, state_replaced, failed = [], None, False, False
-    rates = _rates(run)
+    lowers = any(action["action"] == "lower_lr" for action in incident.decision.actions)
+    rates = _rates(run) if lowers else {}
     for action in incident.decision.actions:
         name = action["action"]
         performer, p = PERFORMERS[name], {k: v for k, v in action.items() if k != "action"}
