@@ -188,9 +188,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(whole_writes.finish, list(restores))
-        attributes = keras_layers.attributes_of(keras_layers.layers_of(run.model))
-        ending.callback(keras_layers.give_back_tensors, attributes)
-        ending.callback(keras_layers.give_back_numbers, attributes)
+        ending.callback(keras_layers.attributes_restorer(keras_layers.layers_of(run.model)))
         yield Trial(run, again)
         run.transaction.take_reports()
         access.sync_variables()

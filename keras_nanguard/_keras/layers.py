@@ -19,7 +19,7 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -57,6 +57,17 @@ def give_back_numbers(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
     for held, name, before in attributes:
         if type(before) in (int, float) and held.get(name) is not before:
             held[name] = before
+
+
+def attributes_restorer(layers: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that restores the tensors and numbers in attributes of layers."""
+    attributes = attributes_of(layers)
+
+    def restore() -> None:
+        give_back_tensors(attributes)
+        give_back_numbers(attributes)
+
+    return restore
 
 
 def recurrent_states(layer: Any) -> list[Any]:

@@ -81,13 +81,12 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
         layers = [] if model is None else keras_layers.layers_of(model)
-        attributes = keras_layers.attributes_of(layers)
+        restore_attributes = keras_layers.attributes_restorer(layers)
         try:
             with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
                 yield
         finally:
-            keras_layers.give_back_tensors(attributes)
-            keras_layers.give_back_numbers(attributes)
+            restore_attributes()
             random.setstate(python)
             np.random.set_state(numpy)
 
