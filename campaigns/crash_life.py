@@ -20,7 +20,7 @@ import numpy as np
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
 from keras_nanguard._files.snapshots import SnapshotFile
-from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._fit.snapshots import Ring, SnapshotFolder
 
 LOG = Path(__file__).resolve().parent / "crash.jsonl"
 
@@ -112,8 +112,8 @@ def _marked(phase: Any, pause: float) -> None:
 
         setattr(owner, name, marked)
 
-    mark(DiskRing, "_write", WRITE)
-    mark(DiskRing, "_prune", REMOVE)
+    mark(SnapshotFolder, "write", WRITE)
+    mark(Ring, "_prune", REMOVE)
     mark(SnapshotFile, "mark_verified", RECORD)
     mark(atomic_files, "publish", RENAME)
     mark(atomic_files, "flush_to_disk", RENAME)

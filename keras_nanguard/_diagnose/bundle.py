@@ -145,9 +145,9 @@ def _save_approach(
     """Write an earlier state and the batches since. Return their description for `bundle.json`, or
     `None` if they do not fit.
     """
-    approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
+    approach = run.recent.approach(run.ring.snapshots)
     snapshot = approach.snapshot if approach is not None else next(iter(run.ring.snapshots), None)
-    if snapshot is None or not run.ring.at_hand(snapshot):
+    if snapshot is None or not snapshot.at_hand:
         return None
     then = [snapshot.value(v) for v in variables]
     start = [now if old is None else old for old, now in zip(then, state)]

@@ -58,7 +58,7 @@ def wrote_otherwise(
     if must_stay_finite(optimizers, facts, variables, norm):
         return True
     snapshot, committed = run.ring.newest(), incident.committed
-    if snapshot is None or committed is None or not run.ring.at_hand(snapshot):
+    if snapshot is None or committed is None or not snapshot.at_hand:
         return False
     norms = [one for _, _, one in run.history.since(snapshot.step)]
     values = [value for v in variables if (value := snapshot.value(v)) is not None]

@@ -161,7 +161,7 @@ class Agreement:
             return snapshot
         steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
         found = next((s for s in ring.snapshots if s.step == min(steps)), None)
-        able = found is not None and ring.at_hand(found)
+        able = found is not None and found.at_hand
         return found if all(self._exchange(able, "whether the snapshot can be restored")) else None
 
     def rerun(self, rerun: Rerun | None) -> Rerun | None:
@@ -173,17 +173,6 @@ class Agreement:
     def fits(self, fits: bool) -> bool:
         """Return whether a copy that all processes read together fits into memory."""
         return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
-
-    def room(self, missing: float, bad: str) -> tuple[float, str]:
-        """Return what all processes know about the next snapshot: the most bytes that any of them
-        lacks, and the path of a variable that is not finite in any of them.
-
-        Args:
-            missing: bytes of memory that this process lacks for the snapshot, 0 if it fits.
-            bad: path of a variable that is not finite in this process, `""` if all are finite.
-        """
-        known = self._exchange([missing, bad], "whether memory is free for a snapshot")
-        return max(m for m, _ in known), next((b for _, b in known if b), "")
 
 
 def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:

@@ -219,11 +219,11 @@ class Divergence:
         """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and
         the number of steps of the trials.
         """
-        batches = run.recent.last(BATCHES, run.transaction.batch)
+        batches = run.recent.last(BATCHES)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
         batches = batches[: len(batches) - len(held_out)]
         first = run.ring.start
-        if len(batches) < HELD_OUT or first is None or not run.ring.at_hand(first):
+        if len(batches) < HELD_OUT or first is None or not first.at_hand:
             return None, 0
         with trial(run) as trying:
             if trying is None:
@@ -305,7 +305,7 @@ class Divergence:
     def _end_probation(self, run: Run) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
         probation, self._probation = self._probation, None
-        batches = run.recent.last(MOST_HELD_OUT, run.transaction.batch)
+        batches = run.recent.last(MOST_HELD_OUT)
         if probation is None or len(batches) < HELD_OUT:
             return
         with trial(run) as trying:
@@ -338,7 +338,7 @@ def _origins(
     something, and the first state.
     """
     kept = run.ring.with_least_loss()
-    if kept is not None and run.ring.at_hand(kept):
+    if kept is not None and kept.at_hand:
         state = trying.state_of(kept, settings)
         losses = trying.losses(state, held_out)
         if _has_learned(trying, state, losses, untrained.losses, held_out):

@@ -329,7 +329,7 @@ class Monitors:
         """
         first = run.ring.start
         own = keras_fitting.trains_by_compiled_loss(run.model) and processes.count() == 1
-        if not own or first is None or not run.ring.at_hand(first) or not self._gradient > 0.0:
+        if not own or first is None or not first.at_hand or not self._gradient > 0.0:
             return
         explained = run.step * self._gradient**2
         for moment in second_moments(run.train_state().optimizers):
@@ -361,7 +361,7 @@ def _never_moved(run: Run, layer: Any, first: Any) -> bool:
     """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
     mean = keras_variables.view(layer.moving_mean)
     variance = keras_variables.view(layer.moving_variance)
-    if np.any(mean != 0) or np.any(variance != 1) or not run.ring.at_hand(first):
+    if np.any(mean != 0) or np.any(variance != 1) or not first.at_hand:
         return False
     for variable in (layer.gamma, layer.beta):
         start = first.value(variable) if variable is not None else None

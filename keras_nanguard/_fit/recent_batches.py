@@ -49,7 +49,9 @@ class Rerun(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A step, and the bytes of its arguments: 0 if the next entry has the same ones."""
+    """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry
+    has the same ones.
+    """
 
     step: int
     given: Any
@@ -57,17 +59,16 @@ class _Entry(NamedTuple):
     refused: bool
 
 
-def _args(entry: _Entry, batch: Callable[[Any], Any]) -> Any:
-    return None if entry.given is None else batch(entry.given)
-
-
 class RecentBatches:
     """The arguments of the last committed steps, and of refused ones whose batch was good.
 
-    `batch` of the methods returns the arguments of a step, or `None` if they are gone.
+    Args:
+        batch: returns the arguments of a step as they were given, from the form in which its
+            transaction stores them; `None` if they are gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Callable[[Any], Any]):
+        self._batch = batch
         self._entries: deque[_Entry] = deque()
         self._bytes = self._since = 0
         self._cut = False
@@ -107,34 +108,32 @@ class RecentBatches:
         while self._entries and self._entries[-1].step >= step:
             self._bytes -= self._entries.pop().size
 
-    def last(self, count: int, batch: Callable[[Any], Any]) -> list[Any]:
-        """Return the arguments of the last steps, at most this many, oldest first."""
+    def last(self, count: int) -> list[Any]:
+        """Return the arguments of the last committed steps, at most this many, oldest first."""
         entries = [e for e in self._entries if e.given is not None and not e.refused]
-        found = [batch(entry.given) for entry in entries[-count:]]
-        return [args for args in found if args is not None]
+        return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
 
-    def rerun(
-        self, snapshot: Snapshot, step: int, batch: Callable[[Any], Any]
-    ) -> Rerun | None:
+    def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
         """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
         known.
         """
         known = {entry.step: entry for entry in self._entries}
-        nothing = _Entry(step, None, 0, False)
-        numbers = range(snapshot.step, step + 1)
-        if not all(number in known or number == step for number in numbers):
-            return None
-        entries = [known.get(number, nothing) for number in numbers]
-        batches = tuple(_args(entry, batch) for entry in entries)
-        pairs = list(zip(entries, batches))
-        if any(args is None and entry.given is not None for entry, args in pairs):
-            return None
-        refused = (entry.step for entry, args in pairs if entry.refused and args is not None)
-        return Rerun(snapshot, batches, frozenset(refused))
+        known.setdefault(step, _Entry(step, None, 0, False))
+        batches, refused = [], set()
+        for number in range(snapshot.step, step + 1):
+            entry = known.get(number)
+            args = self._args(entry) if entry is not None else None
+            if entry is None or (args is None and entry.given is not None):
+                return None
+            batches.append(args)
+            if entry.refused and args is not None:
+                refused.add(number)
+        return Rerun(snapshot, tuple(batches), frozenset(refused))
 
-    def approach(
-        self, snapshots: Sequence[Snapshot], batch: Callable[[Any], Any]
-    ) -> Approach | None:
+    def _args(self, entry: _Entry) -> Any:
+        return None if entry.given is None else self._batch(entry.given)
+
+    def approach(self, snapshots: Sequence[Snapshot]) -> Approach | None:
         """Return the last steps, and a snapshot from which they can be repeated.
 
         The snapshot is the earliest one after which the batches of all steps are still stored. If
@@ -142,10 +141,9 @@ class RecentBatches:
 
         Args:
             snapshots: the available ones, oldest first.
-            batch: see `RecentBatches`.
         """
         entries = list(self._entries)[-MAX_APPROACH:]
-        found = [(e.step, _args(e, batch)) for e in entries if not e.refused]
+        found = [(e.step, self._args(e)) for e in entries if not e.refused]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
         known = found[gone + 1 :]
         if not known:

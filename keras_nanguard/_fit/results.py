@@ -190,7 +190,7 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
     with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted], model):
-        data, trained = one_batch(), run.recent.last(LAST, run.transaction.batch)
+        data, trained = one_batch(), run.recent.last(LAST)
         if data is None or not trained:
             return None
         x, y, weights = data

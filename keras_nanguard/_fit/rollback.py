@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import current
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
@@ -89,9 +89,9 @@ class Rollback:
             first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
             level = kept.level if kept is not None else None
             progress = level is not None and level.value + level.spread < first
-            if kept is not None and progress and run.ring.at_hand(kept):
+            if kept is not None and progress and kept.at_hand:
                 return kept
-        whole = snapshot is not None and run.ring.at_hand(snapshot)
+        whole = snapshot is not None and snapshot.at_hand
         return snapshot if whole else run.ring.newest()
 
     def _improved(self, restored: int) -> bool:
@@ -130,7 +130,7 @@ class Rollback:
         run = self.run
         if not run.access.can_run_again:
             return None
-        return run.recent.rerun(snapshot, self.incident.step, run.transaction.batch)
+        return run.recent.rerun(snapshot, self.incident.step)
 
     # Restoring it
 
@@ -156,7 +156,7 @@ class Rollback:
         changed = initial_statistics(estimate.layers) if estimate is not None else []
         if reseed:
             changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
-        run.ring.write(snapshot, variables, changed, undo=processes.count() == 1)
+        snapshot.write(variables, changed)
         if rerun is not None and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)
         elif rerun is None and reseed:

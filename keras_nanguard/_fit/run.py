@@ -24,8 +24,7 @@ from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.recent_batches import RecentBatches
 from keras_nanguard._fit.recording import FitRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
-from keras_nanguard._fit.snapshots import Ring, compact
-from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._fit.snapshots import Ring, SnapshotFolder, compact
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
@@ -133,7 +132,8 @@ class Run:
         self.transaction: Any = None
         self.tolerated, self.nan_markers = set[int](), set[int]()
         self.counts, self.recovery = Counts(), Recovery()
-        self.history, self.recent = History(), RecentBatches()
+        self.history = History()
+        self.recent = RecentBatches(lambda given: self.transaction.batch(given))
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()
@@ -148,14 +148,14 @@ class Run:
 
     def _ring(self) -> Ring:
         kept = self.policy.snapshot
-        limits = (kept.keep, kept.good_steps, self.agreement.room)
+        limits = (kept.keep, kept.good_steps, self.agreement.any_of)
         if self.directory is None or kept.storage != "disk":
             return Ring(*limits)
         if current.host().is_sharded(self.model):
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return DiskRing(self.directory, self.say, *limits)
+        return Ring(*limits, SnapshotFolder(self.directory, self.say))
 
     @property
     def step(self) -> int:

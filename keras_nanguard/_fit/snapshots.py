@@ -1,10 +1,13 @@
-"""Snapshots of the train state in host memory.
+"""Snapshots of the train state in host memory and on disk.
 
 A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
-because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
-copies of the train state, the one before the first step, and the one with the lowest loss. If a
-copy does not fit into memory, it reuses the buffers of an older one or is not made
-(`Taken.missing`).
+because a finite state may already be about to fail. There are at most `keep` of them, the one
+before the first step, and the one with the lowest loss. If memory is short, a snapshot replaces
+another one, or is not taken.
+
+If nothing can be written to disk (a full disk, a folder that is read-only, one that another run
+writes to), training continues: a line warns once, existing snapshots remain, new ones stay in
+memory, and the next one is written again.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from filelock import FileLock, Timeout
 
-from keras_nanguard._backends import current
-from keras_nanguard._core import finiteness, memory
+from keras_nanguard._backends import current, processes
+from keras_nanguard._core import atomic_files, finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
+from keras_nanguard._files.snapshots import FOLDER, GUARD_STATE, SnapshotFile, save, written
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import variables as keras_variables, whole_writes
 from keras_nanguard._keras.train_state import TrainState
@@ -32,16 +38,14 @@ FIRST_STEP = 3
 NOISE = 1.5
 """Spreads above the lowest level of the loss at which a level is clearly higher."""
 
-_BLOCK = 1 << 20
-"""Number of entries that are compared at a time."""
+LOCK = "snapshots.lock"
 
-Agree = Callable[[float, str], tuple[float, str]]
+Agree = Callable[[bool, bool], tuple[bool, ...]]
 Array = np.ndarray[Any, Any]
-Values = list[tuple[Any, Array]]
-"""Variables, each with its value."""
+T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Snapshot:
     """A copy of the train state.
 
@@ -52,7 +56,7 @@ class Snapshot:
         verified: whether enough good steps have followed.
         level: the level of the loss when it was taken, or `None` if unknown.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
-        file: its files on disk, a `SnapshotFile`, or `None`.
+        file: its files on disk, or `None`.
         generator: the state of the generator that belongs to no variable, or `None`.
         metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
@@ -64,7 +68,7 @@ class Snapshot:
     verified: bool = False
     level: Level | None = None
     arrays: Mapping[int, Array] = field(default_factory=dict)
-    file: Any = None
+    file: SnapshotFile | None = None
     generator: Array | None = field(default_factory=lambda: current.host().generator_state())
     metrics: Mapping[int, Array] = field(default_factory=dict)
 
@@ -74,116 +78,159 @@ class Snapshot:
         steps = "1 step" if self.step == 1 else f"{self.step} steps"
         return f"after {steps}" if self.step else "before the first step"
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether it is in memory, or its files are whole. If not, warn."""
+        return self.file is None or self.arrays is not self.file or self.file.whole
+
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
         try:
-            found = self.arrays.get(id(variable))
+            return self.arrays.get(id(variable))
         except FileFormatError:
             return None
-        is_compact = found is not None and found.base is not None and not any(found.strides)
-        return np.array(found) if is_compact else found
 
+    def write(self, variables: Iterable[Any], changed: Sequence[tuple[Any, Any]] = ()) -> None:
+        """Write the snapshot into variables, all or none. Variables without a value in it do not
+        change.
 
-class Taken(NamedTuple):
-    """Why a snapshot was not taken: the path of a variable that is not finite, or the bytes of a
-    copy that does not fit. Without a reason it was taken.
-    """
+        If there is memory, the previous state is copied, and restored if writing fails. Several
+        processes may not have the same memory, so they never copy it.
 
-    bad: str = ""
-    missing: float = 0.0
+        Args:
+            variables: the variables.
+            changed: `(variable, value)` for variables that get another value.
+
+        Raises:
+            StateLostError: if neither the snapshot nor the previous state could be written
+                completely.
+        """
+        values = {id(v): value for v, value in changed}
+        places = {id(v): v for v in (*variables, *(v for v, _ in changed))}
+        known = [v for key, v in places.items() if key in values or key in self.arrays]
+
+        def value(variable: Any) -> Any:
+            key = id(variable)
+            return values[key] if key in values else self.arrays[key]
+
+        def write(variable: Any) -> None:
+            keras_variables.write(variable, value(variable))
+
+        if processes.count() == 1 and memory.room_for(size_of(known)):
+            whole_writes.write_all((v, value(v)) for v in known)
+        else:
+            whole_writes.finish(partial(write, v) for v in known)
 
 
 class Ring:
-    """The snapshots of one fit, newest last.
+    """The snapshots of one fit, oldest first.
 
-    The state before the first step is kept for the whole fit, in addition to the others. So is the
-    snapshot with the lowest loss if the loss is clearly higher in all later ones, as in a run that
-    slowly diverges.
+    The state before the first step is kept in memory for the whole fit, in addition to the others.
+    So is the snapshot with the lowest loss if the loss is clearly higher in all later ones, as in a
+    run that slowly diverges.
 
     Args:
         keep: maximum number of other snapshots. The newest verified one is never replaced.
         good_after: good steps that verify a snapshot. The state before the first step is always
             verified.
-        agree: returns what several processes do about a snapshot; see `Agreement.room`.
+        agree: returns what is true for any of several processes; see `Agreement.any_of`.
+        folder: where the snapshots are written; `None` keeps them in memory.
     """
 
-    def __init__(self, keep: int, good_after: int, agree: Agree = lambda *facts: facts):
-        self.keep, self.good_after, self._agree = max(keep, 1), good_after, agree
+    def __init__(
+        self,
+        keep: int,
+        good_after: int,
+        agree: Agree = lambda *facts: facts,
+        folder: SnapshotFolder | None = None,
+    ):
+        self.keep, self.good_after = max(keep, 1), good_after
+        self._agree, self._folder = agree, folder
         self.snapshots: list[Snapshot] = []
 
     # Taking one
 
-    def take(self, fresh: Snapshot, state: TrainState, tolerated: Container[int] = ()) -> Taken:
-        """Copy the state, if it is finite and the copy fits into memory.
+    def take(
+        self, fresh: Snapshot, state: TrainState, tolerated: Container[int] = ()
+    ) -> Literal["", "memory", "nonfinite"]:
+        """Copy the state to memory, or write it to disk, if it is finite.
 
         Args:
             fresh: the snapshot without its values. It is `verified` if it counts so immediately.
             state: the train state.
             tolerated: the `id` of each variable that may be infinite.
+
+        Returns:
+            What prevents it: a copy does not fit into memory, or the state is not finite.
         """
         self.promote(fresh.good)
-        variables = state.kept
-        missing, short = self._missing(fresh, state)
-        views = ((v, keras_variables.view(v)) for v in variables)
-        values = [] if missing else list(views)
-        missing, bad = self._agree(missing, _first_bad(values or views, tolerated))
-        if bad or missing:
-            return Taken(bad, missing)
+        in_memory = [s for s in self.snapshots if s.step and s.file is None]
+        short = not _fits(state.kept, first=not fresh.step)
+        able = not short or bool(fresh.step and in_memory)
+        # Each process reads all variables, as reading one may need all processes.
+        good = [_is_good(v, tolerated) for v in state.kept]
+        lacks, bad = self._agree(not able and self._folder is None, not all(good))
+        if lacks or bad:
+            return "nonfinite" if bad else "memory"
         fresh.verified |= not self.good_after
         metrics = state.metrics if fresh.step else ()  # they are reset before the first step
         fresh.metrics = {id(v): keras_variables.read(v) for v in metrics}
         try:
-            self._store(fresh, values, state, short)
+            if self._folder is not None:
+                fresh.file = self._folder.write(fresh, state)
+            if able and (fresh.file is None or not fresh.step):
+                self._replace(in_memory, fresh.level, short)
+                copied = np.array if fresh.step else compact
+                fresh.arrays = {id(v): copied(keras_variables.view(v)) for v in state.kept}
+            elif fresh.file is not None:
+                fresh.arrays = fresh.file
+            else:
+                return "memory"
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
-            return Taken(missing=float(size_of(variables)))
-        return Taken()
-
-    def _missing(self, fresh: Snapshot, state: TrainState) -> tuple[float, bool]:
-        """Return the bytes of a copy that does not fit, 0 if it fits or reuses buffers; and whether
-        memory is too short for one more, so that it replaces another one.
-        """
-        others = [s for s in self.snapshots if s.step]
-        if fresh.step and self.replaced(others, fresh.level) is not None:
-            return 0.0, False
-        missing = missing_bytes(state.kept, not fresh.step)
-        return (0.0, True) if missing and fresh.step and others else (missing, False)
-
-    def _store(self, fresh: Snapshot, values: Values, state: TrainState, short: bool) -> None:
-        """Copy the values into an empty snapshot, and add it; see `replaced`."""
-        spare: Snapshot | None = None
-        others = [s for s in self.snapshots if s.step]
-        while gone := self.replaced(others, fresh.level, short and spare is None):
-            others = [s for s in others if s is not gone]
-            self.snapshots, spare = [s for s in self.snapshots if s is not gone], gone
-        arrays = dict(spare.arrays) if spare is not None and spare.file is None else {}
-        while values:
-            variable, value = values.pop(0)  # on an accelerator a copy in itself
-            same = value if fresh.step else compact(value)
-            copied = _copy(value, arrays.get(id(variable))) if same is value else same
-            arrays[id(variable)] = copied
-        fresh.arrays = arrays
+            return "memory"
         self.snapshots.append(fresh)
+        if self._folder is not None and fresh.file is not None:
+            self._prune(self._folder)
+        return ""
 
-    def replaced(
-        self, others: Sequence[Snapshot], level: Level | None, short: bool = False
-    ) -> Snapshot | None:
-        """Return the snapshot that one taken at this level replaces, or `None`.
+    def _prune(self, folder: SnapshotFolder) -> None:
+        """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
+        *earlier, newest = [s for s in self.snapshots if s.file is not None]
+        folder.remove_foreign(self.keep)
+        self._replace(earlier, newest.level)
+        if len(earlier) + 1 >= self.keep:  # in memory are those that could not be written
+            self.snapshots = [s for s in self.snapshots if s.file is not None or not s.step]
 
-        An unverified one is replaced first, then the oldest, except the one with the lowest loss if
-        the loss is clearly higher in all later ones. If memory is `short`, one is replaced even if
-        there are fewer than `keep`, in the last resort that one.
+    def _replace(self, others: list[Snapshot], level: Level | None, short: bool = False) -> None:
+        """Remove those of the other snapshots that one taken at this level replaces.
+
+        If there are `keep` of them, an unverified one is removed first, then the oldest, except the
+        one with the lowest loss if the loss is clearly higher in all later ones. If memory is
+        `short`, one is removed even if there are fewer, in the last resort that one.
         """
-        free, best = others, self.with_least_loss()
-        if best is not None and best.level is not None and self.keep > 1:
-            later = [s.level for s in others if s.step > best.step] + [level]
-            clearly = best.level.value + NOISE * best.level.spread
-            if all(one is None or one.value > clearly for one in later):
-                free = [s for s in others if s is not best]
-        if len(free) < self.keep and not (short and others):
-            return None
-        return next((s for s in free if not s.verified), (free or others)[0])
+        while others:
+            free, best = others, self.with_least_loss()
+            if best is not None and best.level is not None and self.keep > 1:
+                later = [s.level for s in others if s.step > best.step] + [level]
+                clearly = best.level.value + NOISE * best.level.spread
+                if all(one is None or one.value > clearly for one in later):
+                    free = [s for s in others if s is not best]
+            if len(free) < self.keep and not short:
+                return
+            gone = next((s for s in free if not s.verified), (free or others)[0])
+            short = False
+            others.remove(gone)
+            self._remove(gone)
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot; of one that is also on disk and in memory, only its files."""
+        file, snapshot.file = snapshot.file, None
+        if file is None or snapshot.arrays is file:
+            self.snapshots.remove(snapshot)
+        if self._folder is not None and file is not None:
+            self._folder.remove(file)
 
     def complete(self, variable: Any, value: Array) -> None:
         """Add the first value of a variable that was created after the first snapshot."""
@@ -193,11 +240,13 @@ class Ring:
     # Which ones there are
 
     def promote(self, good: int) -> float:
-        """Mark snapshots as verified, given the current number of good steps; return how many more
-        verify the next one, infinity if none is pending.
+        """Mark snapshots as verified, also on disk, given the current number of good steps; return
+        how many more verify the next one, infinity if none is pending.
         """
         for snapshot in self.snapshots:
             snapshot.verified |= good - snapshot.good >= self.good_after
+            if self._folder is not None and snapshot.file is not None and snapshot.verified:
+                self._folder.mark_verified(snapshot.file)
         waiting = (s.good + self.good_after - good for s in self.snapshots if not s.verified)
         return max(min(waiting, default=math.inf), 1)
 
@@ -207,9 +256,9 @@ class Ring:
         """
         while verified := [s for s in self.snapshots if s.verified]:
             found = verified[-min(depth, len(verified))]
-            if self.at_hand(found):
+            if found.at_hand:
                 return found
-            self.snapshots = [s for s in self.snapshots if s is not found]
+            self.snapshots.remove(found)
         return None
 
     def before(self, step: int) -> Snapshot | None:
@@ -229,82 +278,143 @@ class Ring:
         found = [(level.value, s) for level, s in known if level is not None]
         return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
 
-    def at_hand(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is in memory, or its files are whole. If not, warn."""
-        only_on_disk = snapshot.arrays is snapshot.file
-        return not only_on_disk or bool(snapshot.file.whole)
-
-    # Using one
-
-    def write(
-        self,
-        snapshot: Snapshot,
-        variables: Iterable[Any],
-        changed: Sequence[tuple[Any, Any]] = (),
-        undo: bool = True,
-    ) -> None:
-        """Write a snapshot into variables, all or none. Variables without a value in it do not
-        change.
-
-        Args:
-            snapshot: the snapshot.
-            variables: the variables.
-            changed: `(variable, value)` for variables that get another value.
-            undo: whether to copy the previous state, so that it can be restored if writing fails.
-
-        Raises:
-            StateLostError: if neither the snapshot nor the previous state could be written
-                completely.
-        """
-        values = {id(v): value for v, value in changed}
-        places = {id(v): v for v in (*variables, *(v for v, _ in changed))}
-        known = [v for key, v in places.items() if key in values or key in snapshot.arrays]
-
-        def value(variable: Any) -> Any:
-            found = values.get(id(variable))
-            return snapshot.arrays[id(variable)] if found is None else found
-
-        if undo and memory.room_for(size_of(known)):
-            whole_writes.write_all((v, value(v)) for v in known)
-        else:
-            write = lambda variable: keras_variables.write(variable, value(variable))  # noqa: E731
-            whole_writes.finish(partial(write, v) for v in known)
-
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""
-        self.snapshots = [s for s in self.snapshots if s.step <= step]
+        for snapshot in [s for s in self.snapshots if s.step > step]:
+            self._remove(snapshot)
 
     def save_changes(self, changes: Callable[[], GuardState]) -> None:
-        """Save the changes of the policy. A ring in memory need not."""
+        """Save the changes of the policy, if snapshots are on disk."""
+        if self._folder is not None:
+            self._folder.save_changes(changes)
 
     def close(self) -> None:
-        """Release all snapshots and locks."""
+        """Release all snapshots in memory, and the lock of the folder."""
         self.snapshots = []
+        if self._folder is not None:
+            self._folder.close()
 
 
-def _first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int]) -> str:
-    """Return the path of the first variable whose value is not finite, `""` if all are; those whose
-    `id` is `tolerated` may be infinite.
+class SnapshotFolder:
+    """The files of the snapshots of one fit. Nothing is raised if they cannot be written.
+
+    Args:
+        directory: the guard's directory.
+        say: prints a line.
     """
-    for variable, value in values:
-        if id(variable) not in tolerated and not finiteness.is_finite(value):
-            return str(getattr(variable, "path", "")) or "a variable"
-    return ""
+
+    def __init__(self, directory: str | Path, say: Callable[[str], None]):
+        self.path = Path(directory) / FOLDER
+        self._say, self._said = say, set[str]()
+        self._files: list[SnapshotFile] = []
+        path = self.path.parent / LOCK
+        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+        self._locked = False
+
+    def write(self, fresh: Snapshot, state: TrainState) -> SnapshotFile | None:
+        """Write one snapshot; return its files, `None` if they could not be written."""
+        epoch, batch = fresh.position
+
+        def write() -> SnapshotFile:
+            self._take_lock()
+            atomic_files.sweep(self.path)
+            about = {"step": fresh.step, "epoch": epoch, "batch": batch}
+            return save(self.path, state, **about, verified=fresh.verified)
+
+        file = self._attempt(write)
+        self._files += [] if file is None else [file]
+        return file
+
+    def mark_verified(self, file: SnapshotFile) -> None:
+        """Mark a snapshot as verified in its files."""
+        if not file.record.verified:
+            self._attempt(file.mark_verified)
+
+    def remove(self, file: SnapshotFile) -> None:
+        """Remove the files of a snapshot."""
+        self._files = [other for other in self._files if other is not file]
+        file.close()
+        self._attempt(partial(atomic_files.remove, file.path))
+
+    def remove_foreign(self, keep: int) -> None:
+        """Remove snapshots of earlier runs, the oldest first, until there are `keep` in all."""
+
+        def remove() -> None:
+            own = {file.path for file in self._files}
+            foreign = [path for path in written(self.path) if path not in own]
+            for path in foreign[: max(len(foreign) + len(own) - keep, 0)]:
+                atomic_files.remove(path)
+
+        self._attempt(remove)
+
+    def save_changes(self, changes: Callable[[], GuardState]) -> None:
+        """Save the current changes of the policy."""
+
+        def write() -> None:
+            self._take_lock()
+            atomic_files.write_json(self.path / GUARD_STATE, changes().to_dict())
+
+        self._attempt(write)
+
+    def close(self) -> None:
+        """Release the lock of the folder."""
+        if self._locked:
+            self._lock.release()
+        self._locked = False
+
+    def _take_lock(self) -> None:
+        """Create the folder, and acquire its lock: only one process at a time writes to it.
+
+        Raises:
+            OSError: if the file cannot be written, or another process has the lock.
+        """
+        if self._locked:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            remedy = "use one directory per run"
+            raise OSError(f"{self.path.parent} is in use by another run; {remedy}") from None
+        except NotImplementedError:  # a file system without locks
+            pass
+        self._locked = True
+
+    def _attempt(self, write: Callable[[], T]) -> T | None:
+        """Write something to the folder. If that fails, print one line and return `None`."""
+        try:
+            return write()
+        except Exception as error:
+            if memory.is_exhausted(error):
+                raise
+            kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
+            if kind not in self._said:
+                self._said.add(kind)
+                last = self._files[-1].path.name if self._files else ""
+                kept = f"The newest one is {last}." if last else "This run has none yet."
+                why = str(error).partition("\n")[0]
+                self._say(f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}")
+            return None
+
+
+def _is_good(variable: Any, tolerated: Container[int]) -> bool:
+    """Whether the value of a variable is finite, or may be infinite."""
+    value = keras_variables.view(variable)
+    return id(variable) in tolerated or finiteness.is_finite(value)
 
 
 def compact(value: Array) -> Array:
-    """Return an array whose entries are all equal as a view of a single entry, to save memory; any
-    other array unchanged. Most slots begin with equal entries.
+    """Return a copy of an array, as a view of a single entry if all entries are equal. Most slots
+    begin with equal entries.
     """
-    return np.broadcast_to(np.array(value.flat[0]), value.shape) if _is_constant(value) else value
+    constant = _is_constant(value)
+    return np.broadcast_to(np.array(value.flat[0]), value.shape) if constant else np.array(value)
 
 
 def _is_constant(value: Array) -> bool:
-    kind_known = value.dtype.kind in "fiu"
-    if value.size < 2 or not kind_known or value.flat[0] != value.flat[-1]:
+    if value.size < 2 or value.dtype.kind not in "fiu" or value.flat[0] != value.flat[-1]:
         return False
-    flat, first = np.ravel(value), value.flat[0]
-    return not any(np.any(flat[i : i + _BLOCK] != first) for i in range(0, flat.size, _BLOCK))
+    return bool((value == value.flat[0]).all())
 
 
 def size_of(variables: Iterable[Any]) -> int:
@@ -312,23 +422,15 @@ def size_of(variables: Iterable[Any]) -> int:
     return sum(keras_variables.bytes_of(variable) for variable in variables)
 
 
-def missing_bytes(variables: Sequence[Any], first: bool) -> float:
-    """Return the bytes of a copy of the state if it does not fit into memory, else 0.
+def _fits(variables: Sequence[Any], first: bool) -> bool:
+    """Whether a copy of the state fits into memory.
 
     Before the `first` step the memory of that step must be free as well. Constant slots take no
     memory.
     """
     size = size_of(variables)
     if not first or size <= memory.SMALL:
-        return 0.0 if memory.room_for(size) else float(size)
+        return memory.room_for(size)
     copied = size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
     needed = copied + FIRST_STEP * size_of(v for v in variables if keras_variables.on_host(v))
-    return 0.0 if copied <= memory.SMALL or needed <= memory.room() else float(copied)
-
-
-def _copy(value: Array, buffer: Array | None) -> Array:
-    """Return a copy of an array, in a buffer if that has the same shape and dtype."""
-    if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-        return np.array(value)
-    np.copyto(buffer, value)
-    return buffer
+    return copied <= memory.SMALL or needed <= memory.room()

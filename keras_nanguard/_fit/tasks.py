@@ -13,7 +13,7 @@ from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.snapshots import Snapshot, size_of
 
 
 class Tasks:
@@ -110,12 +110,12 @@ class Tasks:
             run.ring.save_changes(run.changes)
             level = level_of(run.history.last(WINDOW))
             fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
-            taken = run.ring.take(fresh, state, run.tolerated)
-        if taken.missing:
-            run.lacks_memory(without, taken.missing)
-        if taken.bad:
+            obstacle = run.ring.take(fresh, state, run.tolerated)
+        if obstacle == "memory":
+            run.lacks_memory(without, size_of(state.kept))
+        if obstacle == "nonfinite":
             self._incidents.between_steps(run.scan(site))
-        return not (taken.bad or taken.missing)
+        return not obstacle
 
 
 TASKS: dict[str, Callable[[Tasks], float]] = {

@@ -63,7 +63,7 @@ def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
     def look(incident):
         session = guard.session
         variables = session.run.train_state().restorable
-        approach = session.run.recent.approach(session.run.ring.snapshots, session.run.transaction.batch)
+        approach = session.run.recent.approach(session.run.ring.snapshots)
         then = [np.array(approach.snapshot.value(v)) for v in variables] if approach is not None else None
         found.append((approach, then, [keras_variables.read(v) for v in variables]))
 
@@ -138,8 +138,8 @@ def test_a_replayed_step_is_among_them():
                 found.append(batch)
                 model.layers[0].kernel.assign(np.full((4, 8), np.nan, "float32"))
             elif batch == 9:
-                recent, transaction = guard.session.run.recent, guard.session.run.transaction
-                found.append(len(recent.last(100, transaction.batch)))
+                recent = guard.session.run.recent
+                found.append(len(recent.last(100)))
 
     guard = NanGuard(verbose=0)
     model.fit(*data(), epochs=1, batch_size=BATCH, verbose=0, callbacks=[Spoil(), guard])
@@ -173,7 +173,7 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
 
     def held(model):
         session = guard.session
-        given = session.run.recent.last(200, session.run.transaction.batch)
+        given = session.run.recent.last(200)
         return sum(batch_memory.bytes_of(keras.tree.flatten(batch)) for batch in given)
 
     guard, model, looks = NanGuard(verbose=0, diagnose=False), network(**MODES[mode]), zoo.After(held)
@@ -227,7 +227,7 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
 
     def look(incident):
         session = guard.session
-        found.append(session.run.recent.approach(session.run.ring.snapshots, session.run.transaction.batch))
+        found.append(session.run.recent.approach(session.run.ring.snapshots))
 
     guard = NanGuard(rules=[LOOK], verbose=0, diagnose=False, functions={"look": look})
     inputs = np.zeros((BATCH, 4), "float32")
@@ -270,7 +270,7 @@ def test_they_are_released_at_the_end_of_the_fit(mode):
     model, guard = network(**MODES[mode]), NanGuard(verbose=0)
     model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])
     session = guard.session
-    assert session.run.recent.approach(session.run.ring.snapshots, session.run.transaction.batch) is None
+    assert session.run.recent.approach(session.run.ring.snapshots) is None
     if BACKEND == "tensorflow":
         assert session.run.transaction.given is None
     model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])  # and it trains on
@@ -286,7 +286,7 @@ def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
 
     def look(incident):
         session = guard.session
-        approach = session.run.recent.approach(session.run.ring.snapshots, session.run.transaction.batch)
+        approach = session.run.recent.approach(session.run.ring.snapshots)
         found.append((incident.step, incident.diagnosis.samples, approach))
 
     guard, (x, y) = NanGuard({"rules": [LOOK]}, verbose=0, functions={"look": look}), data()

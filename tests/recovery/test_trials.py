@@ -31,7 +31,7 @@ def tried(session):
     with trial(session.run) as trying:
         if trying is None:
             return None
-        batches = session.run.recent.last(8, session.run.transaction.batch)
+        batches = session.run.recent.last(8)
         return trying.trained(trying.state_of(session.run.ring.start, {}), batches, 0.1)
 
 
