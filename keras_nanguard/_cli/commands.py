@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from keras_nanguard._core.plain_text import one_line
+from keras_nanguard._core.plain_values import one_line
 
 _VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
 
@@ -336,7 +336,7 @@ def _show(report: Any, as_json: bool) -> None:
 
 def _print_json(document: Any) -> None:
     """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
-    from keras_nanguard._core.plain_json import plain
+    from keras_nanguard._core.plain_values import plain
 
     print(json.dumps(plain(document), allow_nan=False))
 

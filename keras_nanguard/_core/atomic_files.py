@@ -1,5 +1,6 @@
 """Atomic files: written under a temporary name, synced, renamed, and checked against a checksum
-when read.
+when read. Arrays in files that any program with NumPy reads: `.npz` without compression and without
+pickle.
 
 Imports no backend.
 """
@@ -12,14 +13,20 @@ import json
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core import plain_json
+import numpy as np
+from numpy.lib import format as npy
+
+from keras_nanguard._core import finiteness, plain_values
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
+
+Array = np.ndarray[Any, Any]
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
@@ -132,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("there is no such file")
         if path.stat().st_size > MAX_JSON:
             raise ValueError("it is too large")
-        data = plain_json.loads(path.read_bytes())
+        data = plain_values.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{path} cannot be read: {plain_text(error)}") from error
     if not isinstance(data, dict) or data.pop("sha256", None) != _checksum(data):
@@ -162,3 +169,25 @@ def sweep(folder: Path) -> None:
     """Remove the unfinished files and folders of a process that died."""
     for path in folder.glob(BESIDE + "*"):
         _discard(path)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays by name, and sync the file to disk. Arrays of a dtype that NumPy cannot name
+    (bfloat16, float8) are written as unsigned integers of their bytes; see `typed`.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            named = array.dtype.kind in "biufcSU"
+            plain = array if named else array.view(f"u{array.dtype.itemsize}")
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                npy.write_array(member, plain, allow_pickle=False)
+    flush_to_disk(path)
+
+
+def typed(array: Array, dtype: str) -> Array:
+    """Return an array from a file in its original dtype, which is given by name."""
+    if array.dtype.name == dtype or not finiteness.is_float(dtype):
+        return array
+    import ml_dtypes
+
+    return array.view(np.dtype(getattr(ml_dtypes, dtype)))

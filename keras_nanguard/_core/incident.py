@@ -16,12 +16,12 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from keras_nanguard._core import plain_json
-from keras_nanguard._core.data_names import argument_path
+from keras_nanguard._core import plain_values
+from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.display import bad_places, block
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 
 T = TypeVar("T")
 
@@ -353,7 +353,7 @@ class Incident:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, non-finite numbers as `"nan"`, `"inf"` and `"-inf"`."""
-        return {"format": FORMAT, **plain_json.plain(asdict(self))}
+        return {"format": FORMAT, **plain_values.plain(asdict(self))}
 
     def to_json(self) -> str:
         """Return `to_dict()` as strict JSON text."""
@@ -373,7 +373,7 @@ class Incident:
             remedy = "Read it with the version that wrote it."
             raise FileFormatError(expected(what, shown, remedy))
         try:
-            plain_json.check_depth(data)
+            plain_values.check_depth(data)
             return stored(cls, {key: value for key, value in data.items() if key != "format"})
         except ValueError as error:
             reason = f"The incident has a malformed field: {plain_text(error)}"

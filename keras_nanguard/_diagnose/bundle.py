@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files, plain_arrays, plain_json
+from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._core.plain_text import markdown_text
+from keras_nanguard._core.plain_values import markdown_text
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
@@ -115,7 +115,7 @@ def _fill(
         "dtypes": [a.dtype.name for a in arrays],
         "state": [_described(v) for v in variables] if fits else [],
         "before": before,
-        "growth": plain_json.plain(asdict(evidence.growth)),
+        "growth": plain_values.plain(asdict(evidence.growth)),
         "mode": mode,
         "saving": bool(run.transaction.keeps_undo),
         "model": {
@@ -193,7 +193,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
 
 def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     """Write arrays by number; return their bytes."""
-    plain_arrays.save_arrays(path, {str(number): array for number, array in enumerate(arrays)})
+    atomic_files.save_arrays(path, {str(number): array for number, array in enumerate(arrays)})
     return sum(a.nbytes for a in arrays)
 
 

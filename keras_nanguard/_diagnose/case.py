@@ -12,7 +12,7 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
-from keras_nanguard._core.data_names import input_names, named
+from keras_nanguard._core.data import input_names, named
 from keras_nanguard._core.evidence import NOWHERE, Evidence, TargetFault
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._keras import layers as keras_layers

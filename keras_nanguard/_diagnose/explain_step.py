@@ -22,7 +22,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._core.data_names import ARGUMENTS
+from keras_nanguard._core.data import ARGUMENTS
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.references import reads_iterator

@@ -19,7 +19,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._core.plain_json import plain
+from keras_nanguard._core.plain_values import plain
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.case import Case, Start, compiled
 from keras_nanguard._diagnose.conclude import conclude

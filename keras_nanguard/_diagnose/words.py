@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from keras_nanguard._core.cause_words import causes_with
-from keras_nanguard._core.data_names import argument_path
+from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.evidence import (
     BACKWARD,
     Evidence,
@@ -17,7 +16,8 @@ from keras_nanguard._core.evidence import (
     Spread,
 )
 from keras_nanguard._core.history import JUMP
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.literals import causes_with
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, first_kinds
 
 PHASES = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import plain_arrays, plain_json
+from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Growth
 from keras_nanguard._core.incident import Incident, stored
@@ -143,7 +143,7 @@ def regular(path: Path, max_bytes: int) -> Path:
 
 def document(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a bundle."""
-    value = plain_json.loads(regular(path, MAX_JSON).read_text(encoding="utf-8"))
+    value = plain_values.loads(regular(path, MAX_JSON).read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise _refused(f"a JSON object in {path.name}", type(value).__name__)
     return value
@@ -174,7 +174,7 @@ def _load(
         if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
             raise BundleError(f"{path.name} unpacks to far more data than it stores.")
         arrays = [found[str(number)].read() for number in range(len(found))]
-    return [plain_arrays.typed(array, name) for array, name in zip(arrays, dtypes)]
+    return [atomic_files.typed(array, name) for array, name in zip(arrays, dtypes)]
 
 
 def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], partly: bool = False) -> Any:

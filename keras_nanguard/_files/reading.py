@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 
 STALL_SECONDS = 30.0
 """Seconds without progress after which reading an empty file counts as hung ..."""

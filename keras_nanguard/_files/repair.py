@@ -134,8 +134,8 @@ def _stored(source: Any) -> Iterator[str | None]:
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
+    from keras_nanguard._core.atomic_files import save_arrays
     from keras_nanguard._core.finiteness import widen
-    from keras_nanguard._core.plain_arrays import save_arrays
     from keras_nanguard._files.live import live_variables
 
     found = reversed(live_variables(source))

@@ -24,9 +24,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
+from keras_nanguard._core.atomic_files import save_arrays
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import widen
-from keras_nanguard._core.plain_arrays import save_arrays
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities, optimizer_settings
 from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb

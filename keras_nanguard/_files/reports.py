@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_nanguard._core.display import MAX_ROWS, block
-from keras_nanguard._core.plain_json import plain
+from keras_nanguard._core.plain_values import plain
 from keras_nanguard._files.problems import (
     SEVERITIES as SEVERITIES,
     ArrayStats as ArrayStats,

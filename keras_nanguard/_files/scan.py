@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files import reading
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.reading import Progress

@@ -26,9 +26,9 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files, plain_arrays
+from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -165,7 +165,7 @@ class SnapshotFile(Mapping[int, Array]):
 
     def __getitem__(self, key: int) -> Array:
         number = self._numbers[key]
-        return plain_arrays.typed(self._array(f"v{number}"), self.record.variables[number][1])
+        return atomic_files.typed(self._array(f"v{number}"), self.record.variables[number][1])
 
     def __contains__(self, key: object) -> bool:
         return key in self._numbers  # that of `Mapping` reads the array
@@ -235,7 +235,7 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
     paths = (str(variable.path) for variable in variables)
     with atomic_files.beside(path, "snapshot") as unfinished:
         unfinished.mkdir()
-        plain_arrays.save_arrays(unfinished / STATE, arrays)
+        atomic_files.save_arrays(unfinished / STATE, arrays)
         record = SnapshotRecord(
             state=atomic_files.fingerprint(unfinished / STATE),
             signature=signature(variables),

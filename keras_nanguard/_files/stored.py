@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
-from keras_nanguard._core.plain_text import plain_text as plain_text
+from keras_nanguard._core.plain_values import plain_text as plain_text
 
 READ_BYTES = 4 << 20
 """Bytes per read."""

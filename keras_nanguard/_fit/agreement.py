@@ -20,7 +20,7 @@ from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core.data_names import ARGUMENTS, argument_path
+from keras_nanguard._core.data import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Outcome
 from keras_nanguard._core.verdict import Report, Verdict

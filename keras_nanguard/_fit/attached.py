@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_nanguard._backends.current import attachment
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.plain_json import plain
+from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit import results
 from keras_nanguard._fit.callbacks import (
     OWN,

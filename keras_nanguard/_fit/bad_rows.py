@@ -17,10 +17,9 @@ import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import argument_path
-from keras_nanguard._core.equal_rows import indices
+from keras_nanguard._core.data import argument_path, indices
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.plain_text import printable
+from keras_nanguard._core.plain_values import printable
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._recording.recorder import Recorder

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import argument_path, input_names, named
+from keras_nanguard._core.data import argument_path, input_names, named
 from keras_nanguard._core.history import WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     SITES,

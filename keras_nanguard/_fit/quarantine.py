@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import atomic_files, plain_arrays
+from keras_nanguard._core import atomic_files
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._keras import sparse_arrays, spread_arrays
 
@@ -57,7 +57,7 @@ def save(
         number += 1
         path = folder / f"{name}-{number}.npz"
     with atomic_files.beside(path) as unfinished:
-        plain_arrays.save_arrays(unfinished, arrays)
+        atomic_files.save_arrays(unfinished, arrays)
     return path, ""
 
 

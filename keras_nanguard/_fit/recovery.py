@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Whole
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate, RateChange
 from keras_nanguard._fit.recalibration import Recalibration, learning

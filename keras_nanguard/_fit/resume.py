@@ -9,7 +9,7 @@ from pathlib import Path
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.snapshots import (
     FOLDER,
     GUARD_STATE,

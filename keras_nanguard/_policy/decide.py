@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_nanguard._core.cause_words import causes_with
 from keras_nanguard._core.incident import Decision, Incident
+from keras_nanguard._core.literals import causes_with
 from keras_nanguard._policy.actions import Action, Skip, Warn
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import (

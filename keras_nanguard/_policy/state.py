@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from keras_nanguard._core.cause_words import causes_with
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Incident, Outcome
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.literals import causes_with
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._policy.records import Record
 
 FORMAT = 2

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core import plain_json
+from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording.database import APPLICATION, NAME, SCHEMA, VERSION, path_of
 from keras_nanguard._recording.records import (
     BIN_COLUMNS,
@@ -200,7 +200,7 @@ def from_database(connection: sqlite3.Connection, file: Path | None = None) -> R
     layers = texts("layers", "id", "step, path, kind, a, b, c")
     samples = texts("samples", "rowid", "label, place, fingerprint, times, steps, why")
     return Recording(
-        meta=_meta({str(key): plain_json.loads(value) for key, value in meta}),
+        meta=_meta({str(key): plain_values.loads(value) for key, value in meta}),
         steps=_numbers(connection, "steps", STEP_COLUMNS),
         bins=_bins(_numbers(connection, "bins", BIN_COLUMNS)),
         events=tuple(_event(*row) for row in events),
@@ -273,7 +273,7 @@ def _bins(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
-    details = plain_json.loads(data)
+    details = plain_values.loads(data)
     if not isinstance(details, dict):
         raise ValueError("the data of an event is not an object")
     return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
@@ -281,7 +281,7 @@ def _event(step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) 
 
 def _sample(label: Any, place: Any, mark: Any, times: Any, steps: Any, reason: Any) -> BadSample:
     place = None if place is None else _whole(place)
-    listed = tuple(_whole(step) for step in plain_json.loads(steps))
+    listed = tuple(_whole(step) for step in plain_values.loads(steps))
     return BadSample(str(label), place, str(mark), _whole(times), listed, str(reason))
 
 

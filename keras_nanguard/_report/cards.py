@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.cause_words import CAUSE_WORDS
-from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
+from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import SITES, Diagnosis, Incident
+from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import console

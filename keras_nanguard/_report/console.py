@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
-from keras_nanguard._core.plain_text import markdown_text, printable as printable
+from keras_nanguard._core.literals import CAUSE_WORDS
+from keras_nanguard._core.plain_values import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import OVERFLOW, REFUSED, BadSample

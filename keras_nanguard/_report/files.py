@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from keras_nanguard._core import atomic_files, plain_json
+from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording import database, recording
 from keras_nanguard._recording.recording import Recording, incidents as incidents_of
 from keras_nanguard._recording.records import BadSample
@@ -181,9 +181,9 @@ def _of_text(path: Path) -> list[Incident]:
         text = path.read_text(encoding="utf-8")
     with _expecting("JSON", path):
         if path.suffix == ".jsonl":
-            entries = [plain_json.loads(line) for line in text.split("\n") if line.strip()]
+            entries = [plain_values.loads(line) for line in text.split("\n") if line.strip()]
         else:
-            document = plain_json.loads(text)
+            document = plain_values.loads(text)
             listed = document.get("incidents") if isinstance(document, dict) else None
             entries = listed if isinstance(listed, list) else [document]
     with _expecting("an incident", path):

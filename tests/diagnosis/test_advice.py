@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import pytest
 
-from keras_nanguard._core.cause_words import DERIVATIVE_HINTS
 from keras_nanguard._core.evidence import (
     Constant,
     Evidence,
@@ -15,6 +14,7 @@ from keras_nanguard._core.evidence import (
     Origin,
     Spread,
 )
+from keras_nanguard._core.literals import DERIVATIVE_HINTS
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import advice, conclude
 from keras_nanguard._diagnose.raised import explained

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.cause_words import CAUSE_WORDS
 from keras_nanguard._core.evidence import (
     NOWHERE,
     Constant,
@@ -19,6 +18,7 @@ from keras_nanguard._core.evidence import (
     TargetFault,
 )
 from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import conclude
 

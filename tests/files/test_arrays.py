@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._core.plain_arrays import save_arrays, typed
+from keras_nanguard._core.atomic_files import save_arrays, typed
 from keras_nanguard._files import scanner
 from keras_nanguard._files.problems import ArrayStats
 from keras_nanguard._files.scanner import FLOAT16_MAX, statistics

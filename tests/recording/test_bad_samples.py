@@ -13,7 +13,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard, Recording
-from keras_nanguard._core.equal_rows import indices
+from keras_nanguard._core.data import indices
 
 ROWS, BATCH = 96, 8
 BAD = {17: np.nan, 40: np.inf, 77: 3e38}

@@ -24,8 +24,7 @@ from campaigns.fuzz_files import sqlite
 from campaigns.fuzz_recipes import json_text
 from keras_nanguard import FileFormatError, GuardError, Incident, Recording
 from keras_nanguard.__main__ import main
-from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
-from keras_nanguard._core.plain_text import markdown_text
+from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads, markdown_text
 from keras_nanguard._report import cards, console, files, html, watch
 
 ESCAPE = "\x1b]0;owned\x07"

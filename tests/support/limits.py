@@ -11,7 +11,7 @@ LIMITS = {
     "times its size that a member may expand to": "_files.opening._MAX_MEMBER_EXPANSION",
     "seconds until a reader hangs": "_files.reading.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.reading.EXIT_SECONDS",
-    "values of a chunk of the row search": "_core.equal_rows._CHUNK",
+    "values of a chunk of the row search": "_core.data._CHUNK",
     "share of the time for looks": "_fit.monitors.SHARE",
     "steps between two looks": "_fit.monitors.MIN_STEPS",
     "bins of a recording": "_recording.database.BINS",

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import arguments
+from keras_nanguard._core.data import arguments
 from keras_nanguard._core.evidence import Constant, Spread
 from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as keras_variables
 

@@ -1,16 +1,73 @@
-"""Finds rows of a batch in the arrays that `fit` trains on, by their values. Imports no backend."""
+"""The arrays of a batch: their names for the user, and the places of their rows in the data of
+`fit`, which are found by their values. Imports no backend."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data_names import leaves
+
+GENERATED_PREFIXES = ("keras_tensor", "input_layer")
+"""Prefixes of the names that Keras generates for inputs without a name."""
+
+ROLES = {"inputs": "x", "targets": "y"}
+"""Arguments of `fit`, by the role of their arrays."""
+
+ARGUMENTS = ("inputs", "targets", "sample_weight")
+"""The roles of the arguments of a step, in their order."""
+
+
+def arguments(args: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield role, path and value of each array of a batch, given the arguments of the step:
+    `(data,)` in Keras, anything in a loop."""
+    args, kwargs = tuple(args) if isinstance(args, (list, tuple)) else (args,), {}
+    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        args, kwargs = args  # of a step of a loop
+    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    for role, value in zip(ARGUMENTS, data[: len(ARGUMENTS)]):
+        yield from ((role, path, v) for path, v in leaves(role, value))
+    for value in (*data[len(ARGUMENTS) :], kwargs):
+        yield from (("inputs", path, v) for path, v in leaves("inputs", value))
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of an argument of a step, or of `fit`, with their paths in incidents."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(f"{path}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
+    elif value is not None:
+        yield path, value
+
+
+def input_names(model: Any) -> tuple[str, ...]:
+    """Return the name of each `keras.Input` of a functional model, `""` if it is generated; `()`
+    for other models."""
+    names = [str(getattr(tensor, "name", "")) for tensor in getattr(model, "inputs", None) or ()]
+    return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
+
+
+def named(path: str, names: tuple[str, ...]) -> str:
+    """Return the path of an array of the inputs (`inputs/1`, `x`) with the name of its
+    `keras.Input` in place of its number."""
+    role, _, rest = path.partition("/")
+    number = int(rest) if rest.isdecimal() else 0 if not rest and len(names) == 1 else len(names)
+    known = role in ("inputs", "x") and number < len(names) and names[number]
+    return f"{role}/{names[number]}" if known else path
+
+
+def argument_path(path: str) -> str:
+    """Return the path of an array of the batch by the arguments of `fit`: `x`, `x/age`, `y`."""
+    role, slash, rest = path.partition("/")
+    return ROLES.get(role, role) + slash + rest
+
 
 Array = np.ndarray[Any, Any]
 

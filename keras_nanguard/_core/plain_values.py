@@ -1,0 +1,99 @@
+"""Values as plain JSON and plain text, and those of untrusted files. The depth of JSON is limited,
+so that recursive code does not exhaust the stack; text is safe to print and safe in Markdown.
+
+Imports no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 64
+"""Maximum depth of lists and objects. What this library writes has about ten levels; a batch of a
+bundle may have 64."""
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: mappings with text as keys, lists for tuples, and the
+    strings `"nan"`, `"inf"` and `"-inf"` for non-finite numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: if it is not JSON, or too deep.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    check_depth(found)
+    return found
+
+
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
+
+
+def check_depth(value: Any) -> None:
+    """Check a value as JSON makes them.
+
+    Raises:
+        ValueError: if it is too deep.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 2):
+        level = [outer for outer in level if isinstance(outer, (dict, list, tuple))]
+        if not level:
+            return
+        members = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for inside in members for inner in inside]
+    raise ValueError(_TOO_DEEP)
+
+
+def plain_text(text: object, max_length: int = 300) -> str:
+    """Return text from a file, safe to print: no control characters, no lone surrogates, of limited
+    length."""
+    shown = str(text)
+    if len(shown) > 2 * max_length:
+        shown = shown[: 2 * max_length]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else _escaped(c) for c in shown)
+    return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def one_line(text: object) -> str:
+    """Return a text in one line, without control characters."""
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which could control the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def markdown_text(text: object) -> str:
+    """Return a text as one line of Markdown that shows it as it is: no HTML, no link, no emphasis.
+
+    Viewers such as GitHub make links of bare addresses, too. A backslash prevents those that begin
+    with `http://` or `www.`; an e-mail address remains a link after a backslash, so its `@` is
+    shown as code.
+    """
+    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", one_line(text))
+    line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
+    return re.sub("@+", r"`\g<0>`", line)
