@@ -121,8 +121,8 @@ def faults_of_disk(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the fault and the result for disks that cannot be written to."""
     yield "the quota is used up after 30 files", case.train(case.folder / "quota", failing(122, 30))
     if os.geteuid() == 0 and sys.platform.startswith("linux"):
-        with mounted(case.folder / "small", "300k") as disk:
-            yield "a disk of 300 KB that fills up", case.train(disk / "run")
+        with mounted(case.folder / "small", "100k") as disk:
+            yield "a disk of 100 KB that fills up", case.train(disk / "run")
         with mounted(case.folder / "fixed", "4m") as disk:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
             yield "a directory that may only be read", case.train(disk / "run")

@@ -327,7 +327,8 @@ def _all(given: Any) -> int:
     if given.write is not None:
         pages.write(given.write, "fuzz", text)
     print(text)
-    return int(any((given.out / name / "findings").glob("*.json") for name in names) or any(given.out.glob("*/crash-*")))
+    found = [file for name in names for file in (given.out / name / "findings").glob("*.json")]
+    return int(bool(found) or any(given.out.glob("*/crash-*")))
 
 
 _Work = Callable[[Path], None]
