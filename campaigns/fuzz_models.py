@@ -44,9 +44,8 @@ def look_model(path: Path) -> None:
     """Scan a model file, print the report, list its names, and read its arrays."""
     from rich.console import Console
 
-    from keras_nanguard._files.names import model_names
     from keras_nanguard._files.opening import opened
-    from keras_nanguard._files.scan import scan
+    from keras_nanguard._files.scan import model_names, scan
 
     with _here():
         report = scan(path)

@@ -174,7 +174,7 @@ def check_policy(given: argparse.Namespace) -> int:
     else:
         names: tuple[Any, ...] = ()
         if given.model is not None:
-            from keras_nanguard._files.names import model_names
+            from keras_nanguard._files.scan import model_names
 
             names = model_names(given.model)
         warnings = list(warnings_about(policy, *names))

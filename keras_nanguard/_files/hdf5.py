@@ -7,9 +7,7 @@ Imports no backend.
 from __future__ import annotations
 
 import io
-import math
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -19,13 +17,12 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files.stored import (
     PARSE_ERRORS,
-    READ_BYTES,
-    StoredArray,
+    ModelArray,
     declared_too_much,
     float_name,
     named_dtype,
+    pieces_of,
     plain_text,
-    tiles,
 )
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -91,7 +88,7 @@ def attribute_text(node: Any, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def stored_arrays(file: h5py.File) -> tuple[list[StoredArray], dict[str, str]]:
+def stored_arrays(file: h5py.File) -> tuple[list[ModelArray], dict[str, str]]:
     """List every array of an open file, which has to stay open while arrays are read.
 
     Returns:
@@ -100,7 +97,7 @@ def stored_arrays(file: h5py.File) -> tuple[list[StoredArray], dict[str, str]]:
     """
     links, cut_off = _links(file)
     names: dict[str, str] = {}
-    arrays: list[StoredArray] = []
+    arrays: list[ModelArray] = []
     declared = 0
     for key, reason in links:
         node = reason or _opened(file, key)
@@ -108,10 +105,10 @@ def stored_arrays(file: h5py.File) -> tuple[list[StoredArray], dict[str, str]]:
             arrays.append(_stored_array(file, node, key, declared))
             declared += arrays[-1].nbytes
         elif not isinstance(node, h5py.Group):
-            arrays.append(StoredArray(plain_text(key), unread=node, key=key))
+            arrays.append(ModelArray(plain_text(key), unread=node, key=key))
         elif f"/{key}".endswith("/vars") and (name := attribute_text(node, "name")):
             names[plain_text(key).rpartition("/")[0]] = plain_text(name)
-    arrays += [StoredArray("(the rest of the file)", unread=why) for why in cut_off]
+    arrays += [ModelArray("(the rest of the file)", unread=why) for why in cut_off]
     return arrays, names
 
 
@@ -161,7 +158,7 @@ def _opened(file: h5py.File, key: str) -> Any:
     return f"a {type(node).__name__}, which contains no values"
 
 
-def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int) -> StoredArray:
+def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int) -> ModelArray:
     """Return the array of a dataset at this exact location; the arrays before it declare `before`
     bytes."""
     location = plain_text(key)
@@ -170,15 +167,19 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
         stored, file_size = int(dataset.id.get_storage_size()), int(file.id.get_filesize())
         elsewhere = dataset.is_virtual or dataset.external
     except PARSE_ERRORS as error:
-        return StoredArray(location, unread=f"damaged ({plain_text(error, 120)})", key=key)
+        return ModelArray(location, unread=f"damaged ({plain_text(error, 120)})", key=key)
     if shape is None:
-        return StoredArray(location, str(dtype), (0,), key=key)
+        return ModelArray(location, str(dtype), (0,), key=key)
     reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
     if elsewhere:
         reason = "its values are in another file, which is not opened"
-    pieces, whole = partial(_pieces, file, key, dtype), partial(_whole, file, key, dtype)
-    reading = {"stored": stored, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, key, dtype, shape, reason, **reading)
+
+    def get(part: Any) -> NDArray[Any]:
+        return np.asarray(_node(file, key)[part]).view(dtype)
+
+    pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
+    reading = {"stored": stored, "pieces": pieces, "whole": partial(get, ())}
+    return ModelArray.found(location, key, dtype, shape, reason, **reading)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
@@ -190,16 +191,3 @@ def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
         if named is not None and named.itemsize == dtype.itemsize and float_name(named):
             return named
     return dtype
-
-
-def _pieces(file: h5py.File, key: str, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Read a dataset in slabs of about `READ_BYTES`, which cut no chunk in two."""
-    dataset = _node(file, key)
-    tile = dataset.chunks or (1, *dataset.shape[1:])
-    rows = max(1, READ_BYTES // max(1, math.prod(tile) * dtype.itemsize))
-    for part in tiles(dataset.shape, (tile[0] * rows, *tile[1:]) if dataset.shape else ()):
-        yield np.asarray(dataset[part]).view(dtype)
-
-
-def _whole(file: h5py.File, key: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.asarray(_node(file, key)[()]).view(dtype)

@@ -1,55 +1,43 @@
-"""The variables of a live model, without importing Keras.
+"""The variables of a live model as arrays, and their repair.
 
-The caller has imported the backend of the model; this module only uses the objects that it is
-given.
+The caller has imported the backend of the model; only a repair imports Keras.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.names import Identity, role_of
+from keras_nanguard._files.names import role_of
+from keras_nanguard._files.problems import RepairOptions
+from keras_nanguard._files.repairs import Repair, Values
+from keras_nanguard._files.stored import (
+    Contents,
+    Identity,
+    ModelArray,
+    float_name,
+    named_dtype,
+)
 from keras_nanguard._keras.structure import children, walk
 
 
-@dataclass(frozen=True, slots=True)
-class LiveVariable:
-    """One variable of a live model.
+@dataclass(slots=True)
+class LiveArray(ModelArray):
+    """The value of one variable of a live model.
 
     Attributes:
-        identity: its names and role; `identity.layer` is the path of its layer, as for a file.
-        keras_path: the `path` of the variable.
-        layer: the layer or optimizer that owns it.
-        variable: the variable itself.
+        variable: the variable.
+        owner: the layer or optimizer that owns it.
     """
 
-    identity: Identity
-    keras_path: str
-    layer: Any
-    variable: Any
-
-    @property
-    def dtype(self) -> str:
-        """Name of the variable's dtype."""
-        return str(getattr(self.variable.dtype, "name", self.variable.dtype))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the variable."""
-        return tuple(int(length) for length in self.variable.shape)
-
-    def read(self) -> NDArray[Any]:
-        """Return a copy of its values."""
-        value = self.variable
-        if hasattr(value, "detach"):  # a torch tensor, such as the states of a stateful layer
-            value = value.detach().cpu()
-        return np.array(value.numpy() if hasattr(value, "numpy") else value)
+    variable: Any = None
+    owner: Any = None
 
 
 def is_model(thing: Any) -> bool:
@@ -58,7 +46,12 @@ def is_model(thing: Any) -> bool:
     return not isinstance(thing, type) and all(hasattr(thing, name) for name in attributes)
 
 
-def live_variables(model: Any) -> list[LiveVariable]:
+def live_contents(model: Any) -> Contents:
+    """Return a model with the arrays of `live_arrays`."""
+    return Contents("model", list(live_arrays(model)), source=str(model.name))
+
+
+def live_arrays(model: Any) -> list[LiveArray]:
     """Return every variable of a model once: layers in the order of the model, then optimizers,
     then metrics.
 
@@ -82,17 +75,38 @@ def live_variables(model: Any) -> list[LiveVariable]:
     found = [live for live in _of_layers(model) if id(live.variable) not in of_metrics]
     for name, optimizer in optimizers(model):
         for variable in optimizer.variables:
-            path = _path(variable)
-            identity = Identity(name, path, "slot", "Optimizer")
-            found.append(LiveVariable(identity, path, optimizer, variable))
+            who = Identity(name, _path(variable), "slot", "Optimizer")
+            found.append(_live(who, who.name, variable, optimizer))
     for variable in metrics:
-        path = _path(variable)
-        identity = Identity("metrics", path, "other", "Metric")
-        found.append(LiveVariable(identity, path, model, variable))
-    unique: dict[int, LiveVariable] = {}
+        who = Identity("metrics", _path(variable), "other", "Metric")
+        found.append(_live(who, who.name, variable, model))
+    unique: dict[int, LiveArray] = {}
     for live in found:
         unique.setdefault(id(live.variable), live)
     return list(unique.values())
+
+
+def _live(who: Identity, location: str, variable: Any, owner: Any) -> LiveArray:
+    dtype = str(getattr(variable.dtype, "name", variable.dtype))
+    kind = named_dtype(dtype)
+    return LiveArray(
+        location,
+        dtype,
+        tuple(int(length) for length in variable.shape),
+        is_float=kind is not None and float_name(kind) is not None,
+        pieces=lambda: (_value(variable),),
+        whole=partial(_value, variable),
+        who=who,
+        variable=variable,
+        owner=owner,
+    )
+
+
+def _value(variable: Any) -> NDArray[Any]:
+    """Return a copy of the value of a variable."""
+    if hasattr(variable, "detach"):  # a torch tensor, such as the states of a stateful layer
+        variable = variable.detach().cpu()
+    return np.array(variable.numpy() if hasattr(variable, "numpy") else variable)
 
 
 def optimizers(model: Any) -> list[tuple[str, Any]]:
@@ -106,18 +120,19 @@ def optimizers(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _of_layers(model: Any) -> Iterator[LiveVariable]:
+def _of_layers(model: Any) -> Iterator[LiveArray]:
     for outer, layer in [((), model), *walk(model)]:
         inner = {id(variable) for child in children(layer) for variable in child.variables}
         path, kind = "/".join(outer) or str(layer.name), type(layer).__name__
+        settings = {"dtype": getattr(layer, "compute_dtype", "")}
         for variable in layer.variables:
             if id(variable) not in inner:
                 name = str(variable.name)
-                identity = Identity(path, name, role_of(name, kind), kind)
-                yield LiveVariable(identity, _path(variable), layer, variable)
+                who = Identity(path, name, role_of(name, kind), kind, settings)
+                yield _live(who, _path(variable), variable, layer)
         for place, state in enumerate(_states(layer)):
-            identity = Identity(path, f"states/{place}", "other", kind)
-            yield LiveVariable(identity, identity.path, layer, state)
+            who = Identity(path, f"states/{place}", "other", kind, settings)
+            yield _live(who, who.path, state, layer)
 
 
 def _states(layer: Any) -> list[Any]:
@@ -130,3 +145,46 @@ def _states(layer: Any) -> list[Any]:
 
 def _path(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
+
+
+class LiveRepair(Repair):
+    """The repair of a live model: each array is replaced at once.
+
+    Args:
+        model: the model.
+        contents, options, good: see `Repair`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        contents: Contents,
+        options: RepairOptions,
+        good: Mapping[str, ModelArray],
+    ):
+        super().__init__(contents, options, good)
+        self._model = model
+        self._starts: dict[int, dict[int, Any]] = {}
+
+    def replace(self, array: Any, values: NDArray[Any]) -> None:
+        """Assign the values to the variable."""
+        array.variable.assign(np.array(values))
+
+    def initial(self, array: Any) -> Values:
+        """Return a value of the layer's initializer; for a slot the one in a new optimizer with the
+        same configuration, and for a moving average of a weight that weight."""
+        from keras_nanguard._keras import (  # imports Keras
+            layers as keras_layers,
+            optimizers as keras_optimizers,
+            variables as keras_variables,
+        )
+
+        if array.who.role != "slot":
+            return keras_layers.initial_value(self._model, array.variable)
+        optimizer = array.owner
+        if id(optimizer) not in self._starts:
+            fresh = keras_optimizers.fresh_like(optimizer).variables
+            starts = {id(v): start for v, start in zip(optimizer.variables, fresh, strict=True)}
+            averaged = {id(mean): w for mean, w in keras_optimizers.averages_of(optimizer)}
+            self._starts[id(optimizer)] = starts | averaged
+        return keras_variables.read(self._starts[id(optimizer)][id(array.variable)])

@@ -59,7 +59,7 @@ def refuse_code_in_hdf5(path: str) -> None:
     with open(path, "rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
-    config = reading.ask("configuration", path)["config"]
+    config = reading.ask("names", path)["config"]
     refused = f"{plain_text(path)} cannot be loaded as a model"
     if config is None:
         raise FileFormatError(f"{refused}: it has no configuration.")

@@ -11,18 +11,14 @@ is built or imported from it. Imports no backend.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from keras_nanguard._files import reading
-from keras_nanguard._files.opening import opened
-from keras_nanguard._files.reading import Progress
-from keras_nanguard._files.stored import Contents, StoredArray, plain_text
+from keras_nanguard._files.stored import Contents, Identity, ModelArray, plain_text
 
 
 def snake_case(name: str) -> str:
@@ -141,32 +137,6 @@ _CELLS |= dict.fromkeys(("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"), "ConvLSTMCel
 _DENSE_OF_ATTENTION = ("query_dense", "key_dense", "value_dense", "output_dense")
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The names and the role of a stored array.
-
-    Attributes:
-        layer: names of the layers that contain it, outermost first, joined by `/`.
-        name: name of the variable, or its number if the name is not known.
-        role: `"weight"` (trained, or set by the user), `"statistics"` (moving averages of
-            BatchNormalization, mean and variance of Normalization), `"slot"` (belongs to an
-            optimizer) or `"other"` (counters, seeds, metrics).
-        layer_class: class of the layer, or `""` if it is not known.
-        settings: the layer's configuration, empty if the file has none.
-    """
-
-    layer: str
-    name: str
-    role: str
-    layer_class: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def path(self) -> str:
-        """Layer and variable, as one path."""
-        return f"{self.layer}/{self.name}" if self.layer else self.name
-
-
 def role_of(name: str, layer_class: str = "") -> str:
     """Return the role of a variable of a layer: `"statistics"`, `"weight"` or `"other"`."""
     if name in _STATISTICS or (layer_class == "Normalization" and name in ("mean", "variance")):
@@ -174,33 +144,27 @@ def role_of(name: str, layer_class: str = "") -> str:
     return "other" if name in ("count", "seed_generator_state") else "weight"
 
 
-def identities(contents: Contents) -> list[Identity]:
-    """Return the identity of each array of a file, in the order of its arrays."""
-    locations = [array.location for array in contents.arrays]
-    if contents.kind == "h5":
-        config = LayerConfig(contents.config)
-        return [_legacy(location, config) for location in locations]
-    if contents.kind == "orbax":
-        return [_orbax(location) for location in locations]
-    if contents.kind == "npz":
-        return [_by_path(*location.rpartition("/")[::2]) for location in locations]
-    config, groups = LayerConfig(contents.config), dict[str, list[StoredArray]]()
+def name_arrays(contents: Contents) -> None:
+    """Set the identity of each array of a file."""
+    config, groups = LayerConfig(contents.config), dict[str, list[ModelArray]]()
+    alone = {"h5": _legacy, "orbax": _orbax, "npz": _by_path}.get(contents.kind)
     for array in sorted(contents.arrays, key=_number):
+        if alone is not None:
+            array.who = alone(array.location, config)
         groups.setdefault(array.location.rpartition("/")[0], []).append(array)
-    found: dict[str, Identity] = {}
-    for group, arrays in groups.items():
+    for group, arrays in groups.items() if alone is None else ():
         named = _of_group(contents, config, group, arrays)
-        found |= {array.location: one for array, one in zip(arrays, named, strict=True)}
-    return [found[location] for location in locations]
+        for array, who in zip(arrays, named, strict=True):
+            array.who = who
 
 
-def _number(array: StoredArray) -> int:
+def _number(array: ModelArray) -> int:
     last = array.location.rpartition("/")[2]
     return int(last) if last.isascii() and last.isdigit() and len(last) < 9 else -1
 
 
-def _by_path(layer: str, name: str, config: LayerConfig | None = None) -> Identity:
-    config = config or LayerConfig()
+def _by_path(location: str, config: LayerConfig) -> Identity:
+    layer, _, name = location.rpartition("/")
     role = role_of(name, config.class_name)
     return Identity(layer, name, role, config.class_name, config.settings)
 
@@ -215,20 +179,19 @@ def _legacy(location: str, config: LayerConfig) -> Identity:
         parts = parts[1:]
     for layer in parts[:-1]:
         config = config.child("", layer)
-    return _by_path("/".join(parts[:-1]), parts[-1], config)
+    return _by_path("/".join(parts), config)
 
 
-def _orbax(location: str) -> Identity:
+def _orbax(location: str, config: LayerConfig) -> Identity:
     kind, *rest = location.split("/")
     if kind == "optimizer_variables":
         return Identity("optimizer", "/".join(rest), "slot", "Optimizer")
-    *layers, name = rest or [kind]
-    role = "other" if kind == "metrics_variables" else role_of(name)
-    return Identity("/".join(layers), name, role)
+    found = _by_path("/".join(rest or [kind]), config)
+    return replace(found, role="other") if kind == "metrics_variables" else found
 
 
 def _of_group(
-    contents: Contents, config: LayerConfig, group: str, arrays: Sequence[StoredArray]
+    contents: Contents, config: LayerConfig, group: str, arrays: Sequence[ModelArray]
 ) -> list[Identity]:
     """Name the arrays of one `<group>/vars`: those of one layer, in the order in which it saved
     them."""
@@ -277,7 +240,7 @@ def _guessed_class(part: str, own: str, outer: str) -> str:
 
 
 def _optimizer_names(
-    arrays: Sequence[StoredArray],
+    arrays: Sequence[ModelArray],
     config: Mapping[str, Any] | None,
     own: str,
     numbers: Sequence[str],
@@ -299,7 +262,7 @@ def _optimizer_names(
 
 
 def _variable_names(
-    layer_class: str, settings: Mapping[str, Any], arrays: Sequence[StoredArray]
+    layer_class: str, settings: Mapping[str, Any], arrays: Sequence[ModelArray]
 ) -> list[str]:
     """Return the names of the variables, where class and number of arrays determine them.
 
@@ -320,36 +283,3 @@ def _variable_names(
             candidates.append(names)
     columns = enumerate(map(set, zip(*candidates, strict=True)))
     return [names.pop() if len(names) == 1 else str(place) for place, names in columns]
-
-
-_COMMON_NAMES = (
-    *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
-)
-"""Common names of variables of layers: what only has a number in the file may have any of them."""
-
-
-def model_names(path: str | os.PathLike[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the model in a file, and the Keras paths of its variables.
-
-    Args:
-        path: any model file that `scan` reads.
-
-    Raises:
-        FileFormatError: if the file is missing, truncated, malicious or of another format.
-    """
-    file = os.fsdecode(path)
-    found = reading.ask("names", file)
-    return found["root"] or os.path.basename(plain_text(file)), tuple(found["paths"])
-
-
-def names_in(path: str, progress: Progress) -> dict[str, Any]:
-    """Return the name of the model in a file, `""` if it has none, and the paths in it, each
-    without and with the name of the model, which only some paths of Keras contain."""
-    with opened(path) as contents:
-        root = LayerConfig(contents.config).name or contents.names.get("", "")
-        found = []
-        for one in identities(contents):
-            names = _COMMON_NAMES if one.name.isdigit() else (one.name,)
-            if one.role != "other":
-                found += [f"{one.layer}/{name}".removeprefix("/") for name in names]
-    return {"root": root, "paths": found + ([f"{root}/{path}" for path in found] if root else [])}

@@ -16,10 +16,8 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._files.hdf5 import SIGNATURE, Window, attribute_text, open_hdf5, stored_arrays
+from keras_nanguard._files.names import name_arrays
 from keras_nanguard._files.orbax import orbax_tree, read_orbax
 from keras_nanguard._files.stored import (
     BOMB_FLOOR,
@@ -37,7 +36,7 @@ from keras_nanguard._files.stored import (
     PARSE_ERRORS,
     READ_BYTES,
     Contents,
-    StoredArray,
+    ModelArray,
     declared_too_much,
     plain_text,
     readable,
@@ -77,21 +76,9 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     with ExitStack() as stack:
         with readable(name):
             contents = _contents(name, stack)
-            contents.arrays = _distinct(contents.arrays)
+            name_arrays(contents)
+            contents.source = plain_text(name)
         yield contents
-
-
-def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
-    """Make the locations unique: names that differ in the file may be equal after they are made
-    safe to print."""
-    counts: Counter[str] = Counter()
-    found = []
-    for array in arrays:
-        counts[array.location] += 1
-        if (count := counts[array.location]) > 1:
-            array = replace(array, location=f"{array.location} ({count})")
-        found.append(array)
-    return found
 
 
 def _contents(path: str, stack: ExitStack) -> Contents:
@@ -259,7 +246,7 @@ def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 
 @contextmanager
-def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, StoredArray]]:
+def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, ModelArray]]:
     """Open an archive of `.npy` arrays and return them by name: no part of it reaches the HDF5
     library, so it may be read in this process.
 
@@ -273,7 +260,7 @@ def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, StoredArra
         yield {array.location: array for array in _members(archive, os.fspath(path))}
 
 
-def _members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
+def _members(archive: zipfile.ZipFile, path: str) -> list[ModelArray]:
     """Return the arrays of an `.npz` file. Several entries may share their data, so their total
     declared size is limited.
     """
@@ -283,7 +270,7 @@ def _members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
         try:
             array = _member(archive, info, location, before, os.path.getsize(path))
         except (*PARSE_ERRORS, FileFormatError) as error:
-            array = StoredArray(location, unread=plain_text(error, 200), key=info.filename)
+            array = ModelArray(location, unread=plain_text(error, 200), key=info.filename)
         before += info.file_size
         found.append(array)
     return found
@@ -291,7 +278,7 @@ def _members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
 
 def _member(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, location: str, before: int, file_size: int
-) -> StoredArray:
+) -> ModelArray:
     refuse_bomb(info)
     if reason := declared_too_much((info.file_size,), None, 1, before, file_size):
         raise ValueError(reason)
@@ -307,7 +294,7 @@ def _member(
         reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
     pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
     reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, info.filename, dtype, shape, reason, **reading)
+    return ModelArray.found(location, info.filename, dtype, shape, reason, **reading)
 
 
 def _pieces(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from keras_nanguard._files.stored import (
     MAX_JSON,
     PARSE_ERRORS,
     Contents,
-    StoredArray,
+    ModelArray,
     declared_too_much,
+    pieces_of,
     plain_text,
-    tiles,
 )
 
 
@@ -50,7 +50,7 @@ def read_orbax(path: str, tree: str) -> Contents:
     store: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if packed:
         store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": ""}
-    arrays: list[StoredArray] = []
+    arrays: list[ModelArray] = []
     declared = 0
     size = sum(entry.lstat().st_size for entry in Path(tree).rglob("*"))
     for key in sorted(tensorstore.KvStore.open(store).result().list().result()):
@@ -93,7 +93,7 @@ def _metadata(tree: str) -> dict[str, Any]:
 
 def _stored_array(
     tensorstore: Any, spec: dict[str, Any], name: str, before: int, file_size: int
-) -> StoredArray:
+) -> ModelArray:
     """Return an array of a checkpoint. For `before` and `file_size` see `declared_too_much`."""
     location = plain_text(name.replace(".", "/"))
     try:
@@ -102,15 +102,13 @@ def _stored_array(
         chunk = tuple(map(int, array.chunk_layout.read_chunk.shape or shape))
         dtype = np.dtype(array.dtype.numpy_dtype)
     except PARSE_ERRORS as error:
-        return StoredArray(location, unread=plain_text(error, 200), key=name)
+        return ModelArray(location, unread=plain_text(error, 200), key=name)
     reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
 
-    def pieces() -> Iterator[NDArray[Any]]:
-        for part in tiles(shape, chunk):  # a chunk is unpacked as a whole
-            yield np.asarray(array[part].read().result())
+    def get(part: Any) -> NDArray[Any]:
+        return np.asarray(array[part].read().result())
 
-    def whole() -> NDArray[Any]:
-        return np.asarray(array.read().result())
-
-    reading = {"stored": math.prod(shape) * dtype.itemsize, "pieces": pieces, "whole": whole}
-    return StoredArray.found(location, name, dtype, shape, reason, **reading)
+    pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
+    stored = math.prod(shape) * dtype.itemsize
+    reading = {"stored": stored, "pieces": pieces, "whole": partial(get, ())}
+    return ModelArray.found(location, name, dtype, shape, reason, **reading)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._core.errors import GuardError, expected
 
 if TYPE_CHECKING:
-    from keras_nanguard._files.names import Identity
+    from keras_nanguard._files.stored import Identity, ModelArray
 
 SEVERITIES = ("error", "warning", "note")
 """Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for
@@ -162,26 +162,14 @@ def problem(code: str, count: int = 0, **values: Any) -> Problem:
     return Problem(code, severity, sentence.format(count=count, **values), count)
 
 
-def find_problems(
-    who: Identity, found: ArrayStats, limits: Limits, *, rank: int, float16: bool = False
-) -> tuple[Problem, ...]:
-    """Return the problems of one variable, worst first.
-
-    Args:
-        who: names and role of the variable.
-        found: its statistics, taken with its limit.
-        limits: the limits.
-        rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial
-            value.
-        float16: whether its layer computes in float16.
-    """
-    found_problems = _problems(who, found, limits, rank, float16)
-    return tuple(sorted(found_problems, key=lambda problem: SEVERITIES.index(problem.severity)))
+def find_problems(array: ModelArray, found: ArrayStats, limits: Limits) -> tuple[Problem, ...]:
+    """Return the problems of an array, worst first, from its statistics, taken with its limit."""
+    problems = _problems(array.who, found, limits, len(array.shape))
+    return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
-def _problems(
-    who: Identity, found: ArrayStats, limits: Limits, rank: int, float16: bool
-) -> Iterator[Problem]:
+def _problems(who: Identity, found: ArrayStats, limits: Limits, rank: int) -> Iterator[Problem]:
+    """Yield the problems; a kernel of zeros is reported, a bias of zeros is its initial value."""
     if who.layer_class == "Metric":  # a result, not part of the model
         if found.nonfinite:
             yield problem("metric", found.nonfinite)
@@ -203,7 +191,7 @@ def _problems(
             code = "beyond_limit" if bound == limits.limit else "out_of_range"
             yield problem(code, found.beyond_limit, limit=bound, value=largest)
         if found.beyond_float16 and who.role == "weight":
-            code = "float16_overflow" if float16 else "beyond_float16"
+            code = "float16_overflow" if who.in_float16 else "beyond_float16"
             yield problem(code, found.beyond_float16, value=largest)
     if who.role == "weight" and rank > 1 and (found.all_zero or found.constant):
         yield problem("all_zero" if found.all_zero else "constant", found.size, value=found.min)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected, no_model
-from keras_nanguard._files.live import is_model, live_variables
+from keras_nanguard._files.live import is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras.overrides import Overrides
 
@@ -204,11 +204,11 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
 def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:
     """Return the built BatchNormalization layers by the path of their names."""
     found: dict[str, Any] = {}
-    for live in live_variables(model):
-        path, layer = live.identity.layer, live.layer
+    for live in live_arrays(model):
+        path, layer = live.who.layer, live.owner
         names = (path, str(getattr(layer, "name", "")))
         wanted = not only or any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in only)
-        if wanted and live.identity.name == "moving_variance" and hasattr(layer, "moving_mean"):
+        if wanted and live.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
             found[path] = layer
     return found
 
@@ -218,8 +218,8 @@ def _others(model: Any, estimates: Iterable[_Estimate]) -> list[tuple[Any, NDArr
     seeds, states and counters, with their values."""
     estimated = {id(variable) for estimate in estimates for variable in estimate.variables}
     found = []
-    for live in live_variables(model):
-        fixed = live.identity.role == "slot" or getattr(live.variable, "trainable", False)
+    for live in live_arrays(model):
+        fixed = live.who.role == "slot" or getattr(live.variable, "trainable", False)
         if not fixed and id(live.variable) not in estimated:
             found.append((live.variable, live.read()))
     return found

@@ -1,5 +1,5 @@
 """`repair`: replaces the bad values of a live model or of a file, and reports every change and
-every omission. Imports neither NumPy nor a backend."""
+every omission. Imports no backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +17,9 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files import reading
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits, RepairOptions
-from keras_nanguard._files.reports import Change, RepairReport
-from keras_nanguard._files.scan import report_of
+from keras_nanguard._files.reports import Change, RepairReport, ScanReport, report_of
+from keras_nanguard._files.scan import scan_contents
+from keras_nanguard._files.stored import ModelArray
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 
@@ -99,9 +100,39 @@ def repair(
     if output is not None or in_place:
         remedy = "Save the repaired model yourself."
         raise GuardError(expected("a path, to write a file", "a model", remedy))
-    from keras_nanguard._files.repair_model import repair_model
+    return _repair_model(model_or_path, source, options)
 
-    return repair_model(model_or_path, source, options)
+
+def _repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
+    """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
+    from keras_nanguard._files.live import LiveRepair, live_contents
+
+    contents = live_contents(model)
+    before = scan_contents(contents, options.limits)
+    with _good_arrays(source, before) as good:
+        changes = tuple(LiveRepair(model, contents, options, good).changes(before))
+    after = None if options.dry_run else scan_contents(contents, options.limits)
+    return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
+
+
+@contextmanager
+def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
+    """Yield the arrays of a source by path; of a file only those that are bad in the model."""
+    from keras_nanguard._files.live import live_contents
+    from keras_nanguard._files.opening import opened_arrays
+    from keras_nanguard._files.repairs import by_name
+
+    if source is None:
+        yield {}
+    elif not isinstance(source, (str, os.PathLike)):
+        yield by_name(live_contents(source))
+    else:
+        names = [entry.path for entry in before.bad]
+        with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+            copy = os.path.join(folder, "values.npz")
+            reading.ask("values", os.fsdecode(source), names=names, output=copy)
+            with opened_arrays(copy) as stored:
+                yield stored
 
 
 def _repair_file(path: str, output: str, source: Any, options: RepairOptions) -> RepairReport:
@@ -116,12 +147,12 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
             details: dict[str, Any] = {"options": asdict(options), "source": good}
             found = reading.ask("repair", path, None, **details, scratch=scratch, output=final)
         if found["after"]:
-            after = report_of(final, found["after"])
+            after = report_of(found["after"])
             backup = _backup(final) if os.path.abspath(path) == output else None
             atomic_files.publish(Path(scratch, os.path.basename(final)), Path(final))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    before = report_of(path, found["before"])
+    before = report_of(found["before"])
     changes = tuple(Change(**change) for change in found["changes"])
     written = final if after else None
     return RepairReport(before.source, written, backup, options.dry_run, changes, before, after)
@@ -136,12 +167,12 @@ def _stored(source: Any) -> Iterator[str | None]:
         return
     from keras_nanguard._core.atomic_files import save_arrays
     from keras_nanguard._core.finiteness import widen
-    from keras_nanguard._files.live import live_variables
+    from keras_nanguard._files.live import live_arrays
 
-    found = reversed(live_variables(source))
+    found = reversed(live_arrays(source))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
-        save_arrays(Path(path), {live.identity.path: widen(live.read()) for live in found})
+        save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
         yield path
 
 

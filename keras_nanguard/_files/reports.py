@@ -105,14 +105,6 @@ class ScannedVariable:
         return self.severity in ("error", "warning")
 
 
-def variable_of(plain: dict[str, Any]) -> ScannedVariable:
-    """Return the variable that was converted to plain JSON values with `asdict`."""
-    found = plain["statistics"]
-    plain["statistics"] = None if found is None else ArrayStats(**found)
-    plain["problems"] = tuple(Problem(**one) for one in plain["problems"])
-    return ScannedVariable(**{**plain, "shape": tuple(plain["shape"])})
-
-
 def _badness(entry: ScannedVariable) -> tuple[int, float]:
     """Return a key that sorts variables worst first: by severity, then by the share of bad
     values."""
@@ -241,6 +233,17 @@ class ScanReport(Report):
             for one in entry.problems:
                 rows.append((entry.layer, entry.name, one.severity, one.detail, *about))
         return self.headline, self.notes, head, rows
+
+
+def report_of(plain: dict[str, Any]) -> ScanReport:
+    """Return the report that was converted to plain JSON values with `asdict`."""
+    variables = []
+    for one in plain["variables"]:
+        found = one["statistics"]
+        one["statistics"] = None if found is None else ArrayStats(**found)
+        one["problems"] = tuple(Problem(**problem) for problem in one["problems"])
+        variables.append(ScannedVariable(**{**one, "shape": tuple(one["shape"])}))
+    return ScanReport(plain["source"], plain["kind"], tuple(variables), tuple(plain["notes"]))
 
 
 def _counted(count: int, word: str) -> str:

@@ -1,17 +1,40 @@
-"""`scan`: finds every non-finite or out-of-range value in a live model or in a file, grouped by
-layer, worst first."""
+"""`scan`: finds every non-finite or out-of-range value in a live model or in a file, in pieces.
+
+Imports no backend, and of a file only what another process has read of it.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files import reading
-from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
+from keras_nanguard._files.problems import (
+    STATISTICS_LIMIT,
+    ArrayStats,
+    Limits,
+    Problem,
+    find_problems,
+    problem,
+)
 from keras_nanguard._files.reading import Progress
-from keras_nanguard._files.reports import ScanReport, variable_of
+from keras_nanguard._files.reports import ScannedVariable, ScanReport, report_of
+from keras_nanguard._files.stored import PARSE_ERRORS, Contents, ModelArray
+
+FLOAT16_MAX = 65504.0
+"""Largest finite float16 (IEEE 754 binary16)."""
+
+_PIECE_VALUES = 1 << 16
+"""Number of values that are counted at once: 256 KiB of float32, which stay in the cache."""
 
 
 def scan(
@@ -49,13 +72,125 @@ def scan(
     limits = Limits(limit, statistics_limit)
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fsdecode(model_or_path)
-        return report_of(path, reading.ask("scan", path, progress, limits=asdict(limits)))
-    from keras_nanguard._files.scanner import scan_model  # with NumPy
+        return report_of(reading.ask("scan", path, progress, limits=asdict(limits)))
+    from keras_nanguard._files.live import live_contents
 
-    return scan_model(model_or_path, limits)
+    return scan_contents(live_contents(model_or_path), limits)
 
 
-def report_of(path: str, found: dict[str, Any]) -> ScanReport:
-    """Return the report of a file from what `scanner.scan_file` has found in it."""
-    variables = tuple(map(variable_of, found["variables"]))
-    return ScanReport(plain_text(path), found["kind"], variables, tuple(found["notes"]))
+def scan_contents(
+    contents: Contents, limits: Limits, progress: Progress | None = None
+) -> ScanReport:
+    """Return the report of a live model or of an open file; for `progress` see `scan`."""
+    done, total, variables = 0, sum(array.nbytes for array in contents.arrays), []
+    for array in contents.arrays:
+        variables.append(_scanned(array, limits))
+        done += array.nbytes
+        if progress is not None:
+            progress(done, total)
+    return ScanReport(contents.source, contents.kind, tuple(variables), tuple(contents.notes))
+
+
+def _scanned(array: ModelArray, limits: Limits) -> ScannedVariable:
+    who, reason, found = array.who, array.unread, None
+    problems: tuple[Problem, ...] = ()
+    if array.is_float:
+        try:
+            found = statistics(array.pieces(), limits.of(who))
+            problems = find_problems(array, found, limits)
+        except PARSE_ERRORS as error:
+            reason = plain_text(str(error).strip() or type(error).__name__, 200)
+    if reason:
+        problems = (problem("unread", reason=reason),)
+    about = (array.location, array.dtype, array.shape)
+    return ScannedVariable(who.path, who.layer, who.name, who.role, *about, found, problems)
+
+
+def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
+    """Return the statistics of an array.
+
+    Args:
+        pieces: its parts, of any size, any shape and any float or complex dtype.
+        limit: magnitude above which a finite value is counted as beyond the limit.
+    """
+    counts: Counter[str] = Counter()
+    smallest, largest, total = math.inf, -math.inf, 0.0
+    with np.errstate(all="ignore"):
+        for values, tiny in _blocks(pieces):
+            # The minimum or maximum of values with a NaN is NaN, and an infinity is one of the two.
+            counts["size"] += values.size
+            low, high = float(values.min()), float(values.max())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                counts["nan"] += int(np.count_nonzero(np.isnan(values)))
+                counts["posinf"] += int(np.count_nonzero(values == np.inf))
+                counts["neginf"] += int(np.count_nonzero(values == -np.inf))
+                values = values[np.isfinite(values)]
+                if not values.size:
+                    continue
+                low, high = float(values.min()), float(values.max())
+            smallest, largest = min(smallest, low), max(largest, high)
+            added = float(values.sum())
+            total += added if math.isfinite(added) else float(values.sum(dtype=np.float64))
+            magnitudes = np.abs(values)
+            if magnitudes.min() < tiny:
+                zeros = int(np.count_nonzero(magnitudes == 0))
+                counts["zeros"] += zeros
+                counts["denormals"] += int(np.count_nonzero(magnitudes < tiny)) - zeros
+            bounds = {"beyond_float16": FLOAT16_MAX, "beyond_limit": limit}
+            for name, bound in bounds.items():
+                if bound is not None and max(-low, high) > bound:
+                    counts[name] += int(np.count_nonzero(magnitudes > np.float64(bound)))
+    finite = counts["size"] - counts["nan"] - counts["posinf"] - counts["neginf"]
+    if not finite:
+        return ArrayStats(**counts)
+    mean = min(max(total / finite, smallest), largest)
+    return ArrayStats(**counts, min=smallest, max=largest, mean=mean)
+
+
+def _blocks(pieces: Iterable[Any]) -> Iterator[tuple[NDArray[Any], Any]]:
+    """Yield the values in blocks, in the native float type in which NumPy counts them exactly, with
+    the smallest normal number of their own dtype."""
+    for piece in pieces:
+        flat = np.ascontiguousarray(piece).reshape(-1)
+        if flat.dtype.kind == "c":
+            flat = flat.view(flat.real.dtype)
+        is_wide = flat.dtype.kind == "f" and flat.dtype.itemsize >= 4
+        wide = flat.dtype.newbyteorder("=") if is_wide else np.dtype(np.float32)
+        tiny = wide.type(_smallest_normal(flat.dtype))
+        for start in range(0, flat.size, _PIECE_VALUES):
+            yield flat[start : start + _PIECE_VALUES].astype(wide, copy=False), tiny
+
+
+@cache
+def _smallest_normal(dtype: np.dtype[Any]) -> float:
+    if dtype.kind == "f" and dtype.name.startswith("float") and dtype.itemsize > 1:
+        return float(np.finfo(dtype).smallest_normal)
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+_COMMON_NAMES = (
+    *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
+)
+"""Common names of variables of layers: what only has a number in the file may have any of them."""
+
+
+def model_names(path: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the model in a file, and the Keras paths of its variables, each without
+    and with the name of the model, which only some paths of Keras contain.
+
+    Args:
+        path: any model file that `scan` reads.
+
+    Raises:
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
+    """
+    described = reading.ask("names", path)
+    root, paths = described["root"], []
+    for layer, name, role in described["variables"]:
+        for known in _COMMON_NAMES if name.isdigit() else (name,):
+            if role != "other":
+                paths.append(f"{layer}/{known}".removeprefix("/"))
+    inside = tuple(f"{root}/{path}" for path in paths) if root else ()
+    return root or os.path.basename(plain_text(path)), (*paths, *inside)

@@ -1,4 +1,4 @@
-"""The result of every reader of model files: arrays that can be read in pieces, and their limits.
+"""The arrays of a model, in a file or live, and the limits of what is read from a file.
 
 Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was
 not read, or a `FileFormatError` of one sentence. Imports no backend.
@@ -13,7 +13,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +67,47 @@ fuzzing).
 
 
 @dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array in a file.
+class Identity:
+    """The names and the role of an array.
 
     Attributes:
-        location: its location in the file, such as `"layers/dense/vars/0"`, safe to print.
+        layer: names of the layers that contain it, outermost first, joined by `/`.
+        name: name of the variable, or its number if the name is not known.
+        role: `"weight"` (trained, or set by the user), `"statistics"` (moving averages of
+            BatchNormalization, mean and variance of Normalization), `"slot"` (belongs to an
+            optimizer) or `"other"` (counters, seeds, metrics).
+        layer_class: class of the layer, or `""` if it is not known.
+        settings: the layer's configuration, empty if the file has none; of a layer of a live model
+            only its dtype policy.
+    """
+
+    layer: str
+    name: str
+    role: str
+    layer_class: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Layer and variable, as one path."""
+        return f"{self.layer}/{self.name}" if self.layer else self.name
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether the layer computes in float16."""
+        policy = self.settings.get("dtype")
+        named = policy.get("config") if isinstance(policy, Mapping) else None
+        name = named.get("name") if isinstance(named, Mapping) else policy
+        return name in ("float16", "mixed_float16")
+
+
+@dataclass(slots=True)
+class ModelArray:
+    """One array of a model: in a file, or the value of a variable.
+
+    Attributes:
+        location: its location in the file, such as `"layers/dense/vars/0"`, safe to print; of a
+            variable its Keras path.
         dtype: name of the dtype (`"float32"`, `"bfloat16"`), or its name in the file.
         shape: shape of the array.
         nbytes: its size in memory, in bytes.
@@ -81,6 +117,7 @@ class StoredArray:
         pieces: function that returns its values in pieces, each once.
         whole: function that returns all values at once.
         key: the exact location in the file, for writing.
+        who: its names and role.
     """
 
     location: str
@@ -90,9 +127,10 @@ class StoredArray:
     stored: int = 0
     is_float: bool = False
     unread: str = ""
-    pieces: Callable[[], Iterator[NDArray[Any]]] = lambda: iter(())
+    pieces: Callable[[], Iterable[NDArray[Any]]] = tuple
     whole: Callable[[], NDArray[Any]] | None = None
     key: str = ""
+    who: Identity = Identity("", "", "other")
 
     @classmethod
     def found(
@@ -103,8 +141,8 @@ class StoredArray:
         shape: tuple[int, ...],
         reason: str,
         **reading: Any,
-    ) -> StoredArray:
-        """Return an array of this dtype and shape.
+    ) -> ModelArray:
+        """Return an array of a file.
 
         Args:
             location, key, dtype, shape: see above.
@@ -142,22 +180,24 @@ class StoredArray:
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of one model file.
+    """The contents of one model file, or of a live model.
 
     Attributes:
-        kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"` or
-            `"orbax"`.
+        kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"`,
+            `"orbax"` or `"model"`.
         arrays: every array, in the order of the file.
         names: name that Keras stored with the variables of a group, by the location of the group.
         config: the model's configuration, or `None` if the file has none.
         notes: sentences about what was not read, and why.
+        source: path of the file, safe to print, or name of the model.
     """
 
     kind: str
-    arrays: list[StoredArray]
+    arrays: list[ModelArray]
     names: dict[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    source: str = ""
 
 
 _SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")
@@ -195,6 +235,23 @@ def tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[slice
     for corner in itertools.product(*grid):
         ends = (min(start + step, n) for start, step, n in zip(corner, tile, shape))
         yield tuple(slice(start, end) for start, end in zip(corner, ends))
+
+
+def pieces_of(
+    get: Callable[[tuple[slice, ...]], NDArray[Any]],
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...] | None,
+    itemsize: int,
+) -> Iterator[NDArray[Any]]:
+    """Read an array in slabs of about `READ_BYTES`, which cut no chunk in two.
+
+    Args:
+        get: returns a part of the array.
+        shape, chunk, itemsize: see `declared_too_much`.
+    """
+    tile = chunk or (1, *shape[1:])
+    rows = max(1, READ_BYTES // max(1, math.prod(tile) * itemsize))
+    return map(get, tiles(shape, (tile[0] * rows, *tile[1:]) if shape else ()))
 
 
 def declared_too_much(

@@ -13,15 +13,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.names import names_in
+from keras_nanguard._files.names import LayerConfig
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.orbax import orbax_tree
+from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.reading import Progress, size_on_disk
-from keras_nanguard._files.repair_stored import Unwritable, copy_values, repair_stored
-from keras_nanguard._files.scanner import scan_file
+from keras_nanguard._files.repair_file import Unwritable, copy_values, repair_file
+from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._files.stored import readable
 
 MAX_MEMORY = 1 << 30
@@ -41,17 +43,27 @@ LINE_SECONDS = 0.2
 """Seconds between two lines of progress."""
 
 
-def _configuration(path: str, progress: Progress) -> dict[str, Any]:
+def _scan(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str, Any]:
     with opened(path) as contents:
-        return {"config": contents.config}
+        return asdict(scan_contents(contents, Limits(**limits), progress))
+
+
+def _names(path: str, progress: Progress) -> dict[str, Any]:
+    """Return the configuration of a model, its name, `""` if it has none, and layer, name and role
+    of each array."""
+    with opened(path) as contents:
+        config = contents.config
+        root = LayerConfig(config).name or contents.names.get("", "")
+        identities = (array.who for array in contents.arrays)
+        variables = [(who.layer, who.name, who.role) for who in identities]
+        return {"config": config, "root": root, "variables": variables}
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
-    "scan": scan_file,
-    "repair": repair_stored,
+    "scan": _scan,
+    "repair": repair_file,
     "values": copy_values,
-    "names": names_in,
-    "configuration": _configuration,
+    "names": _names,
 }
 """The tasks of the worker: functions of a path, a `Progress` and further arguments by name."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keras_nanguard._files.scanner import statistics
+from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.losses import rejected
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.rules_outputs import kind_of
@@ -28,7 +28,7 @@ def data_nonfinite(subject: Subject) -> Iterator[Site]:
     """NaN or Inf in the data."""
     targets = [(f"targets of {output.name}", array) for output, array in subject.targets()]
     for name, array in [*subject.inputs(), *targets]:
-        if array.dtype.kind == "f" and (bad := statistics(array).nonfinite):
+        if array.dtype.kind == "f" and (bad := statistics([array]).nonfinite):
             yield name, f"{bad} of {array.size} values are NaN or Inf"
 
 
@@ -38,7 +38,7 @@ def input_scale(subject: Subject) -> Iterator[Site]:
     if any(placed.kind in ("Normalization", "Rescaling", "Embedding") for placed in subject.layers):
         return
     for name, array in subject.inputs():
-        found = statistics(array) if array.dtype.kind == "f" else None
+        found = statistics([array]) if array.dtype.kind == "f" else None
         if found and (largest := max(-(found.min or 0.0), found.max or 0.0)) > _MAX_INPUT:
             yield name, f"values up to {largest:.3g}, and no layer scales them"
 

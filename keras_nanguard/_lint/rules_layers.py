@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._files.live import live_variables
-from keras_nanguard._files.scanner import statistics
-from keras_nanguard._files.stored import float_name
+from keras_nanguard._files.live import live_arrays
+from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.structure import arguments_of, source_of
 from keras_nanguard._lint.rule import Site, layers, operations, rule
 from keras_nanguard._lint.subject import Placed, Subject, activation_name
@@ -116,13 +115,12 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
 def nonfinite_weights(subject: Subject) -> Iterator[Site]:
     """NaN or Inf in weights, statistics or slots."""
     trained = {id(variable) for variable in subject.model.trainable_variables}
-    for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
-        if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
+    for live in live_arrays(subject.model) if getattr(subject.model, "built", True) else ():
+        if live.who.role not in ("statistics", "slot") and id(live.variable) not in trained:
             continue  # a mask of -Inf is intentional, and so may be a NaN marker
-        values = live.read()
-        found = statistics(values) if float_name(values.dtype) else None
+        found = statistics(live.pieces()) if live.is_float else None
         if found is not None and found.nonfinite:
-            yield live.keras_path, f"{found.nonfinite} of {values.size} values are NaN or Inf"
+            yield live.location, f"{found.nonfinite} of {found.size} values are NaN or Inf"
 
 
 @rule("warning", fix="Make the stride at most the pool size.", each=layers())

@@ -9,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._core.atomic_files import save_arrays, typed
-from keras_nanguard._files import scanner
 from keras_nanguard._files.problems import ArrayStats
-from keras_nanguard._files.scanner import FLOAT16_MAX, statistics
+from keras_nanguard._files.scan import _PIECE_VALUES, FLOAT16_MAX, statistics
 from keras_nanguard._files.stored import float_name, named_dtype, tiles
 
 DTYPES = (
@@ -50,7 +49,7 @@ def oracle(array, limit=math.inf):
 
 
 def agrees(array, limit=None):
-    found = statistics(array, limit)
+    found = statistics([array], limit)
     wanted = oracle(array, math.inf if limit is None else limit)
     assert {name: getattr(found, name) for name in wanted} == wanted
     return found
@@ -80,18 +79,11 @@ def test_every_sixteen_bit_float_is_counted(dtype):
 )
 def test_the_bad_value_is_found_at_any_position(dtype, bad, name):
     """One bad value is found at the first, the last and every inner border of the pieces."""
-    size = scanner._PIECE_VALUES * 2 + 3
-    for place in (
-        0,
-        1,
-        scanner._PIECE_VALUES - 1,
-        scanner._PIECE_VALUES,
-        2 * scanner._PIECE_VALUES,
-        size - 1,
-    ):
+    size = _PIECE_VALUES * 2 + 3
+    for place in (0, 1, _PIECE_VALUES - 1, _PIECE_VALUES, 2 * _PIECE_VALUES, size - 1):
         array = np.ones(size, named_dtype(dtype))
         array[place] = bad
-        found = statistics(array)
+        found = statistics([array])
         assert (getattr(found, name), found.nonfinite) == (1, 1)
 
 
@@ -111,19 +103,19 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
     array = np.random.default_rng(0).normal(3.0, 1.0, 200_000).astype(named_dtype(dtype))
     array[::1000] = np.nan
     finite = array.astype(np.float64)[np.isfinite(array.astype(np.float64))]
-    assert statistics(array).mean == pytest.approx(finite.mean(), rel=1e-5)
+    assert statistics([array]).mean == pytest.approx(finite.mean(), rel=1e-5)
 
 
 def test_constant_and_all_zero_are_reported():
     """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN
     makes it neither.
     """
-    assert statistics(np.full(5, 2.5)).constant
-    assert statistics(np.array([0.0, -0.0])).all_zero
-    assert not statistics(np.array([1.0, 2.0])).constant
-    assert not statistics(np.array([2.0, 2.0, np.nan])).constant
-    assert not statistics(np.array([3.0])).constant
-    assert statistics(np.zeros(0)) == ArrayStats()
+    assert statistics([np.full(5, 2.5)]).constant
+    assert statistics([np.array([0.0, -0.0])]).all_zero
+    assert not statistics([np.array([1.0, 2.0])]).constant
+    assert not statistics([np.array([2.0, 2.0, np.nan])]).constant
+    assert not statistics([np.array([3.0])]).constant
+    assert statistics([np.zeros(0)]) == ArrayStats()
 
 
 def test_only_floats_can_be_non_finite():

@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 
 from keras_nanguard import FileFormatError, GuardError, repair, scan
-from keras_nanguard._files.initial_values import initial_value
-from keras_nanguard._files.names import identities
 from keras_nanguard._files.opening import opened
+from keras_nanguard._files.repair_file import _ZERO_SLOTS, initial_value
 
 
 def values(path):
     """Return every array of a file by its path."""
     with opened(path) as contents:
-        return {
-            who.path: array.read()
-            for array, who in zip(contents.arrays, identities(contents))
-            if not array.unread
-        }
+        return {array.who.path: array.read() for array in contents.arrays if not array.unread}
 
 
 def digest(path):
@@ -342,8 +337,6 @@ def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
 )
 def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
     """Every optimizer whose slots a file repair sets to 0 has initial slots of 0 in Keras."""
-    from keras_nanguard._files.repair_stored import _ZERO_SLOTS
-
     assert name in _ZERO_SLOTS
     optimizer = getattr(keras.optimizers, name)(
         0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from keras_nanguard import GuardError, repair, scan
-from keras_nanguard._files.names import Identity
 from keras_nanguard._files.problems import (
     PROBLEMS,
     SEVERITIES,
     Limits,
     find_problems,
 )
-from keras_nanguard._files.scanner import statistics
+from keras_nanguard._files.scan import statistics
+from keras_nanguard._files.stored import Identity, ModelArray
 
 CASES = {
     "nan": ("kernel", "weight", [[1.0, np.nan]], {}),
@@ -23,7 +23,7 @@ CASES = {
     "loss_scale": ("dynamic_scale", "slot", 0.0, {}),
     "out_of_range": ("moving_mean", "statistics", [1.0, -2e6], {}),
     "beyond_limit": ("kernel", "weight", [[1.0, -20.0]], {"limit": 10.0}),
-    "float16_overflow": ("kernel", "weight", [[1.0, 7e4]], {"float16": True}),
+    "float16_overflow": ("kernel", "weight", [[1.0, 7e4]], {"dtype": "float16"}),
     "zero_variance": ("moving_variance", "statistics", [0.0, 0.0], {}),
     "beyond_float16": ("kernel", "weight", [[1.0, 7e4]], {}),
     "metric": ("total", "other", [1.0, np.nan], {"layer_class": "Metric"}),
@@ -33,11 +33,10 @@ CASES = {
 }
 
 
-def judged(name, role, values, layer_class="", **options):
-    array = np.array(values)
-    who = Identity("", name, role, layer_class)
-    limits = Limits(options.pop("limit", None))
-    return find_problems(who, statistics(array, limits.of(who)), limits, rank=array.ndim, **options)
+def judged(name, role, values, layer_class="", limit=None, **settings):
+    values, who = np.array(values), Identity("", name, role, layer_class, settings)
+    limits, array = Limits(limit), ModelArray("", shape=np.shape(values), who=who)
+    return find_problems(array, statistics([values], limits.of(who)), limits)
 
 
 @pytest.mark.parametrize("code", sorted(set(PROBLEMS) - {"unread"}))

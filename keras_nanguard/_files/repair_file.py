@@ -1,0 +1,321 @@
+"""The repair of a file in the process that reads it.
+
+The file is rewritten into a folder for unfinished files. Everything in it that is not replaced is
+copied unchanged, with its permissions. Initial values follow from the configuration in the file,
+without model and backend: constants are those of Keras, and random values are drawn with NumPy, so
+they have the same distribution, but not the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import zipfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import h5py
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.atomic_files import save_arrays
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.finiteness import widen
+from keras_nanguard._files.names import optimizer_settings
+from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb
+from keras_nanguard._files.problems import Limits, RepairOptions
+from keras_nanguard._files.reading import Progress
+from keras_nanguard._files.repairs import Repair, Values, by_name
+from keras_nanguard._files.scan import scan_contents
+from keras_nanguard._files.stored import (
+    BOMB_FLOOR,
+    MAX_EXPANSION,
+    READ_BYTES,
+    Contents,
+    ModelArray,
+    plain_text,
+)
+
+Arrays = Mapping[str, NDArray[Any]]
+"""New values of arrays, by their key in the file."""
+
+
+def repair_file(
+    path: str,
+    progress: Progress,
+    options: dict[str, Any],
+    source: str | None,
+    scratch: str,
+    output: str,
+) -> dict[str, Any]:
+    """Scan a file, repair its arrays, and write and scan the new one if any is to be replaced.
+
+    Args:
+        path, source: the file, and a good file or `None`.
+        progress: called with the number of bytes read so far and of all bytes.
+        options: a `RepairOptions` as a dict.
+        scratch: a folder that is made for the new file.
+        output: final path of the new file, whose name it gets in the folder.
+
+    Returns:
+        The scan before, the changes, and the scan of the new file, `None` if there is none.
+    """
+    limits = Limits(**options["limits"])
+    chosen = RepairOptions(**{**options, "limits": limits, "only": tuple(options["only"])})
+    with ExitStack() as stack:
+        contents = stack.enter_context(opened(path))
+        before = scan_contents(contents, limits, progress)
+        good = {} if source is None else by_name(stack.enter_context(opened(source)))
+        repair = FileRepair(contents, chosen, good)
+        changes = [asdict(change) for change in repair.changes(before)]
+        if repair.replacements:
+            rewrite(path, scratch, output, contents.kind, repair.replacements)
+    found: dict[str, Any] = {"before": asdict(before), "changes": changes, "after": None}
+    if repair.replacements:
+        with opened(os.path.join(scratch, os.path.basename(output))) as contents:
+            contents.source = plain_text(output)
+            found["after"] = asdict(scan_contents(contents, limits, progress))
+    return found
+
+
+def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
+    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
+    bfloat16 and float16 as float32."""
+    with opened(path) as contents:
+        found = by_name(contents)
+        known = {name: widen(found[name].read()) for name in names if name in found}
+        save_arrays(Path(output), known)
+    return {}
+
+
+_ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
+"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl
+and Nadam differ)."""
+
+_INITIAL_SCALE = 2.0**15
+"""Default initial scale of a `LossScaleOptimizer`."""
+
+_START_SETTINGS = {"dynamic_scale": "initial_scale", "learning_rate": "learning_rate"}
+"""Settings of an optimizer with the initial values of its variables that do not start at 0."""
+
+
+class FileRepair(Repair):
+    """The repair of an open file.
+
+    Attributes:
+        replacements: the new values of each array to replace, by its key in the file.
+    """
+
+    def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, ModelArray]):
+        super().__init__(contents, options, good)
+        self._optimizer = optimizer_settings(contents.config)
+        self._draw = np.random.default_rng(options.seed)
+        self.replacements: dict[str, NDArray[Any]] = {}
+
+    def replace(self, array: ModelArray, values: NDArray[Any]) -> None:
+        """Store the values until the file is rewritten."""
+        self.replacements[array.key] = values
+
+    def initial(self, array: ModelArray) -> Values:
+        """Return the initial values that follow from the configuration, or the reason why there are
+        none."""
+        if array.who.role != "slot":
+            return initial_value(array.who.name, array.shape, array.who.settings, self._draw)
+        name = self._optimizer.get("class_name")
+        if name not in (*_ZERO_SLOTS, "LossScaleOptimizer"):
+            named = name or "(which the file does not name)"
+            unknown = f"the initial slots of the optimizer {named} are not known"
+            return f"{unknown}: reset those of the loaded model"
+        if self._optimizer.get("use_ema"):
+            averages = "the optimizer has moving averages of the weights, which must not become 0"
+            return f"{averages}: reset the loaded model"
+        last = array.who.name.rpartition("/")[2]
+        if last not in _START_SETTINGS:
+            return np.zeros(())
+        given = self._optimizer.get(_START_SETTINGS[last])
+        if isinstance(given, (int, float)) and 0.0 < given < math.inf:
+            return np.asarray(given)
+        is_scale = last == "dynamic_scale"
+        return np.asarray(_INITIAL_SCALE) if is_scale else "its initial value is not in the file"
+
+
+class Unwritable(Exception):
+    """A file cannot be written: error number, reason, path."""
+
+
+def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> None:
+    """Write the new file into a folder, and sync it to the disk.
+
+    Args:
+        path: the old file.
+        scratch: the folder, which is made.
+        output: final path of the new file, whose name it gets in the folder.
+        kind, new: kind of the file, as in `Contents`, and the new arrays.
+
+    Raises:
+        FileFormatError: if the kind cannot be rewritten, or the old file is damaged.
+        Unwritable: if the new file cannot be written.
+    """
+    writers = {"keras": _archive, "npz": _archive, "weights.h5": _hdf5, "h5": _hdf5}
+    if kind not in writers:
+        instead = {
+            "folder": f"repair its {WEIGHTS}",
+            "sharded": "repair each shard, in place",
+        }.get(kind, "load it and repair the model")
+        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
+    target = os.path.join(scratch, os.path.basename(output))
+    try:
+        os.mkdir(scratch)
+        writers[kind](path, target, new)
+        shutil.copymode(path, target)
+        atomic_files.flush_to_disk(Path(target))
+    except OSError as error:
+        if error.errno is None:  # of HDF5, about the old file
+            raise
+        raise Unwritable(error.errno, error.strerror or str(error), output) from error
+
+
+def _hdf5(path: str, target: str, new: Arrays) -> None:
+    """Write a copy of an HDF5 file with its arrays replaced."""
+    shutil.copyfile(path, target)
+    _replace(target, new)
+
+
+def _replace(path: str, new: Arrays) -> None:
+    """Replace the arrays of an HDF5 file; bfloat16 is written as unnamed bytes, as Keras does."""
+    with h5py.File(path, "r+", locking=False) as file:
+        for key, values in new.items():
+            dataset = file[key.encode("utf-8", "surrogateescape")]
+            plain = np.require(values, requirements="C")
+            if dataset.dtype.kind != "V":
+                dataset[...] = plain
+                continue
+            bits, kind = plain.view(dataset.dtype), dataset.id.get_type()
+            dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
+
+
+def _archive(path: str, target: str, new: Arrays) -> None:
+    """Write a copy of a zip archive with its weights or arrays replaced, each compressed as
+    before."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as copy:
+        declared = sum(info.file_size for info in source.infolist())
+        if declared > max(BOMB_FLOOR, MAX_EXPANSION * os.path.getsize(path)):
+            raise FileFormatError(f"{path} declares {declared} bytes in all: a zip bomb.")
+        for info in source.infolist():
+            refuse_bomb(info)
+            member = zipfile.ZipInfo(info.filename, info.date_time)
+            member.compress_type, member.external_attr = info.compress_type, info.external_attr
+            with copy.open(member, "w", force_zip64=True) as written, source.open(info) as old:
+                _member(old, written, info.filename, new, os.path.dirname(target))
+
+
+def _member(old: IO[bytes], written: IO[bytes], name: str, new: Arrays, folder: str) -> None:
+    if name == WEIGHTS:
+        unpacked = os.path.join(folder, f".{name}")
+        with open(unpacked, "wb") as file:
+            shutil.copyfileobj(old, file, READ_BYTES)
+        _replace(unpacked, new)
+        with open(unpacked, "rb") as file:
+            shutil.copyfileobj(file, written, READ_BYTES)
+        os.unlink(unpacked)
+    elif name in new:
+        npy.write_array(written, new[name], allow_pickle=False)
+    else:
+        shutil.copyfileobj(old, written, READ_BYTES)
+
+
+_ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
+_ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
+"""Variables of layers that start with 1 or 0 if the configuration does not say otherwise."""
+
+_SCALING = {
+    "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
+    "GlorotUniform": (1.0, "fan_avg", "uniform"),
+    "GlorotNormal": (1.0, "fan_avg", "truncated_normal"),
+    "HeUniform": (2.0, "fan_in", "uniform"),
+    "HeNormal": (2.0, "fan_in", "truncated_normal"),
+    "LecunUniform": (1.0, "fan_in", "uniform"),
+    "LecunNormal": (1.0, "fan_in", "truncated_normal"),
+}
+"""`keras.initializers.VarianceScaling` and its named cases: scale, mode, distribution."""
+
+_TRUNCATED_STDDEV = 0.87962566103423978
+"""Standard deviation of a unit normal distribution truncated at 2, by which Keras divides."""
+
+
+def initial_value(
+    name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | str:
+    """Return initial values for a variable, or the reason why there are none.
+
+    Args:
+        name: name of the variable within its layer; its initializer is the setting
+            `<name>_initializer`.
+        shape: shape of the variable.
+        settings: the layer's configuration, empty if there is none.
+        draw: random number generator.
+
+    Returns:
+        An array of float64, or a reason.
+    """
+    prefix = "depthwise" if name == "depthwise_kernel" else name
+    node = settings.get(f"{prefix}_initializer")
+    if name == "moving_stddev" or not isinstance(node, dict):
+        if name in _ONES or name in _ZEROS:
+            return np.full(shape, float(name in _ONES))
+        return f"its initial value is not in the file ({name})"
+    kind, given = str(node.get("class_name")), node.get("config")
+    try:
+        return _drawn(kind, shape, given if isinstance(given, dict) else {}, draw)
+    except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
+        return f"its initializer {kind!r} could not be evaluated ({error})"
+
+
+def _drawn(
+    kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | str:
+    def number(name: str, default: float) -> float:
+        return float(options.get(name, default))
+
+    if kind in ("Zeros", "Ones", "Constant"):
+        return np.full(shape, number("value", 0.0) if kind == "Constant" else float(kind == "Ones"))
+    if kind == "RandomUniform":
+        return draw.uniform(number("minval", -0.05), number("maxval", 0.05), shape)
+    if kind == "RandomNormal":
+        return draw.normal(number("mean", 0.0), number("stddev", 0.05), shape)
+    if kind == "TruncatedNormal":
+        units = _truncated_normal(shape, draw)
+        return number("mean", 0.0) + number("stddev", 0.05) * units
+    if kind not in _SCALING:
+        return f"its initializer {kind!r} is not supported"
+    scale, mode, distribution = _SCALING[kind]
+    fan = _fan(shape, str(options.get("mode", mode)))
+    stddev = math.sqrt(number("scale", scale) / max(1.0, fan))
+    distribution = str(options.get("distribution", distribution))
+    if distribution == "uniform":
+        return draw.uniform(-math.sqrt(3.0) * stddev, math.sqrt(3.0) * stddev, shape)
+    if distribution == "untruncated_normal":
+        return draw.normal(0.0, stddev, shape)
+    return stddev / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
+
+
+def _fan(shape: tuple[int, ...], mode: str) -> float:
+    """Return the number of inputs or outputs of a unit, or their mean, by the mode of Keras."""
+    fan_in = fan_out = float(shape[0] if shape else 1)
+    if len(shape) > 1:
+        field = math.prod(shape[:-2])
+        fan_in, fan_out = float(shape[-2] * field), float(shape[-1] * field)
+    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
+
+
+def _truncated_normal(shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+    values = draw.standard_normal(shape)
+    while (outside := np.abs(values) > 2.0).any():
+        values[outside] = draw.standard_normal(int(outside.sum()))
+    return values

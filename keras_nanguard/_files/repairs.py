@@ -1,0 +1,176 @@
+"""The repair of the arrays of a model, live or in a file: each bad value is replaced, or there is a
+reason why not. Imports no backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keras_nanguard._files.problems import RepairOptions
+from keras_nanguard._files.reports import Change, ScanReport
+from keras_nanguard._files.stored import MAX_UNBACKED, Contents, Identity, ModelArray, named_dtype
+
+Values = NDArray[Any] | str
+"""The values of an array, or the reason why there are none."""
+
+_CONSTANTS = {"zeros": 0.0, "ones": 1.0}
+
+_WORDS = {
+    "initial": "set to initial values",
+    "zeros": "set to 0",
+    "ones": "set to 1",
+    "source": "were bad: the variable was taken from the source",
+}
+"""What each method does."""
+
+
+def by_name(contents: Contents) -> dict[str, ModelArray]:
+    """Return the arrays that can be read by path and by location; the first of each name."""
+    found: dict[str, ModelArray] = {}
+    for array in contents.arrays:
+        if not array.unread:
+            found.setdefault(array.who.path, array)
+            found.setdefault(array.location, array)
+    return found
+
+
+class Repair:
+    """The repair of one model.
+
+    Args:
+        contents: its arrays.
+        options: how each role is repaired.
+        good: the arrays of a good model by path.
+    """
+
+    def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, ModelArray]):
+        self._arrays = contents.arrays
+        self._options, self._good = options, good
+        self._unbacked = 0
+
+    def initial(self, array: ModelArray) -> Values:
+        """Return initial values, which are broadcast to the shape of the array."""
+        raise NotImplementedError
+
+    def replace(self, array: ModelArray, values: NDArray[Any]) -> None:
+        """Replace the values of an array, in its dtype."""
+        raise NotImplementedError
+
+    def changes(self, report: ScanReport) -> list[Change]:
+        """Repair the bad arrays of a report of the same contents, and return the change of each."""
+        places = {id(entry): array for entry, array in zip(report.variables, self._arrays)}
+        changes, bad, reset = [], set(), set()
+        for entry in report.bad:
+            array = places[id(entry)]
+            if not self._options.selects(entry.path, entry.location, entry.layer):
+                continue
+            bad.add(id(array))
+            if entry.role == "slot" and self._options.slots == "reset" and not array.unread:
+                reset.add(_optimizer(array))
+            else:
+                changes.append(self._change(array))
+        for array in self._arrays:
+            if array.who.role == "slot" and array.is_float and _optimizer(array) in reset:
+                name = array.who.name.rpartition("/")[2]
+                if name not in ("iteration", "learning_rate") or id(array) in bad:
+                    changes.append(self._reset(array))
+        return changes
+
+    def _change(self, array: ModelArray) -> Change:
+        """Repair one array; `source` replaces it as a whole, as its values belong together."""
+        who, method = array.who, self._options.method(array.who.role)
+        count, detail = 0, f"not read: {array.unread}" if array.unread else self._too_large(array)
+        if not detail:
+            values = array.read()
+            bad = bad_values(values, who, self._options)
+            count = int(bad.sum())
+            new = self._new(array, values, bad, method)
+            if not isinstance(new, str) and bad_values(new, who, self._options).any():
+                new = "the new values are bad too"
+            if isinstance(new, str):
+                detail = new
+            else:
+                self._put(array, new)
+                words = f"{count} of {bad.size} values {_WORDS[method]}"
+                return Change(who.path, array.location, method, "done", words, count)
+        return Change(who.path, array.location, method, "skipped", detail, count)
+
+    def _new(
+        self, array: ModelArray, values: NDArray[Any], bad: NDArray[np.bool_], method: str
+    ) -> Values:
+        """Return the values of an array with the bad ones replaced."""
+        if not bad.any():
+            return "no single value is bad"
+        if method == "keep":
+            return f"unchanged: {self._options.remedy(array.who.role)}".removesuffix(": ")
+        if method == "source":
+            good = self._good.get(array.who.path)
+            if good is None:
+                return "the source has no such variable"
+            found = good.read()
+            if found.shape != values.shape:
+                return f"the source has the shape {found.shape} there"
+            return found.astype(values.dtype)
+        new = np.full((), _CONSTANTS[method]) if method in _CONSTANTS else self.initial(array)
+        if not isinstance(new, str):
+            filling = np.broadcast_to(new, values.shape)[bad]
+            new = values.copy(order="K")
+            new[bad] = filling.astype(values.dtype)
+        return new
+
+    def _reset(self, array: ModelArray) -> Change:
+        """Set a slot of an optimizer to its initial value."""
+        about, new = (array.who.path, array.location, "reset"), self.initial(array)
+        if not isinstance(new, str) and (reason := self._too_large(array)):
+            new = reason
+        if isinstance(new, str):
+            return Change(*about, "skipped", new)
+        self._put(array, np.broadcast_to(new.astype(named_dtype(array.dtype)), array.shape))
+        return Change(*about, "done", "set to its initial value")
+
+    def _put(self, array: ModelArray, values: NDArray[Any]) -> None:
+        if not self._options.dry_run:
+            self.replace(array, values)
+
+    def _too_large(self, array: ModelArray) -> str:
+        """Return why an array cannot be loaded and rewritten, if the file declares far more than it
+        stores."""
+        if self._unbacked + array.unbacked > MAX_UNBACKED:
+            declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
+            return f"{declared}: load the model and repair that"
+        self._unbacked += array.unbacked
+        return ""
+
+
+def _optimizer(slot: ModelArray) -> str:
+    """Return the name of the optimizer of a slot, also of an inner one."""
+    return slot.who.layer.partition("/")[0]
+
+
+def bad_values(
+    values: NDArray[Any], who: Identity, options: RepairOptions
+) -> NDArray[np.bool_]:
+    """Return which values of a variable are bad.
+
+    Args:
+        values: the variable, of any float or complex dtype.
+        who: its names and role.
+        options: the limits.
+
+    Returns:
+        Mask of the shape of `values`: non-finite, beyond a limit, or a negative variance.
+    """
+    wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
+    bound = options.limits.of(who)
+    with np.errstate(all="ignore"):
+        bad = np.asarray(~np.isfinite(wide))
+        if math.isfinite(bound):
+            bad |= np.abs(wide) > np.float64(bound)
+        if "variance" in who.name or "stddev" in who.name:
+            bad |= wide.real < 0
+    return bad
