@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 from typing_extensions import Unpack
 
 from keras_nanguard._backends import processes
+from keras_nanguard._backends.current import loop_step
 from keras_nanguard._backends.shared.attach import attached_to
-from keras_nanguard._core.errors import GuardInUseError
+from keras_nanguard._core.display import block
+from keras_nanguard._core.errors import GuardError, GuardInUseError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._fit import arguments
-from keras_nanguard._fit.attached import Attached
+from keras_nanguard._fit.attached import Attached, guardable
 from keras_nanguard._fit.bad_rows import BadRows
-from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.reports import ReportMixin
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.run import Run, Totals
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.running_fit import outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report import console, files, html, plots
 
 __all__ = ["NanGuard"]
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
-class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
+
+class NanGuard(keras.callbacks.Callback):
     """Guards training against NaN and Inf, and against runs that are proven to have diverged.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It
@@ -110,7 +119,8 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         self._attached: Attached | None = None
         self._reporter, self._recorder = Reporter(arguments.verbosity(verbose)), Recorder()
         self._bad_rows = BadRows(self._recorder, self.sample_ids)
-        self._unnamed = self._resumed = False
+        self._unnamed = self._resumed = self._watching = False
+        self._counts = Totals()  # of the fits before the last one
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
@@ -123,7 +133,16 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         """Return the state for a pickle: settings, incidents and counts."""
         unused = vars(self._unused())
         own = {name: value for name, value in vars(self).items() if name not in unused}
-        return {**unused, **own, **self._copied(), "_watching": False}
+        recorder = copy.copy(self._recorder)
+        return {
+            **unused,
+            **own,
+            "incidents": list(self.incidents),
+            "_reporter": copy.copy(self._reporter),
+            "_recorder": recorder,
+            "_bad_rows": BadRows(recorder, self.sample_ids),
+            "_counts": self._counted(),
+        }
 
     def __copy__(self) -> Any:
         """Return a new guard with the same settings."""
@@ -202,10 +221,10 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
             model,
             self.policy,
             self._recorder,
-            optimizers=optimizers,
-            functions=self.functions,
-            directory=self.directory,
-            say=self._reporter.line,
+            optimizers,
+            self.functions,
+            self.directory,
+            self._reporter.line,
         )
         explain = Explainer(bool(self.verbose)) if self.diagnose else None
         session = Session(run, self._announce, explain, self._bad_rows)
@@ -219,8 +238,7 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.close()
-            if attached.trackers is not None:
-                attached.trackers.end(self._page)
+            self._reporter.end_tracking(self._page)
 
     # What Keras calls
 
@@ -321,3 +339,201 @@ class NanGuard(LoopMixin, ReportMixin, keras.callbacks.Callback):
         """Detach after an `evaluate` or `predict` that is not part of a fit."""
         if self._attached is not None and not self._attached.training:
             self._detach()
+
+    # Loops without `fit`
+
+    @contextlib.contextmanager
+    def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
+        """Return a context in which the steps that `step` returns are guarded.
+
+        Args:
+            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch
+                also a `torch.nn.Module`.
+            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch
+                also those of `torch.optim`. On JAX omit an optimizer of optax, because its state is
+                part of the state of the step.
+
+        Raises:
+            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
+                for example), or if the model or an optimizer is one of `tf_keras`.
+            GuardInUseError: if this guard already watches a loop.
+
+        Example:
+
+        ```python
+        with guard.watch(model, optimizer):
+            step = guard.step(train_step)
+            for x, y in batches:
+                loss = step(x, y)
+                if guard.stopped:
+                    break
+        ```
+        """
+        if self._watching:
+            raise GuardInUseError(
+                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
+                " loop. Use one NanGuard per loop."
+            )
+        model, optimizers = guardable(model, optimizers)
+        self.session = self._session(model, optimizers)
+        self._reporter.begin()
+        self._print_policy_warnings()
+        self._resume()
+        if self.session.resuming is not None:
+            self._reporter.line(self.session.resuming.sentence())
+        self._watching = True
+        try:
+            with loop_step().watching():
+                yield self.session
+            self.session.restore()  # if the loop had no steps left
+            self.session.finished = True
+        finally:
+            self._watching = False
+            try:
+                self._reporter.line(self.session.bad_rows.line())
+                self._reporter.end(self.session.run.counts, self.session.run.directory)
+            finally:
+                self.session.end()
+
+    def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        """Return the train step as a transaction.
+
+        Args:
+            function: a train step that computes a loss and gradients, and calls `optimizer.apply`.
+                A Python function runs eagerly. A `tf.function` is compiled with its own settings,
+                including XLA. Every scalar that it returns counts as a loss.
+
+        Returns:
+            A callable with the same arguments and results. A refused step returns its computed
+            values, including NaN. Check `guard.refused` after each call.
+
+        Raises:
+            GuardError: when called outside of `watch`.
+        """
+        held: dict[str, Any] = {}
+
+        @functools.wraps(getattr(function, "python_function", function))
+        def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+            if not self._watching or self.session is None:
+                raise GuardError(
+                    "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
+                    " outside. Move the loop into the with block."
+                )
+            if held.get("session") is not self.session:
+                held["session"], held["run"] = self.session, loop_step()(function, self.session)
+            returned: Returned = held["run"](*args, **kwargs)
+            return returned
+
+        return guarded
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last step was refused."""
+        return self.session is not None and self.session.run.counts.last_refused
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy has ended training. Your own loop has to check this after each
+        step.
+        """
+        return self.session is not None and self.session.run.stopped
+
+    # What a user reads
+
+    @property
+    def recording(self) -> Recording:
+        """The `Recording` of all steps and events so far. It is a copy from memory."""
+        return self._recorder.recording
+
+    def _counted(self) -> Totals:
+        """Return the counts of all fits so far."""
+        return self._counts if self.session is None else self._counts.plus(self.session.run.counts)
+
+    def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
+        """Return the rows of the data that caused bad steps, each once, in the order in which they
+        were found.
+
+        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays,
+        `index` is its index in `x`. Otherwise `index` is `None`, and the label is the beginning of
+        its fingerprint, or its name from `sample_ids`. An augmented row is a new row in each epoch.
+
+        Args:
+            path: a `.csv` file to write the rows to, or `None`.
+
+        Raises:
+            GuardError: if the suffix of the path is another one.
+        """
+        found = tuple(self._recorder.samples.values())
+        if path is not None:
+            files.write_samples(found, path)
+        return found
+
+    def _announce(self, incident: Incident) -> None:
+        """Record and print an incident."""
+        if incident.bundle is not None:  # a new one can have taken the place of the oldest
+            self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
+        self.incidents.append(incident)
+        directory = self.session.run.directory if self.session is not None else None
+        self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
+        step = incident.step + self._recorder.base
+        samples = [sample for sample in self._recorder.samples.values() if step in sample.steps]
+        self._reporter.incident(incident, directory, samples)
+
+    def _record_incident(self, incident: Incident) -> None:
+        """Record an incident, and send it to the trackers of the run."""
+        text, data = str(incident), incident.to_dict()
+        self._recorder.event("incident", incident.step, incident.epoch, text, data)
+        self._reporter.track(incident)
+
+    def _page(self) -> str:
+        """Return the HTML page of all fits so far."""
+        return html.page(self.recording, self.incidents, self.summary(), self.directory)
+
+    def __repr__(self) -> str:
+        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
+        return f"NanGuard({self.policy.preset!r}, {incidents})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
+        actions.
+        """
+        return console.summary(self.incidents, *self._counted())
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report of all fits so far to a file, and return its path.
+
+        The suffix of the path selects the format. `.html` is a self-contained page with curves,
+        incidents, layers and bad rows, `.md` is text, `.json` one object with a format number, and
+        `.jsonl` one incident per line. The file is written atomically. If there are several
+        processes, the first one writes it.
+
+        Raises:
+            GuardError: if the suffix is another one.
+        """
+        if processes.index() != 0:
+            return Path(path)
+        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)
+
+    def _repr_html_(self) -> str:
+        title, *lines = self.summary().splitlines()
+        heads = ("times", "incident", "first at", "action or reason")
+        rows = [
+            (len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip")
+            for g in console.kinds(self.incidents)
+        ]
+        rows += [(s.times, f"bad row {s.label}", "", s.reason) for s in self.bad_samples()]
+        return block(title, lines if not rows else (), heads, rows, not self.incidents)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with
+        marks for all actions.
+
+        Needs the extra `plot`. The figure is not shown: `guard.plot().savefig("run.png")`.
+
+        Raises:
+            GuardError: if matplotlib is not installed.
+        """
+        return plots.curves(self.recording)

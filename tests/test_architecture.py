@@ -284,7 +284,7 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
 # The paths of a step
 
 
-ENTERED = {"healthy": 14, "refused": 69}
+ENTERED = {"healthy": 10, "refused": 69}
 """Maximum number of files that a step enters on TensorFlow, with all helpers."""
 
 

@@ -3,15 +3,15 @@
 A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts, each
 with one owner; all other files read them there. The files from top to bottom:
 
-    the guard     attached (in a running fit), loops (without fit), arguments
-                  reports, reporter (console), trackers
-    a step        session (before and after it), tasks (what is due between two)
+    the guard     attached (in a running fit, and loops without), arguments
+                  reporter (console and trackers)
+    a step        session: before and after it, and what is due between two
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
                   perform (one function for each action), rollback, quarantine
                   replay (of undone steps), poles (iterations without a usable rate)
     lost runs     monitors, divergence, trial_schedule, trial
     results       results (of evaluate and predict), callbacks (what others receive), bad_rows
-    the facts     run, counts, recording, recovery (changes by the policy), learning_rates
-                  snapshots, snapshots_on_disk, resume, recent_batches
+    the facts     run (with counters and recording), recovery (changes by the policy)
+                  learning_rates, snapshots, resume, recent_batches
                   agreement (one decision in several processes)
 """

@@ -1,12 +1,16 @@
-"""The work of a guard in a running `fit`, `evaluate` or `predict`, when Keras calls it."""
+"""The work of a guard in a running `fit`, `evaluate` or `predict`, when Keras calls it, and what a
+loop without `fit` can be guarded with.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from keras_nanguard._backends.current import attachment
+from keras_nanguard._backends.current import attachment, loop_step
+from keras_nanguard._core.errors import GuardError, expected, require_keras_3
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit import results
@@ -21,8 +25,7 @@ from keras_nanguard._fit.callbacks import (
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.session import Session
-from keras_nanguard._fit.trackers import Trackers
-from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 from keras_nanguard._keras.running_fit import Fit, callbacks_deferred, surrounding
 
 
@@ -38,7 +41,6 @@ class Attached:
     Attributes:
         fit: the call of Keras.
         training: whether it is a fit that has begun.
-        trackers: receive the incidents; `None` before the fit begins.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class Attached:
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, Any] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()
+        self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
-        self.trackers: Trackers | None = None
 
     def _in_use(self, strictly: bool = False) -> bool:
         """Whether the call of Keras is still running.
@@ -83,8 +85,8 @@ class Attached:
         callbacks = surrounding()
         self.session.callbacks_deferred = callbacks_deferred(callbacks)
         hide_from_progress_bar(callbacks)
-        self.trackers = Trackers(getattr(callbacks, "callbacks", ()), self._reporter.attempt)
-        self.session.run.recording.recorder.note(
+        self._reporter.begin_tracking(getattr(callbacks, "callbacks", ()))
+        self.session.run.recorder.note(
             **{name: None if plan.get(key) is None else int(plan[key]) for name, key in _PLAN}
         )
 
@@ -155,7 +157,7 @@ class Attached:
         """
         session, run = self.session, self.session.run
         run.access.resolve_pending()
-        session.tasks.read_rate()
+        session.read_rate()
         if isinstance(logs, dict):
             if run.counts.idle:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
@@ -178,15 +180,22 @@ class Attached:
         self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._reporter.line(session.bad_rows.line())
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
-        recorder = session.run.recording.recorder
-        recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
+        session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
 
     def _add_own(self, logs: dict[str, Any]) -> None:
         """Add the guard's own numbers to the logs of an epoch."""
+        run, counts = self.session.run, self.session.run.counts
         if self._logs:
-            logs |= self.session.run.recording.of_epoch()
-        logs[REFUSED] = self.session.run.counts.epoch_refused
+            norm, scale = run.recorder.epoch_means(counts.epoch)
+            self._norm = norm if math.isfinite(norm) else self._norm
+            logs |= {
+                f"{OWN}grad_norm": self._norm,
+                f"{OWN}rate_factor": run.recovery.rate_factor,
+                f"{OWN}loss_scale": scale,
+                f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
+            }
+        logs[REFUSED] = counts.epoch_refused
 
     def warn_unless_begun(self) -> None:
         """Warn if the steps of a hand-written loop were not guarded."""
@@ -228,3 +237,38 @@ class Attached:
 
 _PLAN = (("epochs", "epochs"), ("steps_per_epoch", "steps"))
 """Names in the recording, and those that Keras uses, of the length of a fit."""
+
+
+# Loops without `fit`
+
+
+def guardable(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return model and optimizers of a hand-written loop in Keras' form, by default the optimizers
+    of the model.
+
+    Raises:
+        GuardError: if there is no optimizer, if one of them is not an optimizer, or if one of them
+            is of `tf_keras`.
+    """
+    require_keras_3(model, *optimizers)
+    model, optimizers = loop_step().adapted(model, optimizers)
+    optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
+    if not optimizers and not loop_step().STATE_PASSES_THROUGH_STEP:
+        raise GuardError(
+            "Expected at least one optimizer. Received: none, and the model has none. "
+            "Write guard.watch(model, optimizer)."
+        )
+    for given in optimizers:
+        if not hasattr(given, "built"):
+            received = f"an object of type {type(given).__name__}"
+            raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
+    return model, optimizers
+
+
+def _remedy(given: Any) -> str:
+    """Return what to pass instead of an object that is not a Keras optimizer."""
+    if isinstance(given, (list, set)) or type(given) is tuple:
+        return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
+    if loop_step().STATE_PASSES_THROUGH_STEP:
+        return "Write guard.watch(model), and pass the state of the optimizer through guard.step."
+    return "Pass an optimizer of keras.optimizers, or on PyTorch one of torch.optim."

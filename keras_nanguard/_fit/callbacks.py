@@ -104,12 +104,6 @@ class Logs:
             logs[key] = -HUGEST if ends & rising else HUGEST if ends & falling else math.nan
         self.failed = frozenset(found)
 
-    def measured(self, logs: Any) -> Any:
-        """Store and return the logs of a committed step."""
-        self.known = self.shown = logs
-        self.unmeasured = frozenset()
-        return logs
-
     def stand_in(self, logs: Mapping[str, Any], loss: float = math.nan) -> dict[str, Any]:
         """Return the logs of a refused step, or of an epoch without committed steps.
 
@@ -187,7 +181,7 @@ class Firewall:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             text = f"Not saved: {where}. The model has NaN or Inf."
-            session.run.recording.event("firewall", text)
+            session.run.event("firewall", text)
             why = "the model has NaN or Inf. An existing file is kept."
             processes.print_line(f"NanGuard: did not save {where}: {why}")
             return None

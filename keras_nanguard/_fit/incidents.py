@@ -106,7 +106,7 @@ class Incidents:
         extraordinary = not self._count_overflow(verdict, report)
         left, extraordinary = run.agreement.any_of(left, extraordinary)
         overflow = not (left or extraordinary)
-        run.recording.step(verdict, OVERFLOW if overflow else REFUSED)
+        run.record(verdict, OVERFLOW if overflow else REFUSED)
         if left:
             self.raise_incident(step - 1, run.scan("weights"), verdict=verdict)
             return
@@ -179,7 +179,7 @@ class Incidents:
         """
         run, findings = self._run, self._run.scan("weights")
         if findings:
-            run.recording.step(verdict)
+            run.record(verdict)
             batch = run.transaction.batch(run.transaction.given)
             report = Report(verdict, (), (), batch)
             self.raise_incident(run.step, findings, report=report, verdict=verdict)
@@ -198,7 +198,7 @@ class Incidents:
         finite step.
         """
         run = self._run
-        run.recording.step(verdict)
+        run.record(verdict)
         again, self._last_observed = run.step - 1 == self._last_observed, run.step
         if again:
             return
@@ -283,7 +283,7 @@ class Incidents:
             rate = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
             measured["learning_rate"] = rate(optimizer)
             if refused:
-                self._run.recording.recorder.rate(measured["learning_rate"])
+                self._run.recorder.rate(measured["learning_rate"])
         if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
             measured["loss_scale"] = verdict.scale
         return measured
@@ -318,7 +318,7 @@ class Incidents:
         run.stopped |= effect.stopped
         run.failed |= effect.failed
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
-        run.recording.actions(outcomes)
+        run.record_actions(outcomes)
         if effect.rerun is not None and self.replay.rollbacks:
             self.replay.pending = effect.rerun  # its steps reach the poles again
         else:

@@ -194,7 +194,7 @@ def _compare(run: Run, copies: _Copies) -> None:
             value = finiteness.widen(keras_variables.view(variable))
             variables.append((str(variable.path), "statistics"))
             values.append((float(value.min()), float(value.max()), np.nan))
-    run.recording.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
+    run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
 
 
 def _counted(slots: Mapping[int, tuple[GradientSlot, Array]]) -> dict[int, int]:
@@ -214,17 +214,15 @@ class Monitors:
 
     Attributes:
         due: step of the next check.
-        statistics: the sum over the moving statistics in the last step (see `Verdict`).
-        updated: the same over weights and slots.
-        ceiling: sum of statistics above which the next check runs at once.
-        highest: the same for weights and slots.
+        ceiling: sum over the moving statistics of a step (`Run.statistics`) above which the next
+            check runs at once.
+        highest: the same for weights and slots (`Run.updated`).
     """
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.due: float = LOOKS[0]
-        self.statistics, self.ceiling = 0.0, HUGE
-        self.updated, self.highest = 0.0, HUGE
+        self.ceiling = self.highest = HUGE
         self._reported: set[str] = set()
         self._statistics: dict[int, float] = {}
         self._rollbacks = self._since = self._seen = 0
@@ -235,8 +233,8 @@ class Monitors:
         """Run all checks and return their findings, each kind once."""
         step = run.step
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
-        self.ceiling = max(abs(self.statistics), least) * LEAP
-        is_huge, self.highest = abs(self.updated) > HUGE, max(abs(self.updated) * LEAP, HUGE)
+        self.ceiling = max(abs(run.statistics), least) * LEAP
+        is_huge, self.highest = abs(run.updated) > HUGE, max(abs(run.updated) * LEAP, HUGE)
         norms = [norm for _, _, norm in run.history.since(min(self._seen, step - 1))]
         self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
         self._seen = step
@@ -262,13 +260,6 @@ class Monitors:
                 self._reported.add(name)
                 found += findings
         return found
-
-    def measured(self, statistics: float, updated: float) -> bool:
-        """Store the sums over statistics, and over weights and slots, of a step; return whether to
-        check at once. Runs in every step.
-        """
-        self.statistics, self.updated = statistics, updated
-        return abs(statistics) > self.ceiling or abs(updated) > self.highest
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""

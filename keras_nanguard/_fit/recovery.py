@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Whole
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate, RateChange
 from keras_nanguard._fit.recalibration import Recalibration, learning
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -113,12 +112,14 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(self, optimizers: Sequence[Any], counts: Counts) -> GuardState:
+    def saved(
+        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
+    ) -> GuardState:
         """Return the record of all changes. Its numbers may be invalid: the user may have set them.
 
         Args:
             optimizers: those of the run.
-            counts: its counters.
+            step, committed, rollbacks: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -132,12 +133,12 @@ class Recovery:
             for optimizer in optimizers
         ]
         estimate, (diverged, at, returns) = self.recalibration, self.lowering
-        since = None if at is None else (counts.step - at[0], counts.committed - at[1])
+        since = None if at is None else (step - at[0], committed - at[1])
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
-            rollbacks=counts.rollbacks,
+            rollbacks=rollbacks,
             recovery=returns,
             lowered=since,
             diverged=diverged,

@@ -71,8 +71,8 @@ class Replay:
         run.counts.return_to(at, rerun.snapshot.good, rerun.refused)
         run.recovery.return_to(at, run.counts.committed)
         for task in ("checks", "proof"):  # they are due again
-            run.due.plan(task, at + 1)
-        run.due.plan("snapshot", at + every if every else math.inf)
+            run.plan(task, at + 1)
+        run.plan("snapshot", at + every if every else math.inf)
         self._batches.extendleft(reversed(rerun.batches))
 
     def _step(self, args: Any) -> None:

@@ -190,10 +190,10 @@ class Rollback:
         run, (snapshot, undone, rerun) = self.run, restored
         batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
         again = frozenset(step for step, args in batches if args is not None)
-        run.recording.recorder.undo(snapshot.step, again)
+        run.recorder.undo(snapshot.step, again)
         data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
         then = f"; {len(again)} steps replayed" if again else ""
-        run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+        run.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
 
 
 # Random generators

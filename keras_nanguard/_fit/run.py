@@ -1,14 +1,15 @@
 """The facts of one guarded run on the host, each with one owner.
 
-`Run` has them; `Session` changes them step by step.
+`Run` has them; `Session` changes them step by step. `Counts` are its counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,18 +18,143 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.incident import Finding, Outcome
 from keras_nanguard._core.literals import Site
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.recent_batches import RecentBatches
-from keras_nanguard._fit.recording import FitRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshots import Ring, SnapshotFolder, compact
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import BUDGET_WINDOW
+from keras_nanguard._recording import database
 from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.records import COMMITTED
+
+# Counters
+
+_MAX_EPOCHS = 256
+"""Number of epochs whose first step is remembered, for replays."""
+
+
+class Totals(NamedTuple):
+    """Sums of the counters of one or several fits; the fields are those of `Counts`."""
+
+    steps: int = 0
+    refused: int = 0
+    overflows: int = 0
+    run_again: int = 0
+
+    def plus(self, counts: Counts) -> Totals:
+        """Return the totals including another fit."""
+        more = (counts.step, counts.refused, counts.overflows, counts.run_again)
+        return Totals(*map(sum, zip(self, more)))
+
+
+class Counts:
+    """The counters of one fit.
+
+    Attributes:
+        step: complete train steps, including refused ones.
+        committed: committed steps.
+        good: committed steps that no rollback has undone.
+        refused: refused steps.
+        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback, and replayed.
+        streak: float16 overflows in a row.
+        last_refused: whether the last step was refused.
+        rollbacks: number of rollbacks.
+        restored: the step of the last restored snapshot, `None` before the first rollback.
+        epoch, epoch_start: the current epoch, and its first step.
+        epoch_refused, epoch_passed: refused steps of this epoch, and its batches without a step.
+        epoch_rollbacks: number of rollbacks before this epoch.
+        idle: whether no step of this epoch has committed yet, so that its metrics are empty.
+        skip_batches: number of batches still to skip.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.committed = self.good = 0
+        self.refused = self.overflows = self.run_again = 0
+        self.streak = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = 0
+        self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
+        self.last_refused, self.idle = False, True
+        self.restored: int | None = None
+        self._began = self._overflows_before = 0
+        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin counting batches and refused steps of an epoch."""
+        if self.step > self._began:
+            self._epochs.append((self._began, self.epoch, self.epoch_start))
+        self._began = self.step
+        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
+        self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
+        self.idle = True
+
+    def resume_epoch(self, batches: int) -> None:
+        """Skip the batches of this epoch that an earlier run has trained on; its metrics
+        continue.
+        """
+        self.skip_batches, self.epoch_passed = batches, -batches
+        self.idle = batches <= 0
+
+    def refuse(self, steps: int = 1) -> None:
+        """Count refused steps."""
+        self.refused += steps
+        self.epoch_refused += steps
+
+    def return_to(self, step: int, good: int, again: Set[int] = frozenset()) -> None:
+        """Continue counting from an earlier step, when there were fewer `good` ones; the given
+        refused steps since then are replayed.
+        """
+        self.step, self.committed, self.good = step, self.committed - self.good + good, good
+        self.refused -= len(again)
+        self.run_again += len(again)
+        here = sum(number >= self.epoch_start for number in again)
+        self.epoch_refused = max(self.epoch_refused - here, 0)
+
+    def skip_batch(self) -> None:
+        """Count a batch of this epoch that is not trained on."""
+        self.skip_batches = max(self.skip_batches - 1, 0)
+        self.epoch_start -= 1
+        self.epoch_passed += 1
+
+    def batch(self, step: int) -> int:
+        """Return the batch of a step within the epoch, from 0."""
+        return max(step - self.epoch_start, 0)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
+        epoch.
+        """
+        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
+            if step >= began:
+                return epoch, step - start
+        return self.epoch, self.batch(step)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the number of its batches that are complete or will be skipped."""
+        return self.epoch, self.step - self.epoch_start + self.skip_batches
+
+    @property
+    def epoch_committed(self) -> int:
+        """Number of committed steps of this epoch."""
+        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
+
+    @property
+    def epoch_overflows(self) -> int:
+        """How many steps of this epoch were refused for an ordinary float16 overflow."""
+        return self.overflows - self._overflows_before
+
 
 # Findings in the state
 
@@ -60,27 +186,6 @@ def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
 # The run
 
 
-class DueTasks:
-    """The step at which each task between two steps is due.
-
-    Attributes:
-        next: the earliest of them.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[str, float] = {}
-        self.next = inf
-
-    def plan(self, task: str, step: float) -> None:
-        """Set the step at which a task is due, infinity for never."""
-        self._steps[task] = step
-        self.next = min(self._steps.values())
-
-    def is_due(self, task: str, step: int) -> bool:
-        """Whether a task is due at a step."""
-        return step >= self._steps.get(task, inf)
-
-
 class Run:
     """The facts of one guarded run.
 
@@ -88,7 +193,7 @@ class Run:
         model: the guarded model.
         policy: the policy.
         recorder: stores measurements and events.
-        optimizers: the optimizers of a loop without a trainer; by default those of the model.
+        optimizers: the optimizers of a loop without a trainer; `None` for those of the model.
         functions: the functions that the policy may call, by name.
         directory: folder for files; `None` writes nothing.
         say: prints a line.
@@ -101,16 +206,19 @@ class Run:
         counts: the counters.
         recovery: the changes of the policy.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
-        recording: what is recorded of them.
         agreement: how several processes that train together make one decision.
-        due: when the tasks between two steps are due.
+        due: the step at which each task between two steps is due, by its name; set by `plan`.
+        next_due: the earliest of these.
+        statistics, updated: the sums over the moving statistics, and over weights and slots, in the
+            last committed step (see `Verdict`).
         began: whether the state before the first step was checked.
         stopped: whether the policy has ended training.
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
         state_replaced: whether the state was replaced since this was last set to `False`.
         checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
-            one of a trace, or one during a change that continues over several.
+            one of a trace, each one of several in one execution, or one during a change that
+            continues over several.
     """
 
     def __init__(
@@ -118,14 +226,13 @@ class Run:
         model: Any,
         policy: Policy,
         recorder: Recorder,
-        *,
-        optimizers: Any = None,
-        functions: Mapping[str, Callable[..., Any]] | None = None,
-        directory: Path | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        optimizers: Any,
+        functions: Mapping[str, Callable[..., Any]],
+        directory: Path | None,
+        say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.say = functions or {}, say
+        self.recorder, self.functions, self.say = recorder, functions, say
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.access = StateAccess()
@@ -137,14 +244,15 @@ class Run:
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()
-        about = (self.counts, self.recovery, policy)
-        self.recording = FitRecording(recorder, *about, lambda: self.train_state().optimizers)
-        self.due = DueTasks()
+        self.due: dict[str, float] = {}
+        self.next_due = inf
+        self.statistics = self.updated = 0.0
         self.began = self.stopped = self.failed = self.state_replaced = False
         self.checks_fully = True
         self._short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
+        self._factor = 1.0  # the last recorded factor of the guard on learning rates
 
     def _ring(self) -> Ring:
         kept = self.policy.snapshot
@@ -170,6 +278,98 @@ class Run:
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
         """Store the guarded step, and the access to the state that it trains."""
         self.access, self.transaction = access, transaction
+
+    def plan(self, task: str, step: float) -> None:
+        """Set the step at which a task is due, infinity for never."""
+        self.due[task] = step
+        self.next_due = min(self.due.values())
+
+    # The recording
+
+    def event(self, kind: str, text: str = "", data: Any = None) -> None:
+        """Record an event at the current step."""
+        self.recorder.event(kind, self.step, self.counts.epoch, text, data)
+
+    def record(self, verdict: Verdict, status: int = COMMITTED) -> None:
+        """Record the current step, with its verdict."""
+        measured = (verdict.loss, verdict.gradients, verdict.scale)
+        self.recorder.push(self.step, *measured, status)
+
+    def begin_recording(self, resumed: int | None) -> None:
+        """Begin the recording of the fit; `resumed` is the step of the snapshot that it resumes
+        from, if any.
+        """
+        writes = self.directory is not None and processes.index() == 0
+        meta = {
+            "model": str(getattr(self.model, "name", type(self.model).__name__)),
+            "backend": current.name(),
+            "versions": current.versions(),
+            "policy": self.policy.to_toml(),
+            "budgets": self._budgets(),
+        }
+        self.recorder.begin(
+            meta,
+            scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
+            path=Path(self.directory or "") / database.NAME if writes else None,
+            resumed=resumed,
+            epoch=self.counts.epoch,
+        )
+        self._factor = self.recovery.rate_factor
+
+    def record_rate(self, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer, for the last step or for the next one
+        (`ahead`). A rate that is a custom function is not read.
+        """
+        for optimizer in filter(keras_optimizers.rate_is_pure, self.train_state().optimizers[:1]):
+            try:
+                rate = keras_optimizers.learning_rate(optimizer)
+            except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
+                return
+            plain = keras_optimizers.rate_variable(optimizer) is not None
+            before = self.recorder.rate(rate, ahead or not plain)
+            if ahead:
+                return
+            if self._factor != self.recovery.rate_factor:
+                self._record_factor()
+            elif before is not None and plain:
+                data = {"before": before, "after": rate, "by": "callback"}
+                self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
+
+    def record_actions(self, outcomes: tuple[Outcome, ...]) -> None:
+        """Record the budgets after an incident, and a learning rate that its actions have
+        changed.
+        """
+        self.recorder.note(budgets=self._budgets())
+        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+        if self._factor != self.recovery.rate_factor or lowered:
+            self._record_factor("; ".join(lowered))
+            self.record_rate(ahead=True)
+
+    def record_return(self) -> None:
+        """Record that a lowered rate has returned, and at intervals the factor on its way there."""
+        changed = self._factor != self.recovery.rate_factor
+        if changed and (self.recovery.lowering.returns is None or self.recorder.wants_rate):
+            self._record_factor()
+            self.record_rate(ahead=True)
+
+    def _record_factor(self, text: str = "") -> None:
+        """Record the current factor of the guard on learning rates."""
+        before, after = self._factor, self.recovery.rate_factor
+        self._factor = after
+        text = text or f"The learning rate is {after:.3g} times the configured rate."
+        data = {"factor_before": before, "factor": after, "by": "guard"}
+        self.event("learning_rate", text, data)
+
+    def _budgets(self) -> list[dict[str, Any]]:
+        """Return how often each change was made, and how often the policy allows it within a window
+        of steps.
+        """
+        state, times = self.recovery.policy_state, self.policy.action_budget
+        used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
+        return [
+            {"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW}
+            for name, n in used.items()
+        ]
 
     # The train state
 
@@ -247,7 +447,9 @@ class Run:
 
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
-        return self.recovery.saved(self.train_state().optimizers, self.counts)
+        counts = self.counts
+        counted = (counts.step, counts.committed, counts.rollbacks)
+        return self.recovery.saved(self.train_state().optimizers, *counted)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

@@ -1,4 +1,5 @@
-"""One guarded run on the host: reads the verdict of each step, counts, and raises incidents.
+"""One guarded run on the host: reads the verdict of each step, counts, raises incidents, and runs
+the tasks that are due between two steps.
 
 Everything runs on the main thread, right after the step (for JAX on accelerators after the next
 step has started) and before any callback there receives the model. For a healthy step this means:
@@ -11,18 +12,19 @@ from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
+from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.callbacks import Logs
-from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Resumed
-from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Ring
-from keras_nanguard._fit.tasks import Tasks
+from keras_nanguard._fit.run import Counts, Run
+from keras_nanguard._fit.snapshots import Ring, Snapshot, size_of
 from keras_nanguard._recording.records import REFUSED
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Session:
         bad_rows: the bad rows of the data so far.
 
     Attributes:
-        tasks: what is done between two steps.
+        monitors, layer_looks, divergence: what is checked and measured between two steps.
         logs: the logs of the fit.
         finished: whether the fit has ended normally.
         resuming: the snapshot to resume from, until its state is restored.
@@ -57,7 +59,11 @@ class Session:
     ):
         self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
         self.incidents = Incidents(run, report, explain, bad_rows, self.after)
-        self.tasks = Tasks(run, self.incidents)
+        self.monitors, self.layer_looks = Monitors(run.policy), LayerLooks()
+        self.divergence = Divergence(bool(run.policy.divergence.action))
+        run.plan("checks", self.monitors.due)
+        run.plan("divergence", self.divergence.due)
+        run.plan("snapshot", run.policy.snapshot.every or inf)
         self.callbacks_deferred = self.finished = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
@@ -92,7 +98,7 @@ class Session:
         """Whether a healthy next step would only have to be counted."""
         if not self.callbacks_deferred or self.run.counts.idle:
             return False
-        return self._undisturbed and self.run.step + 1 < self.run.due.next
+        return self._undisturbed and self.run.step + 1 < self.run.next_due
 
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: other code may write
@@ -103,7 +109,7 @@ class Session:
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
-        counts, recorder = self.run.counts, self.run.recording.recorder
+        counts, recorder = self.run.counts, self.run.recorder
         if counts.skip_batches <= 0:
             return False
         for _ in range(batches):
@@ -134,10 +140,12 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin counting an epoch. The learning rate is recorded after the next step."""
-        counts = self.run.counts
-        counts.begin_epoch(epoch)
-        self.run.recording.recorder.place(counts.step, epoch, counts.epoch_start)
-        self.tasks.begin_epoch()
+        run, step = self.run, self.run.step
+        run.counts.begin_epoch(epoch)
+        run.recorder.place(step, epoch, step)
+        self.divergence.begin_epoch(step)
+        run.plan("divergence", self.divergence.due)
+        run.plan("rate", step + 1)
 
     def begin_early(self) -> None:
         """Begin before the first step of an epoch. What is drawn until then, by the data and other
@@ -152,7 +160,7 @@ class Session:
         continues = resuming is not None and resuming.with_state
         step = resuming.record.step if resuming is not None and continues else None
         run.began, resumed = True, self.restore()
-        run.recording.begin(run.model, run.directory, step)
+        run.begin_recording(step)
         self.say_problem()
         tolerated = run.tolerate(run.train_state())
         if run.transaction is not None:
@@ -160,7 +168,7 @@ class Session:
             old = resumed or run.transaction.reused
             if (tolerated and old) or (resumed and run.recovery.adjustments()):
                 run.access.rebuild()
-        self.tasks.take_snapshot("no snapshot of the state before the first step", "state")
+        self._take_snapshot("no snapshot of the state before the first step", "state")
 
     def restore(self) -> bool:
         """Restore the state to resume from, once; return whether there was one."""
@@ -194,10 +202,10 @@ class Session:
                 return False
             return self.after(self.incidents.postponed(verdict), last=last)
         self._count_committed(verdict)
-        counts.last_refused = False
+        counts.last_refused = counts.idle = False
         counts.step += 1
-        if counts.step >= run.due.next and last:
-            self.tasks.run_due()
+        if counts.step >= run.next_due and last:
+            self._run_due()
         return True
 
     def _attend(self, verdict: Verdict) -> None:
@@ -216,7 +224,7 @@ class Session:
         if run.agreement.news:
             self.incidents.between_steps(run.agreement.pick_up())
         run.checks_fully = run.recovery.active
-        self.tasks.run_due()
+        self._run_due()
 
     def _after_many(self, last: Verdict) -> None:
         """Handle an execution of several steps; `last` is the row of the last one."""
@@ -229,28 +237,29 @@ class Session:
             if run.state_replaced or run.stopped:  # later steps ran on a state that was replaced
                 counts.refuse(end - step)
                 for refused in range(step, end):
-                    run.recording.recorder.push(refused, nan, nan, nan, REFUSED)
+                    run.recorder.push(refused, nan, nan, nan, REFUSED)
                 break
             if verdict.halted:
                 counts.refuse()
-                run.recording.step(verdict, REFUSED)
+                run.record(verdict, REFUSED)
             else:
                 self._judge(verdict, reports.get(verdict.step), last=step == end - 1)
         counts.step = end
         if run.transaction is not transaction:  # compiled again before all steps were counted
             run.transaction.recount(end)
-        self.tasks.run_due()
+        self._run_due()
 
     def _judge(self, verdict: Verdict, report: Report | None, last: bool = True) -> None:
         """Count one step or raise its incident. Only the state of the `last` one can be read."""
         run = self.run
+        run.counts.idle &= verdict.refused
         if verdict.refused:
             self.incidents.refused(verdict, report)
         elif verdict.finite:
             self._count_committed(verdict)
             if last and run.recovery.active:
                 run.recovery.after_good_step(run.counts.committed, run.train_state)
-                run.recording.returned_rate()
+                run.record_return()
         elif not run.policy.refuse:
             self.incidents.observed(verdict, report)
         else:
@@ -260,23 +269,105 @@ class Session:
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""
-        run, counts = self.run, self.run.counts
+        run, counts, monitors = self.run, self.run.counts, self.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.committed += 1
         counts.good += 1
         counts.streak = 0
         run.history.push(step, loss, gradients, scale)
-        run.recording.recorder.push(step, loss, gradients, scale)
+        run.recorder.push(step, loss, gradients, scale)
         run.recent.push(step, run.transaction.given)
-        monitors = self.tasks.monitors
-        if monitors.measured(verdict.statistics, verdict.weights + verdict.slots):
-            run.due.plan("checks", step + 1)
+        run.statistics, run.updated = verdict.statistics, verdict.weights + verdict.slots
+        if abs(run.statistics) > monitors.ceiling or abs(run.updated) > monitors.highest:
+            run.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""
         if (self.run.counts.idle or refused) and isinstance(logs, dict):
             return self.logs.stand_in(logs, loss)
-        return self.logs.measured(logs)
+        self.logs.known = self.logs.shown = logs
+        self.logs.unmeasured = frozenset()
+        return logs
+
+    # Between two steps
+
+    def _run_due(self) -> None:
+        """Run the tasks that are due. Layers are measured only together with another task."""
+        run = self.run
+        if self.incidents.replay.pending is not None:
+            return  # the state is that of an earlier step
+        if run.step >= self.layer_looks.next_step:
+            run.plan("layers", run.step)
+        for name, task in TASKS.items():
+            if run.step >= run.due.get(name, inf) and not run.stopped:
+                run.plan(name, task(self))
+
+    def read_rate(self) -> float:
+        """Record the current learning rate."""
+        run = self.run
+        if run.began and not run.stopped:
+            with run.access.variables_readable():
+                run.record_rate()
+        return inf
+
+    def _look_at_layers(self) -> float:
+        """Measure the layers."""
+        return self.layer_looks.look(self.run)
+
+    def _check(self) -> float:
+        """Check for finite faults."""
+        run = self.run
+        with run.access.variables_readable():
+            # A value that is spread is read by all processes at once.
+            if run.recorder.wants_rate and processes.count() == 1:
+                run.record_rate()
+            findings = run.agreement.between_steps(self.monitors.look(run))
+        if findings:
+            self.incidents.between_steps(findings)
+        return self.monitors.due
+
+    def _look_for_divergence(self) -> float:
+        """Check whether the run is lost."""
+        lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
+        if lost is not None:
+            proof = {"diagnosis": lost.diagnosis, "values": lost.values}
+            incident = self.incidents.between_steps(lost.findings, **proof)
+            self.divergence.acted(self.run, "rollback" in incident.changes)
+        return self.divergence.due
+
+    def _promote(self) -> float:
+        """Mark the snapshots that have proven good."""
+        return self.run.step + self.run.ring.promote(self.run.counts.good)
+
+    def _snapshot_due(self) -> float:
+        """Take a snapshot at an interval."""
+        run, step = self.run, self.run.step
+        if self._take_snapshot("no snapshot", "weights"):
+            run.event("snapshot")
+        run.plan("proof", self._promote())
+        return step + run.policy.snapshot.every
+
+    def _take_snapshot(self, without: str, site: str) -> bool:
+        """Copy the current state; return whether there is a copy. Raise an incident if the state is
+        not finite.
+
+        Args:
+            without: the consequence if the copy does not fit into memory, for the printed line.
+            site: the site of the incident; see `Run.scan`.
+        """
+        run, counts = self.run, self.run.counts
+        with run.access.variables_readable():
+            state = run.train_state()
+            run.history.start(run.ring.snapshots, state.trainable)
+            run.ring.save_changes(run.changes)
+            level = level_of(run.history.last(WINDOW))
+            fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
+            obstacle = run.ring.take(fresh, state, run.tolerated)
+        if obstacle == "memory":
+            run.lacks_memory(without, size_of(state.kept))
+        if obstacle == "nonfinite":
+            self.incidents.between_steps(run.scan(site))
+        return not obstacle
 
     # Outside of the steps
 
@@ -297,7 +388,7 @@ class Session:
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.run.recording.recorder.problem():
+        if problem := self.run.recorder.problem():
             self.run.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
@@ -307,9 +398,20 @@ class Session:
         if run.agreement.has_news:  # no later step has reported it to the others
             self.incidents.between_steps(run.agreement.pick_up(), act=False)
         run.recent.restart(run.step)
-        self.tasks.layer_looks.release()
+        self.layer_looks.release()
         run.ring.close()
         run.recovery.end()
         status = "finished" if self.finished else "failed"
-        run.recording.recorder.end(status, run.step, run.counts.epoch)
+        run.recorder.end(status, run.step, run.counts.epoch)
         self.say_problem()
+
+
+TASKS: dict[str, Callable[[Session], float]] = {
+    "rate": Session.read_rate,
+    "layers": Session._look_at_layers,
+    "checks": Session._check,
+    "divergence": Session._look_for_divergence,
+    "proof": Session._promote,
+    "snapshot": Session._snapshot_due,
+}
+"""The tasks between two steps in their order; each returns the step at which it is due again."""

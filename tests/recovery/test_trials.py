@@ -12,12 +12,11 @@ from support import zoo
 from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
-from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.replay import Replay
-from keras_nanguard._fit.run import DueTasks
+from keras_nanguard._fit.run import Counts
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
@@ -301,7 +300,7 @@ def replayed(stops_at):
         step=5,
         recovery=SimpleNamespace(return_to=lambda step, good: None),
         stopped=False,
-        due=DueTasks(),
+        plan=lambda task, step: None,
         train_state=lambda: SimpleNamespace(metrics=()),
     )
     ran = []

@@ -14,8 +14,7 @@ from support import zoo
 from keras_nanguard import Finding, NanGuard, NanGuardModel
 from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._diagnose.explain_step import Explainer
-from keras_nanguard._fit.run import DueTasks
-from keras_nanguard._fit.tasks import Tasks
+from keras_nanguard._fit.session import Session
 from keras_nanguard.testing import inject
 
 BATCHES = zoo.regression().batches
@@ -276,18 +275,19 @@ def test_state_checks_use_the_state_of_their_step(order, monkeypatch):
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):
             super().on_epoch_begin(epoch, logs)
-            self.session.tasks.monitors.ceiling = -np.inf
-            self.session.run.due = DueTasks()
+            self.session.monitors.ceiling = -np.inf
+            self.session.run.due.clear()
+            self.session.run.next_due = np.inf
 
     due = []
-    real = Tasks.run_due
+    real = Session._run_due
 
     def tasks(self):
-        if self._run.step >= self._run.due.next:
-            due.append((self._run.step, sum(what == "start" for what, _ in order)))
+        if self.run.step >= self.run.next_due:
+            due.append((self.run.step, sum(what == "start" for what, _ in order)))
         real(self)
 
-    monkeypatch.setattr(Tasks, "run_due", tasks)
+    monkeypatch.setattr(Session, "_run_due", tasks)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)
 
