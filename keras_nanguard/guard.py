@@ -28,7 +28,7 @@ from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.run import Run, Totals
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras.running_fit import outside
+from keras_nanguard._keras.fitting import outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about

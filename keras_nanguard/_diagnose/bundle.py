@@ -38,7 +38,7 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import markdown_text
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import bundles
-from keras_nanguard._keras import spread_arrays, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 FOLDER = "incidents"
 
@@ -182,7 +182,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
         if isinstance(item, (list, tuple)):
             kind = "tuple" if isinstance(item, tuple) else "list"
             return {kind: [describe(child) for child in item]}
-        array = spread_arrays.as_array(item)
+        array = keras_arrays.as_array(item)
         if array.dtype.kind == "O" or not hasattr(array, "dtype"):
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
         arrays.append(array)

@@ -151,7 +151,7 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
         dtype=dtype,
         clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
         scaled=keras_optimizers.is_loss_scaled(whole),
-        scheduled=keras_optimizers.has_schedule(optimizer),
+        scheduled=keras_optimizers.rate_variable(optimizer) is None,
         settings=tuple(known.items()),
         iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
         own=not type(optimizer).__module__.startswith(LIBRARIES),

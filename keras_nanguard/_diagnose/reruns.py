@@ -21,7 +21,11 @@ from keras_nanguard._diagnose.case import Start
 from keras_nanguard._diagnose.facts import lowest
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.words import at_rows
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
@@ -126,7 +130,7 @@ def standardized(role: str, value: Any) -> Any:
     """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are
     large, no sparse or ragged ones.
     """
-    if keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits"):
+    if keras_arrays.is_sparse(value) or hasattr(value, "nested_row_splits"):
         return value
     array = finiteness.widen(keras_variables.dense(value))
     if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:

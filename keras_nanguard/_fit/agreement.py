@@ -26,7 +26,7 @@ from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot
-from keras_nanguard._keras import spread_arrays
+from keras_nanguard._keras import arrays as keras_arrays
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
 """Limits of an incident in a message: findings, rows in a path, sentences, samples, and characters
@@ -222,7 +222,7 @@ def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) ->
 def _by_process(report: Report, rows: Sequence[int], rank: int) -> Mapping[int, Sequence[int]]:
     """Return rows of the batch of a report by rank, as indices into the part of that process."""
     arrays = (part.value for part in batches.parts(report.batch) if len(part.value.shape))
-    return spread_arrays.rows_by_process(next(arrays, None), rows, rank)
+    return keras_arrays.rows_by_process(next(arrays, None), rows, rank)
 
 
 def _located(name: str, rows: Mapping[int, Sequence[int]]) -> str:

@@ -26,7 +26,7 @@ from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
-from keras_nanguard._keras.running_fit import Fit, callbacks_deferred, surrounding
+from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
 
 
 class Attached:

@@ -95,8 +95,8 @@ class Logs:
 
         A metric gets NaN if Keras does not know whether it should grow.
         """
-        rising = keras_layers.rising(self.model)
-        falling = {"loss", *keras_layers.falling(self.model)}
+        rising = keras_layers.directed(self.model, "up")
+        falling = {"loss", *keras_layers.directed(self.model, "down")}
         found = [key for key, value in logs.items() if _is_float(value)]
         for key in found:
             ends = {name for name in rising | falling if key.endswith(f"_{name}")}
@@ -116,7 +116,7 @@ class Logs:
         this step if it is finite. Everything else gets the worst value: `HUGEST`, or `-HUGEST` for
         a metric that should grow. Text and whole numbers do not change.
         """
-        rising = keras_layers.rising(self.model)
+        rising = keras_layers.directed(self.model, "up")
         unmeasured: set[str] = set()
 
         def one(key: str, value: Any, known: Any, grows: bool) -> Any:

@@ -54,10 +54,10 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
 from keras_nanguard._fit.trial_schedule import LONGEST, SHORTEST, Schedule
 from keras_nanguard._keras import (
-    fitting as keras_fitting,
     optimizers as keras_optimizers,
+    train_state as keras_state,
 )
-from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._keras.variables import write_all
 
 BATCHES = 256
 """Maximum number of batches of a trial. The last quarter is held out."""
@@ -211,7 +211,7 @@ class Divergence:
 
     def _is_objective(self, run: Run) -> bool:
         """Whether training minimizes the loss."""
-        own = keras_fitting.trains_by_compiled_loss(run.model)
+        own = keras_state.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 

@@ -28,11 +28,11 @@ from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import HUGE, Run, beyond, checked
 from keras_nanguard._keras import (
-    fitting as keras_fitting,
     layers as keras_layers,
+    train_state as keras_state,
     variables as keras_variables,
 )
-from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots, second_moments
+from keras_nanguard._keras.optimizers import GradientSlot, gradient_slots, second_moments
 from keras_nanguard._policy.policy import Policy
 
 Array = np.ndarray[Any, Any]
@@ -319,7 +319,7 @@ class Monitors:
         explain large moments: a healthy run never gets here.
         """
         first = run.ring.start
-        own = keras_fitting.trains_by_compiled_loss(run.model) and processes.count() == 1
+        own = keras_state.trains_by_compiled_loss(run.model) and processes.count() == 1
         if not own or first is None or not first.at_hand or not self._gradient > 0.0:
             return
         explained = run.step * self._gradient**2

@@ -24,7 +24,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._keras.variables import write_all
 from keras_nanguard._report.console import times
 
 

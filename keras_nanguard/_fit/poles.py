@@ -19,7 +19,7 @@ from keras_nanguard._diagnose.causes import MAX_RATE
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.optimizers import scheduled_iteration
-from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._keras.variables import write_all
 
 MAX_PASSED = 10
 """Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run

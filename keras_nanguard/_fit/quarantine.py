@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._keras import sparse_arrays, spread_arrays
+from keras_nanguard._keras import arrays as keras_arrays
 
 FOLDER = "quarantine"
 
@@ -76,14 +76,14 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)):
         children = [(str(number), value) for number, value in enumerate(data)]
     else:
-        too_large = sparse_arrays.has_coordinates(data) and not sparse_arrays.fits(data)
+        too_large = keras_arrays.has_coordinates(data) and not keras_arrays.fits(data)
         if hasattr(data, "todense") and not too_large:
             data = data.todense()
         children = []
         if hasattr(data, "flat_values"):
             children = [(name, getattr(data, name)) for name in _RAGGED]
-        elif sparse_arrays.is_sparse(data):
-            children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
+        elif keras_arrays.is_sparse(data):
+            children = list(zip(_SPARSE, map(np.asarray, keras_arrays.coordinates(data))))
         if not children and data is not None:
             yield path, data
     for name, child in children:
@@ -91,7 +91,7 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any]:
-    array = spread_arrays.as_array(value)
+    array = keras_arrays.as_array(value)
     if array.dtype.kind == "O":  # text, as TensorFlow hands it out
         texts = [
             i.decode("utf-8", "replace") if isinstance(i, bytes) else str(i) for i in array.flat

@@ -21,7 +21,7 @@ from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._keras.variables import write_all
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""

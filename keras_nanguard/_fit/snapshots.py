@@ -28,7 +28,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
 from keras_nanguard._files.snapshots import FOLDER, GUARD_STATE, SnapshotFile, save, written
 from keras_nanguard._fit.recovery import GuardState
-from keras_nanguard._keras import variables as keras_variables, whole_writes
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 FIRST_STEP = 3
@@ -117,9 +117,9 @@ class Snapshot:
             keras_variables.write(variable, value(variable))
 
         if processes.count() == 1 and memory.room_for(size_of(known)):
-            whole_writes.write_all((v, value(v)) for v in known)
+            keras_variables.write_all((v, value(v)) for v in known)
         else:
-            whole_writes.finish(partial(write, v) for v in known)
+            keras_variables.finish(partial(write, v) for v in known)
 
 
 class Ring:

@@ -27,7 +27,6 @@ from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import (
     layers as keras_layers,
     variables as keras_variables,
-    whole_writes,
 )
 
 State = Mapping[int, np.ndarray[Any, Any]]
@@ -187,7 +186,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         past_keras = (*train_state.unlisted, *run.transaction.untracked.values())
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
-        ending.callback(whole_writes.finish, list(restores))
+        ending.callback(keras_variables.finish, list(restores))
         ending.callback(keras_layers.attributes_restorer(keras_layers.layers_of(run.model)))
         yield Trial(run, again)
         run.transaction.take_reports()

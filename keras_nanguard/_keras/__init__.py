@@ -5,14 +5,12 @@ Each module names at its head the private names that it uses, and why.
 
 | module | reads | changes, until undone |
 |---|---|---|
-| `train_state` | the variables of a model and its optimizers, by role | |
-| `variables`, `sparse_arrays`, `spread_arrays` | variables and data, as NumPy arrays | values |
-| `whole_writes` | | values of many variables: all or none |
-| `optimizers`, `slot_gradients` | rate, loss scale, slots | the rate, the strategy |
+| `train_state` | the variables of a model and its optimizers, by role; the call of `compile` | |
+| `variables`, `arrays` | variables and data, as NumPy arrays | values: all or none |
+| `optimizers` | rate, loss scale, slots, the gradients in them | the rate, the strategy |
 | `layers`, `structure` | layers at any depth, the graph of a functional model | dtype policies |
 | `losses` | the losses given to `compile` | |
-| `fitting` | the call of `compile`, data and progress bar of a running `fit` | the first epoch |
-| `running_fit` | callbacks of a running `fit`, and whether it still runs | methods of their list |
+| `fitting` | callbacks, data, end of a running `fit` | methods of their list, first epoch |
 | `jax_trainer` | the state that `fit` passes from step to step on JAX | the same |
 | `overrides` | | attributes of instances; functions of classes, in one thread |
 """

@@ -1,18 +1,18 @@
-"""The environment of the steps of a fit: `compile`, the train function, the data that `fit`
-iterates over, printing.
+"""The running `fit`, `evaluate` or `predict`: its callbacks, data and printing, and when it ends.
+
+Keras notifies a callback when training begins, but not when it ends by an exception of another
+callback or of the data, or by Ctrl-C. So three things are watched: exceptions that pass through the
+callbacks of that fit, the deletion of its `CallbackList`, and the running frames when they are
+needed.
 
 Private Keras names used here, because there is no public API:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.
-- ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
-  called.
 - ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would
   make a second run of it.
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state
   itself.
-- ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
-  has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
 - ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``,
   ``x`` and ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no
@@ -23,9 +23,14 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -33,81 +38,184 @@ import keras
 from keras.src.utils import io_utils
 
 from keras_nanguard._core.display import is_terminal
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._keras import overrides
 
-# What `compile` was given, and the train function
+_HOOKS = tuple(
+    f"on_{what}_{when}"
+    for what in ("train", "test", "epoch", "train_batch", "test_batch")
+    for when in ("begin", "end")
+)
 
 
-def compiled_as(model: Any) -> Any:
-    """Return an object that identifies the last call of `compile`, `None` if it was never
-    called.
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    os.path.dirname(os.path.abspath(keras.__file__)),
+)
+
+
+def outside() -> int:
+    """Return the `stacklevel` with which a warning points at the user's line, outside of Keras and
+    this library.
     """
-    return getattr(model, "_compile_config", None)
+    files = (os.path.abspath(f.f_code.co_filename) for f in _frames(sys._getframe(1)))
+    return 1 + sum(1 for _ in itertools.takewhile(lambda file: file.startswith(_OURS), files))
 
 
-def trains_by_compiled_loss(model: Any) -> bool:
-    """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
-    own = type(model)
-    return (
-        isinstance(model, keras.Model)
-        and not _overridden(own, "train_step")
-        and not _overridden(own, "compute_loss")
-        and getattr(model, "_compile_loss", None) is not None
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def surrounding() -> Any:
+    """Return the `CallbackList` that is calling this code, or `None`."""
+    owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
+    return next((o for o in owners if isinstance(o, keras.callbacks.CallbackList)), None)
+
+
+_OF_A_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+"""Callbacks that `fit` adds itself. They use only logs."""
+
+
+def callbacks_deferred(callbacks: Any) -> bool:
+    """Whether Keras may call this `CallbackList` for a batch in another thread, so that none of it
+    acts before the next step.
+
+    `CallbackList` in keras/src/callbacks/callback_list.py applies the same test.
+    """
+    if callbacks is None:
+        return False
+    stock = keras.callbacks.Callback
+    return all(
+        getattr(getattr(c, name), "__func__", None) is getattr(stock, name)
+        for c in callbacks.callbacks
+        if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
+        for name in _OF_A_BATCH
     )
 
 
-def _overridden(own: type, name: str) -> bool:
-    """Whether a custom class, not of Keras or this library, defines a method."""
-    definer = next(base for base in own.__mro__ if name in vars(base))
-    return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
+_TRAINERS = ("fit", "evaluate", "predict")
+"""Functions of Keras that create a `CallbackList`, in their local variable `callbacks`."""
 
 
-def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return the objects that a trace of a train step captures: the call of `compile`, the
-    optimizers, their rates, all variables.
-
-    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
-    called.
-    """
-    optimizers = train_state.optimizers
-    rates = [keras_optimizers.given_rate(keras_optimizers.inner(o)) for o in optimizers]
-    variables = sorted(train_state.everything, key=id)
-    return (compiled_as(model) or object(), *optimizers, *rates, *variables)
+def _is_inside(innermost: FrameType, callbacks: Any, itself: bool = True) -> bool:
+    """Whether a frame is inside a call of Keras that uses this list, or of the list (`itself`)."""
+    for frame in _frames(innermost):
+        trains = frame.f_code.co_name in _TRAINERS
+        name = "callbacks" if trains else "self"
+        if (trains or itself) and frame.f_locals.get(name) is callbacks:
+            return True
+    return False
 
 
 @contextmanager
-def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
-    """Set `trainable` of the variables to the values for which the optimizers were built.
+def _collection_paused() -> Iterator[None]:
+    """Pause the garbage collector while frames of other threads are read.
 
-    Keras keeps its train function if `trainable` is changed without a call of `compile`.
+    CPython 3.11 creates their frame objects on demand. A collection at that moment lets the other
+    thread run; Python then takes whatever is in the memory of its old frame for a frame object, and
+    can crash.
     """
-    built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-    trained = {id(keras_variables.unwrapped(v)) for v in built}
-    changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
-    for variable in changed:
-        variable.trainable = not variable.trainable
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        for variable in changed:
-            variable.trainable = not variable.trainable
+        if enabled:
+            gc.enable()
 
 
-def on_making(
-    model: Any,
-    change: Callable[[Callable[..., Any]], Callable[..., Any]],
-    overrides: Overrides,
-    default: Callable[..., Any] | None = None,
-) -> bool:
-    """Override the method that creates the train, test and predict functions of a model, or a
-    default; return whether there is one.
+class Fit:
+    """One running `fit`, `evaluate` or `predict`, identified by its `CallbackList`.
+
+    Args:
+        cut_short: called once when it ends by an exception, or is found to have ended.
+        around: functions that return the context in which all callbacks run a method, from the
+            arguments of the method, by its name.
     """
-    real = getattr(model, "_make_function", default)
-    if real is not None:
-        overrides.set(model, "_make_function", change(real))
-    return real is not None
+
+    def __init__(
+        self,
+        callbacks: Any,
+        cut_short: Callable[[], None],
+        around: Mapping[str, Callable[..., AbstractContextManager[None]]],
+    ):
+        self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
+        self._cut_short, self._around = cut_short, around
+        self._by_hand = False
+        if callbacks is not None:
+            self._death = weakref.finalize(callbacks, cut_short)
+            self._death.atexit = False
+            for name in _HOOKS:
+                overrides.set_instance(callbacks, name, self._watched(name))
+
+    def _list(self) -> Any:
+        """Return the `CallbackList`, `None` if there is none or it is gone."""
+        return self._callbacks() if self._callbacks is not None else None
+
+    def begin(self) -> None:
+        """Store that training begins, and whether `fit` or a hand-written loop runs it."""
+        callbacks = self._list()
+        frame = sys._getframe(1)
+        self._by_hand = callbacks is not None and not _is_inside(frame, callbacks, itself=False)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a hand-written loop calls the `CallbackList`, and training has not ended."""
+        return self._by_hand and self._list() is not None
+
+    @property
+    def known(self) -> bool:
+        """Whether it was called by a `CallbackList`, not by hand."""
+        return self._callbacks is not None
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the list."""
+        callbacks = self._list()
+        return list(callbacks.callbacks) if callbacks is not None else []
+
+    @property
+    def runs(self) -> bool:
+        """Whether a thread is inside the call that created the `CallbackList`, or of the list
+        itself.
+        """
+        callbacks = self._list()
+        if callbacks is None:
+            return False
+        with _collection_paused():
+            frames = sys._current_frames()
+            # A frame that held itself would hold the fit and its data, too.
+            frames[threading.get_ident()] = sys._getframe(1)
+            return any(_is_inside(frame, callbacks) for frame in frames.values())
+
+    def close(self) -> None:
+        """Remove the watches."""
+        self._by_hand = False
+        callbacks = self._list()
+        if self._callbacks is not None:
+            self._death.detach()  # a list that dies later must not end the next fit
+        if callbacks is not None:
+            for name in _HOOKS:
+                overrides.unset_instance(callbacks, name)
+
+    def _watched(self, name: str) -> Callable[..., Any]:
+        reference, cut_short = self._callbacks, self._cut_short
+        assert reference is not None
+
+        plain, around = getattr(type(reference()), name), self._around.get(name)
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with around(*args, **kwargs) if around is not None else nullcontext():
+                    return plain(reference(), *args, **kwargs)
+            except BaseException:
+                cut_short()
+                raise
+
+        return hook
 
 
 # The epoch at which `fit` starts
@@ -175,11 +283,9 @@ def _locals_of(*calls: str) -> Mapping[str, Any]:
     """Return the local variables of the innermost running call of these functions of Keras that
     iterates over data; none if there is none.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames(sys._getframe(1)):
         if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
             return frame.f_locals
-        frame = frame.f_back
     return {}
 
 

@@ -21,7 +21,6 @@ Private Keras names used here, because there is no public API:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,9 +74,15 @@ class TrainerState:
         """
         set_instance(self.model, "_jax_state", dict(zip(_PARTS, self.state)))
 
+    @property
+    def _readable(self) -> bool:
+        """Whether the variables read as the current state."""
+        known = self.state is None or self.synced or self.reading
+        return known or bool(self.model._jax_state_synced)
+
     def sync_variables(self) -> None:
         """Write the current state to the variables."""
-        if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
+        if self._readable:
             return
         self.synced = True
         self._publish()
@@ -89,7 +94,7 @@ class TrainerState:
         """Let the variables read as the current state inside the context, without writing to
         them.
         """
-        if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
+        if self._readable:
             yield
             return
         if self._ids is None:
@@ -188,14 +193,14 @@ def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
 
 def over_lists(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step over a list of batches."""
-    return functools.partial(_over_list, step)
 
+    def over_list(state: Any, batches: Any) -> Any:
+        logs = None
+        for batch in batches:
+            logs, state = step(state, batch)
+        return logs, state
 
-def _over_list(step: Callable[..., Any], state: Any, batches: Any) -> Any:
-    logs = None
-    for batch in batches:
-        logs, state = step(state, batch)
-    return logs, state
+    return over_list
 
 
 def shardings(model: Any) -> Any:

@@ -52,20 +52,17 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
             held[name] = before
 
 
-def give_back_numbers(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes that hold a number, such as a counter in a custom `train_step`."""
-    for held, name, before in attributes:
-        if type(before) in (int, float) and held.get(name) is not before:
-            held[name] = before
-
-
 def attributes_restorer(layers: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that restores the tensors and numbers in attributes of layers."""
+    """Return a function that restores the tensors in attributes of layers, and the numbers, such as
+    a counter in a custom `train_step`.
+    """
     attributes = attributes_of(layers)
 
     def restore() -> None:
         give_back_tensors(attributes)
-        give_back_numbers(attributes)
+        for held, name, before in attributes:
+            if type(before) in (int, float):
+                held[name] = before
 
     return restore
 
@@ -192,17 +189,10 @@ def adds_losses(model: Any) -> bool:
     )
 
 
-def rising(model: Any) -> set[str]:
-    """Return the names of the metrics that should grow."""
-    return _directed(model, "up")
-
-
-def falling(model: Any) -> set[str]:
-    """Return the names of the metrics that should shrink, as far as Keras knows."""
-    return _directed(model, "down")
-
-
-def _directed(model: Any, direction: str) -> set[str]:
+def directed(model: Any, direction: str) -> set[str]:
+    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), as far as
+    Keras knows.
+    """
     found = [m for metric in model.metrics for m in getattr(metric, "metrics", None) or [metric]]
     return {str(m.name) for m in found if getattr(m, "_direction", None) == direction}
 

@@ -1,4 +1,4 @@
-"""The values of variables and tensors as NumPy arrays: copied, viewed, written.
+"""The values of variables and tensors as NumPy arrays: copied, viewed, written, all or none.
 
 Private Keras names used here, because there is no public API:
 
@@ -14,16 +14,19 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_nanguard._keras import sparse_arrays, spread_arrays
+from keras_nanguard._core.errors import StateLostError
+from keras_nanguard._keras import arrays as keras_arrays
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
@@ -203,12 +206,12 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
     if has_handle(value):  # on TensorFlow this takes a quarter of the time of `.numpy()`
         operations = keras.src.utils.module_utils.tensorflow.raw_ops
         value = operations.ReadVariableOp(resource=value.handle, dtype=value.dtype)
-    return spread_arrays.as_array(value)
+    return keras_arrays.as_array(value)
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor's value as a new NumPy array."""
-    return np.array(spread_arrays.as_array(tensor))
+    return np.array(keras_arrays.as_array(tensor))
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
@@ -218,24 +221,19 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
     A sparse array of JAX has its zeros, too, unless these are too many.
     """
     if hasattr(value, "todense"):
-        value = sparse_arrays.dense(value)
+        value = keras_arrays.dense(value)
     for name in ("flat_values", "values"):
         inner_values = getattr(value, name, None)
         if inner_values is not None and not callable(inner_values):
             return dense(inner_values)
-    return spread_arrays.as_array(value)
+    return keras_arrays.as_array(value)
 
 
 def by_rows(value: Any) -> np.ndarray[Any, Any]:
     """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros,
     unless these are too many.
     """
-    return sparse_arrays.by_rows(value) if is_sparse(value) else dense(value)
-
-
-def is_sparse(value: Any) -> bool:
-    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
-    return sparse_arrays.is_sparse(value)
+    return keras_arrays.by_rows(value) if keras_arrays.is_sparse(value) else dense(value)
 
 
 def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -278,3 +276,76 @@ def restorer(variable: Any) -> Callable[[], Any]:
         return lambda: variable.data.copy_(kept)
     value = variable.read_value()
     return lambda: variable.assign(value)
+
+
+# Writing many variables so that a failure never leaves a mixture of two states. Memory of a device
+# can be exhausted, a file can become unreadable and Ctrl-C can arrive between any two variables. A
+# failed write is attempted once more, because memory is often free a moment later. If it fails
+# again, the finished writes are undone. If the old values are unknown, the other writes are
+# completed.
+
+ATTEMPTS = 2
+"""Number of attempts of each part. In `finish` an interrupt also ends only one attempt."""
+
+
+def write_all(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Write each array into its variable: all of them or none.
+
+    The old values are copied, one variable after the other, and written back if anything is raised.
+    That takes a second copy of the state in host memory.
+
+    Args:
+        pairs: `(variable, array)`, each array of the shape and dtype of its variable.
+
+    Raises:
+        StateLostError: if the old values cannot be written back.
+        BaseException: the exception raised while writing.
+    """
+    before: list[tuple[Any, Any]] = []
+    try:
+        for variable, array in pairs:
+            before.append((variable, _repeated(read, variable)))
+            _repeated(write, variable, array)
+    except BaseException:
+        finish(partial(write, *pair) for pair in before)
+        raise
+
+
+def _repeated(part: Callable[..., Any], *args: Any) -> Any:
+    """Return `part(*args)`, called once more if it raises an error; an interrupt is not
+    repeated.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(Exception):
+            return part(*args)
+    return part(*args)
+
+
+def finish(parts: Iterable[Callable[[], Any]]) -> None:
+    """Do every part, even if some raise. Each part can be repeated without harm.
+
+    Raises:
+        StateLostError: if a part has failed twice.
+        BaseException: an interrupt (`KeyboardInterrupt`, `SystemExit`), after every part is done.
+    """
+    waiting = list(parts)
+    interrupt: BaseException | None = None
+    failed: list[BaseException] = []
+    for part in waiting:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                part()
+                break
+            except BaseException as error:  # noqa: BLE001  it is raised again at the end
+                interrupt = interrupt or (None if isinstance(error, Exception) else error)
+                if attempt == ATTEMPTS:
+                    failed.append(error)
+    if failed:
+        raise StateLostError(
+            "Expected to write the complete state of the model. Received:"
+            f" {type(failed[0]).__name__}: {failed[0]} ({len(failed)} of {len(waiting)} writes"
+            " failed). The model holds values of two different steps: load a checkpoint before you"
+            " use it."
+        ) from failed[0]
+    if interrupt is not None:
+        raise interrupt

@@ -12,7 +12,7 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard._backends import current
 from keras_nanguard._fit.quarantine import arrays_of
-from keras_nanguard._keras import sparse_arrays, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 pytestmark = pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
 
@@ -83,7 +83,7 @@ def test_rows_left_out(unspread, kept):
     value = sparse(DENSE, padding=3)
     unspread(0)
     found = current.replay().without_rows(value, np.array(kept, int))
-    places, values, shape = sparse_arrays.coordinates(found)
+    places, values, shape = keras_arrays.coordinates(found)
     array = np.zeros(shape, "float32")
     array[tuple(places.T)] = values
     np.testing.assert_array_equal(array, DENSE[taken])

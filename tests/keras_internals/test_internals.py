@@ -20,11 +20,10 @@ from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
     optimizers as keras_optimizers,
-    slot_gradients,
     structure,
     variables as keras_variables,
 )
-from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots, second_moments
+from keras_nanguard._keras.optimizers import SLOTS, gradient_slots, second_moments
 
 pytestmark = pytest.mark.filterwarnings(
     "error::DeprecationWarning",
@@ -216,7 +215,7 @@ def test_direction_of_metrics():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score(name="r2"), "binary_accuracy"])
     model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
-    assert keras_layers.rising(model) == {"r2", "binary_accuracy"}
+    assert keras_layers.directed(model, "up") == {"r2", "binary_accuracy"}
 
 
 def test_functions_of_a_model_are_created_in_one_place():
@@ -455,7 +454,7 @@ def test_norm_of_one_slot(dtype):
     """The norm is that of the gradient, or unknown if the dtype of the slot hides it."""
     rng = np.random.default_rng(0)
     before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
-    slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
+    slot = keras_optimizers.GradientSlot(None, 0.9, 0.1)
     for size in (1.0, 1e-3, 1e-6):
         after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
         reported = slot.norm(before, after)
@@ -464,18 +463,18 @@ def test_norm_of_one_slot(dtype):
 
 
 @pytest.mark.parametrize("squared", [False, True])
-@pytest.mark.parametrize("size", [1, slot_gradients.BLOCK, 2 * slot_gradients.BLOCK + 3])
+@pytest.mark.parametrize("size", [1, keras_optimizers.BLOCK, 2 * keras_optimizers.BLOCK + 3])
 @pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e100), ("float64", 1e-100)])
 def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
     """The norm is right for any number of blocks, and for entries of any size."""
     rng = np.random.default_rng(0)
     before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
     after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
-    slot = slot_gradients.GradientSlot(None, 0.5, 2.0, squared)
+    slot = keras_optimizers.GradientSlot(None, 0.5, 2.0, squared)
     reported = slot.norm((unit * before).astype(dtype), (unit * after).astype(dtype))
     assert reported == pytest.approx(np.linalg.norm(gradient) * (unit**0.5 if squared else unit), rel=1e-4)
     assert np.isnan(slot.norm(before, np.where(np.arange(size)[:, None] == size - 1, np.nan, after)))
-    assert slot_gradients.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
+    assert keras_optimizers.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
 
 
 def test_the_limits_of_files_are_those_of_the_loader_of_keras():

@@ -20,7 +20,7 @@ from keras_nanguard._backends.jax.intercept import Intercept, primal, running_tr
 from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._keras import sparse_arrays
+from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
 
 
@@ -117,9 +117,9 @@ class Replay(interface.Replay):
         """
         rows = np.resize(np.asarray(kept), value.shape[0]) if len(kept) else np.zeros(0, int)
         if hasattr(value, "todense"):
-            if not sparse_arrays.has_coordinates(value):
+            if not keras_arrays.has_coordinates(value):
                 return type(value).fromdense(value.todense()[rows])
-            indices, values, shape = sparse_arrays.gathered(value, rows)
+            indices, values, shape = keras_arrays.gathered(value, rows)
             return type(value)((jnp.asarray(values), jnp.asarray(indices)), shape=shape)
         return value[rows]
 

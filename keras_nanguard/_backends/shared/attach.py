@@ -14,11 +14,10 @@ from keras_nanguard._backends.interface import Session, StateAccess
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
-    fitting as keras_fitting,
     optimizers as keras_optimizers,
     overrides,
+    train_state as keras_state,
     variables as keras_variables,
-    whole_writes,
 )
 
 _NAMES = ("make_train_function", "train_step")
@@ -121,7 +120,7 @@ class Attachment(StateAccess):
         self.body = _plain_step(self.model)
         self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
         self._make = self.model.make_train_function
-        self._cached = self.model.train_function, keras_fitting.compiled_as(self.model)
+        self._cached = self.model.train_function, keras_state.compiled_as(self.model)
         overrides.set_instance(self.model, "make_train_function", self.make)
         self.model.train_function = None
 
@@ -137,7 +136,7 @@ class Attachment(StateAccess):
             overrides.set_instance(self.model, name, value)
         function, compiled = self._cached
         self.model.train_function = (
-            function if compiled is keras_fitting.compiled_as(self.model) else None
+            function if compiled is keras_state.compiled_as(self.model) else None
         )
         self.session.end()
 
@@ -184,7 +183,7 @@ class Attachment(StateAccess):
             self.body,
             self.run.refuses,
             *self._modes,
-            *keras_fitting.built_in(self.model, self.run.read_train_state()),
+            *keras_state.built_in(self.model, self.run.read_train_state()),
         )
 
     def _cached_step(self, *modes: Any) -> Any:
@@ -304,7 +303,7 @@ class Attachment(StateAccess):
         ]
         logs, _ = self._execute(data)
         parts = [*before, *self.run.first_values()]
-        whole_writes.finish(partial(keras_variables.write, *pair) for pair in parts)
+        keras_variables.finish(partial(keras_variables.write, *pair) for pair in parts)
         return self.session.logs_for_callbacks(logs)
 
     def _rescue(self) -> None:

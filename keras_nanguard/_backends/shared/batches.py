@@ -13,7 +13,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments
 from keras_nanguard._core.evidence import Constant, Spread
-from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""
@@ -96,15 +96,15 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
     """
     if tuple(int(n) for n in part.value.shape[:1]) != (count,):
         return ()
-    if sparse_arrays.has_coordinates(part.value):
-        places, values, _ = sparse_arrays.coordinates(part.value)
+    if keras_arrays.has_coordinates(part.value):
+        places, values, _ = keras_arrays.coordinates(part.value)
         return tuple(int(i) for i in np.unique(places[~np.isfinite(finiteness.widen(values)), 0]))
     splits = getattr(part.value, "nested_row_splits", ())  # of a ragged tensor, the outermost first
     if array.shape[:1] != (count,) and not splits:
         return ()
     wrong = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
     for split in reversed(splits):
-        wrong = np.searchsorted(spread_arrays.as_array(split), wrong, "right") - 1
+        wrong = np.searchsorted(keras_arrays.as_array(split), wrong, "right") - 1
     return tuple(int(i) for i in np.unique(wrong))
 
 

@@ -22,6 +22,7 @@ from keras_nanguard._keras import (
     fitting as keras_fitting,
     optimizers as keras_optimizers,
     overrides as instance_overrides,
+    train_state as keras_state,
 )
 
 
@@ -121,7 +122,7 @@ class ModelAttachment(attach.Attachment):
             return body
 
         def as_traced(data: Any) -> Any:
-            with keras_fitting.as_built(model, keras_optimizers.find_optimizers(model)):
+            with keras_state.as_built(model, keras_optimizers.find_optimizers(model)):
                 return body(data)
 
         return as_traced

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._backends.tensorflow.intercept import build
-from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
+from keras_nanguard._keras import optimizers as keras_optimizers, train_state as keras_state
 
 
 class Hook(FaultHook):
@@ -35,7 +35,7 @@ class Hook(FaultHook):
         return tf.reduce_any(tf.equal(self.counter.read_value(), steps))
 
     def _wrap(self) -> None:
-        if not keras_fitting.on_making(self.model, self._making, self._overrides):
+        if not keras_state.on_making(self.model, self._making, self._overrides):
             made = self._making_train(self.model.make_train_function)
             self._override("make_train_function", made)
 

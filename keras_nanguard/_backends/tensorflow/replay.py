@@ -16,8 +16,8 @@ from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     optimizers as keras_optimizers,
-    sparse_arrays,
     variables as keras_variables,
 )
 from keras_nanguard._keras.overrides import ThreadOverrides
@@ -104,7 +104,7 @@ class Replay(interface.Replay):
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, tf.SparseTensor):
-            return tf.SparseTensor(*sparse_arrays.gathered(value, np.asarray(kept)))
+            return tf.SparseTensor(*keras_arrays.gathered(value, np.asarray(kept)))
         return tf.gather(value, kept)
 
     def twin(self, variable: Any) -> Any:

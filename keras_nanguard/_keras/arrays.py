@@ -1,0 +1,182 @@
+"""Tensors and arrays of every backend as NumPy arrays: sharded over several processes, or sparse.
+
+A sparse tensor of TensorFlow or a sparse array of JAX has its zeros unless these are too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._core.errors import GuardError, expected
+
+MAX_SPREAD = 1 << 24
+"""Entries up to which a sparse tensor is read with its zeros."""
+
+Array = np.ndarray[Any, Any]
+
+
+def whole(value: Any) -> Any:
+    """Return an array that this process can read: one sharded over processes is gathered by all of
+    them.
+    """
+    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+        return value
+    import jax
+    from jax.experimental import multihost_utils
+
+    with waiting_for("an array that is sharded over them", jax.process_count()):
+        return multihost_utils.process_allgather(value, tiled=True)
+
+
+def as_array(value: Any) -> Array:
+    """Return a tensor or array of any backend as a NumPy array, without a copy where possible."""
+    if hasattr(value, "detach"):
+        # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16.
+        value = value.detach().cpu()
+        is_known = "bfloat16" not in str(value.dtype)
+        return np.asarray(value.numpy() if is_known else keras.ops.convert_to_numpy(value))
+    if hasattr(value, "numpy"):
+        # TensorFlow: `.numpy()` copies a tensor; neither a mirrored variable nor a scalar of
+        # bfloat16 converts to an array.
+        value = value.read_value() if hasattr(value, "read_value") else value
+        return np.asarray(value if len(value.shape) else value.numpy())
+    return np.asarray(whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
+
+
+def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, list[int]]:
+    """Return rows of a batch by the rank of the process that has them, as indices into its own
+    part.
+
+    Args:
+        value: an array of the batch, which may be sharded over processes.
+        rows: indices into the first dimension of the whole array.
+        here: the rank of this process, to which an array belongs that is not sharded.
+    """
+    if getattr(value, "is_fully_addressable", True):
+        return {here: list(rows)}
+    owners = np.full(value.shape[0], np.iinfo(int).max)
+    for device, index in value.sharding.devices_indices_map(value.shape).items():
+        owners[index[0]] = np.minimum(owners[index[0]], device.process_index)
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        own = np.flatnonzero(owners == owners[row])
+        found.setdefault(int(owners[row]), []).append(int(np.searchsorted(own, row)))
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def waiting_for(what: str, processes: int) -> Iterator[None]:
+    """Name the exchange and the time in the error if another process has ended or does not respond.
+
+    The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
+    After that time it raises a `RuntimeError` that names neither the exchange nor the time.
+
+    Args:
+        what: a description of the exchange.
+        processes: number of processes.
+
+    Raises:
+        GuardError: instead of the `RuntimeError`.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = (
+            f"after {time.monotonic() - started:.1f} s of waiting for {what}:"
+            f" {str(error).strip().partition(chr(10))[0]}"
+        )
+        remedy = (
+            "Check the output of the other processes: one has ended, or runs a different number of"
+            " steps. Then restart all of them."
+        )
+        raise GuardError(
+            expected(f"an answer from all {processes} processes", f"none {seconds}", remedy)
+        ) from error
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
+    return hasattr(value, "dense_shape") or hasattr(value, "todense")
+
+
+def fits(value: Any) -> bool:
+    """Whether a sparse tensor may be read with its zeros."""
+    return math.prod(_shape(value)) <= MAX_SPREAD
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = value.dense_shape if hasattr(value, "dense_shape") else np.asarray(value.shape)
+    return tuple(int(n) for n in as_array(shape))
+
+
+def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
+    """Return the place of each stored value, the values, and the shape; a JAX array may be padded
+    with places outside of it.
+    """
+    shape = _shape(value)
+    indices = as_array(value.indices)
+    values = as_array(value.values if hasattr(value, "dense_shape") else value.data)
+    inside = (indices < np.asarray(shape)).all(axis=-1)
+    return indices[inside], values[inside], shape
+
+
+def dense(value: Any) -> Any:
+    """Return a sparse array of JAX with its zeros, or its stored values if they are too many."""
+    return value.todense() if fits(value) else value.data
+
+
+def by_rows(value: Any) -> Array:
+    """Return a sparse array as a dense one with one row for each sample.
+
+    If it is too large with its zeros, each row has only its stored values, padded with zeros. If
+    that is too large as well, all stored values are in a single row.
+    """
+    if fits(value) and hasattr(value, "todense"):
+        return as_array(value.todense())
+    if not has_coordinates(value):
+        return as_array(value.data).reshape(1, -1)
+    indices, values, shape = coordinates(value)
+    if fits(value):
+        places = tuple(indices.T)
+    else:
+        counts = np.bincount(indices[:, 0], minlength=shape[0])
+        shape = (shape[0], int(counts.max(initial=0)))
+        if math.prod(shape) > MAX_SPREAD:
+            return values.reshape(1, -1)
+        order = np.argsort(indices[:, 0], kind="stable")
+        values, rows = values[order], indices[order, 0]
+        places = (rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts))
+    array = np.zeros(shape, values.dtype)
+    array[places] = values
+    return array
+
+
+def has_coordinates(value: Any) -> bool:
+    """Whether each stored value is one number with all of its indices, as in every batch that Keras
+    creates.
+    """
+    whole = getattr(value, "n_batch", None) == 0 and value.n_dense == 0
+    return hasattr(value, "dense_shape") or (whole and not hasattr(value, "indptr"))
+
+
+def gathered(value: Any, rows: Array) -> tuple[Array, Array, tuple[int, ...]]:
+    """Return places, values and shape of the sparse tensor that has these rows of `value`, in the
+    order of `rows`. A row may occur more than once.
+    """
+    indices, values, shape = coordinates(value)
+    order = np.argsort(indices[:, 0], kind="stable")
+    held = indices[order, 0]
+    first, end = np.searchsorted(held, rows, "left"), np.searchsorted(held, rows, "right")
+    counts = end - first
+    taken = order[np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
+    places = indices[taken].copy()
+    places[:, 0] = np.repeat(np.arange(len(rows)), counts)
+    return places, values[taken], (len(rows), *shape[1:])
