@@ -83,7 +83,7 @@ EXPLAINED: tuple[Explained, ...] = (
         ABSORBED_HERE,
     ),
     Explained(
-        "_diagnose/operations.py",
+        "_diagnose/causes.py",
         "kind",
         "large = max((o.max_abs for o in operands), default=0.0) >= _large(origin.dtype)",
         ("large = max((o.max_abs for o in operands), default=1.0) >= _large(origin.dtype)",),

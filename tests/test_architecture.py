@@ -189,11 +189,6 @@ def _row(page: str, heading: str, name: str) -> bool:
     return any(cells[0] == f"`{name}`" and all(cells[:2]) for cells in rows(section(ROOT / "docs" / page, heading)))
 
 
-def _has_rule(cause: str) -> bool:
-    """Whether a rule returns the cause."""
-    return any(cause in named for named, _ in causes.RULES)
-
-
 def _has_section(cause: str) -> bool:
     section = rf"^## {cause}\n\n\*\*.+\*\*\n\n\*Decided by:\* .+\n\n(- .+\n)*\n?\*Do:\* .+$"
     return re.search(section, text(ROOT / "docs" / "causes.md"), re.M) is not None
@@ -254,11 +249,10 @@ OF_ACTIONS = {
 """The requirements for each action of `ACTIONS`."""
 
 OF_CAUSES = {
-    "rule": Obligation("_diagnose/causes.py::RULES", _has_rule),
     "words": Obligation("_diagnose/words.py::sentences", lambda name: bool(conclude(TABLE[name]).evidence)),
     "advice": Obligation("_core/causes.toml", lambda name: bool(CAUSE_WORDS[name]["do"])),
     "section in the docs": Obligation("docs/causes.md", _has_section),
-    "evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),
+    "rule, and evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),
     "program in a test": Obligation("tests/diagnosis/mechanisms", _has_program),
 }
 """The requirements for each cause of `CAUSES`."""

@@ -43,30 +43,21 @@ from keras_nanguard._keras import arrays as keras_arrays, variables as keras_var
 FOLDER = "incidents"
 
 
-def write(
-    directory: str | Path,
-    run: Any,
-    incident: Incident,
-    batch: Any,
-    evidence: Evidence,
-    mode: str,
-) -> str:
-    """Write a bundle and return its path.
+def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
+    """Write a bundle into the guard's directory and return its path.
 
     Args:
-        directory: the guard's directory.
         run: the run, whose state is the one before the step.
         incident: the incident with its diagnosis.
         batch: the arguments of the step.
         evidence: the evidence of the diagnosis.
-        mode: how the step was compiled.
     """
-    folder = Path(directory) / FOLDER
+    folder = Path(run.directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = _free_path(folder, incident.step)
     with atomic_files.beside(path) as unfinished:
         unfinished.mkdir()
-        _fill(unfinished, run, incident.with_(bundle=str(path)), batch, evidence, mode)
+        _fill(unfinished, run, incident.with_(bundle=str(path)), batch, evidence)
     _drop_oldest(folder, path)
     return str(path)
 
@@ -80,8 +71,7 @@ def _free_path(folder: Path, step: int) -> Path:
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
-    """Remove the oldest bundles if there are too many; the newest is kept regardless of its time.
-    """
+    """Remove the oldest bundles if there are too many, but never the newest."""
     others = [path for path in folder.glob("incident-*") if path.is_dir() and path != newest]
     for path in sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name)):
         if len(others) < bundles.MAX_BUNDLES:
@@ -90,9 +80,7 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
         others.remove(path)
 
 
-def _fill(
-    folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str
-) -> None:
+def _fill(folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evidence) -> None:
     variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     state = [keras_variables.view(v) for v in variables]
@@ -116,7 +104,7 @@ def _fill(
         "state": [_described(v) for v in variables] if fits else [],
         "before": before,
         "growth": plain_values.plain(asdict(evidence.growth)),
-        "mode": mode,
+        "mode": evidence.mode,
         "saving": bool(run.transaction.keeps_undo),
         "model": {
             "class": type(run.model).__name__,

@@ -1,7 +1,7 @@
 """From evidence to cause: rules in causal order. The first that applies decides.
 
-A rule is a function with `concludes`, which names the causes that it can return; its docstring has
-the evidence that each of them needs. If no rule applies, the cause is `unknown`.
+A rule is a function of the evidence; its docstring has the evidence that each of its causes needs.
+If no rule applies, the cause is `unknown`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keras_nanguard._core.evidence import BACKWARD, Constant, Evidence, OptimizerFacts, Spread
+from keras_nanguard._core.evidence import (
+    BACKWARD,
+    Constant,
+    Evidence,
+    OptimizerFacts,
+    Origin,
+    Spread,
+)
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
-from keras_nanguard._diagnose.operations import kind
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
@@ -40,6 +46,31 @@ SCALE_TOO_HIGH = 2.0**24
 FEW = 0.25
 """Share of the rows of a batch up to which they are few."""
 
+LOW = ("float16", "bfloat16")
+"""Dtypes of low precision."""
+
+EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
+"""Operations that overflow for moderate operands."""
+
+DIVISIONS = ("RealDiv", "Div", "Xdivy")
+"""Operations that have a pole if their second operand is 0."""
+
+POLES = frozenset(
+    (
+        *("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv"),
+        *("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"),
+        *("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta"),
+        *("Betainc", "Igamma", "Softmax", "LogSoftmax"),
+        *("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri"),
+        *("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"),
+        *("MatrixSolve", "Svd", "Qr"),
+    )
+)
+"""Operations with points at which their value is not finite."""
+
+MAX_BASE = 50.0
+"""Base of a power above which it overflows because of its exponent."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
@@ -52,27 +83,10 @@ class Conclusion:
     because: str = ""
 
 
-Rule = Callable[[Evidence], "Conclusion | None"]
-
-RULES: list[tuple[tuple[Cause, ...], Rule]] = []
-"""The causes that a rule can return, and the rule, in causal order."""
-
-
-def concludes(*causes: Cause) -> Callable[[Rule], Rule]:
-    """Add a rule that can return these causes."""
-
-    def add(rule: Rule) -> Rule:
-        RULES.append((causes, rule))
-        return rule
-
-    return add
-
-
 def decide(evidence: Evidence) -> Conclusion:
     """Return the cause that the evidence supports."""
-    for _, rule in RULES:
-        found = rule(evidence)
-        if found is not None:
+    for rule in RULES:
+        if (found := rule(evidence)) is not None:
             return found
     return Conclusion("unknown", _culprit(evidence), confidence=0.0)
 
@@ -81,6 +95,31 @@ def first_kinds(e: Evidence) -> dict[str, str]:
     """Return the kind of the first finding at each site: its path and value are in the evidence."""
     parts = [site.partition(":") for site in reversed(e.sites)]
     return {site: found for site, _, found in parts}
+
+
+def kind(origin: Origin) -> str:
+    """Return how an origin became non-finite, from the name and the operands of its operation:
+    `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`; `""` without an operation.
+    """
+    if origin.source != "operation":
+        return ""
+    op, operands = origin.op, origin.operands
+    large = max((o.max_abs for o in operands), default=0.0) >= _large(origin.dtype)
+    if op in DIVISIONS and len(operands) > 1:
+        return "overflow" if large and not (operands[1].zero or operands[1].tiny) else "pole"
+    if op == "Pow":
+        if large:  # a square, which PyTorch reports as Pow
+            return "overflow"
+        return "exp" if operands and operands[0].max_abs > MAX_BASE else "pole"
+    if op in EXPONENTIALS:
+        return "exp"
+    if op in POLES or any(o.infinite for o in operands):
+        return "pole"
+    return "overflow" if large or origin.dtype in LOW else "pole"
+
+
+def _large(dtype: str) -> float:
+    return 1e3 if dtype == "float16" else 1e15
 
 
 def grown(e: Evidence, factor: float = GROWTH) -> bool:
@@ -122,7 +161,6 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
 # State
 
 
-@concludes("state_nonfinite")
 def _marker(e: Evidence) -> Conclusion | None:
     """The state before the step is finite as a whole, but the loss reads NaN from a variable: a NaN
     marker was read as a number.
@@ -132,7 +170,6 @@ def _marker(e: Evidence) -> Conclusion | None:
     return Conclusion("state_nonfinite", e.origin.op, because="state")
 
 
-@concludes("state_nonfinite", "batchnorm_statistics", "divergence", "optimizer_domain")
 def _bad_state(e: Evidence) -> Conclusion | None:
     """Variables are bad before the step: `state_nonfinite`. Exceptions:
 
@@ -156,7 +193,6 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
 
 
-@concludes("batchnorm_statistics")
 def _modes(e: Evidence) -> Conclusion | None:
     """Inference is bad while training is finite, and the bad value is from BatchNormalization: only
     inference reads the moving statistics.
@@ -172,10 +208,6 @@ def _modes(e: Evidence) -> Conclusion | None:
 # Checks between steps
 
 
-@concludes(
-    *("divergence", "training_flag", "batchnorm_statistics", "loss_scale_collapsed"),
-    *("float16_underflow", "target_out_of_range", "spike", "unknown"),
-)
 def _committed(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, which no replay has confirmed: their kind decides."""
     if e.replay or e.refused:
@@ -218,7 +250,6 @@ def _dead(e: Evidence) -> Conclusion:
 # Refused steps
 
 
-@concludes("loss_scale_collapsed")
 def _invalid_scale(e: Evidence) -> Conclusion | None:
     """The loss scale is 0, negative or not finite. A replay is finite, because the refusal has
     replaced the scale.
@@ -228,7 +259,6 @@ def _invalid_scale(e: Evidence) -> Conclusion | None:
     return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
 
 
-@concludes("transient")
 def _transient(e: Evidence) -> Conclusion | None:
     """The step is finite in an eager replay and in its own mode, and its batch is finite."""
     if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
@@ -236,7 +266,6 @@ def _transient(e: Evidence) -> Conclusion | None:
     return None
 
 
-@concludes("input_nonfinite", "target_nonfinite", "gradient_domain")
 def _batch(e: Evidence) -> Conclusion | None:
     """NaN or Inf is in the batch, and the bad value comes from there: `input_nonfinite` or
     `target_nonfinite`. If bad targets spoil the gradient of a finite loss, a `where` has masked
@@ -275,7 +304,6 @@ def _rows_of(e: Evidence, found: Sequence[Constant]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(row for part in found for row in part.rows)) or e.rows
 
 
-@concludes("target_out_of_range")
 def _targets(e: Evidence) -> Conclusion | None:
     """The loss does not accept the targets, and this either makes it bad or has made training
     diverge. It is not the cause of a bad value in the forward pass.
@@ -286,7 +314,6 @@ def _targets(e: Evidence) -> Conclusion | None:
     return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
 
 
-@concludes("loss_scale_collapsed")
 def _scale(e: Evidence) -> Conclusion | None:
     """The loss scale is above `SCALE_TOO_HIGH`, and the step is finite with a scale of 1; or it is
     below 1, the gradients are bad, and they are not known to be bad with a scale of 1.
@@ -302,7 +329,6 @@ def _scale(e: Evidence) -> Conclusion | None:
     return None
 
 
-@concludes("float16_overflow", "float16_underflow")
 def _low_precision(e: Evidence) -> Conclusion | None:
     """The same step is finite in float32, and the failure is neither in the optimizer nor a
     divergence. A pole is an underflow, unless only the gradient has it and no zero explains it.
@@ -321,7 +347,6 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     return Conclusion("float16_overflow", _culprit(e), e.rows, 0.9, "float32")
 
 
-@concludes("input_scale")
 def _outlier_row(e: Evidence) -> Conclusion | None:
     """A few rows are far larger than all others, and without them the step is finite."""
     if not few(e.rows, e.count) or e.without_rows != "finite":
@@ -333,7 +358,6 @@ def _outlier_row(e: Evidence) -> Conclusion | None:
     return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
 
 
-@concludes("optimizer_domain", "divergence", "state_nonfinite")
 def _update(e: Evidence) -> Conclusion | None:
     """Gradients are finite, weights or slots after the update are not: `optimizer_domain`.
     Exceptions: after growth, unless the optimizer divides by zero, `divergence`; if neither update
@@ -371,7 +395,6 @@ def _divides_by_zero(facts: OptimizerFacts) -> bool:
     return bool(rounds_to_0 or dict(facts.settings).get("centered"))
 
 
-@concludes("divergence", "input_scale")
 def _divergence(e: Evidence) -> Conclusion | None:
     """Training has diverged: numbers grew over the previous steps until they overflowed, or the
     first steps moved the weights too far. It is `input_scale` if a Normalization layer has divided
@@ -424,7 +447,6 @@ def _normalized(e: Evidence) -> str:
     return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE_DATA), "")
 
 
-@concludes("input_scale")
 def _input_scale(e: Evidence) -> Conclusion | None:
     """Nothing has grown yet, and the numbers that overflow are huge in the data, or become huge in
     a Normalization layer; or this layer divides by zero.
@@ -441,7 +463,6 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     return None
 
 
-@concludes("divergence")
 def _recurrence(e: Evidence) -> Conclusion | None:
     """Numbers overflow in a recurrent layer or in the backward pass, without earlier growth: they
     grow within the step.
@@ -454,7 +475,6 @@ def _recurrence(e: Evidence) -> Conclusion | None:
     return None
 
 
-@concludes("divergence")
 def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, but the sum of their squares overflows."""
     if e.first != "gradients" or e.origin.source or e.replay != "bad":
@@ -462,7 +482,6 @@ def _exploded(e: Evidence) -> Conclusion | None:
     return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
 
 
-@concludes("forward_domain", "loss_domain", "gradient_domain")
 def _domain(e: Evidence) -> Conclusion | None:
     """An operation has finite operands and a bad result: `gradient_domain` in the backward pass, or
     if the forward pass masks the result; else `loss_domain` in a loss or regularizer, and
@@ -489,9 +508,31 @@ def _masked(e: Evidence) -> bool:
     return e.first == "gradients" and e.origin.phase in phases and all(r.finite for r in e.table)
 
 
-@concludes("divergence")
 def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
     if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
         return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
+
+
+RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
+    _marker,
+    _bad_state,
+    _modes,
+    _committed,
+    _invalid_scale,
+    _transient,
+    _batch,
+    _targets,
+    _scale,
+    _low_precision,
+    _outlier_row,
+    _update,
+    _divergence,
+    _input_scale,
+    _recurrence,
+    _exploded,
+    _domain,
+    _committed_growth,
+)
+"""The rules in causal order."""

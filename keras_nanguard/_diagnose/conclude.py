@@ -13,8 +13,7 @@ from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.evidence import BACKWARD, Evidence, OptimizerFacts
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._core.literals import CAUSE_WORDS, DERIVATIVE_HINTS, HINTS
-from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, decide
-from keras_nanguard._diagnose.operations import LOW, kind
+from keras_nanguard._diagnose.causes import LOW, MAX_RATE, Conclusion, decide, kind
 from keras_nanguard._diagnose.words import at_rows, sentences
 
 RAW = 100.0

@@ -16,16 +16,10 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
-from keras_nanguard._diagnose.case import (
-    NOT_RUN,
-    Case,
-    batch_facts,
-    rejected_targets,
-    with_names,
-)
+from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, roles
-from keras_nanguard._diagnose.precision import in_float32
+from keras_nanguard._diagnose.trials import Case
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (
@@ -168,7 +162,7 @@ def _examined(model: Any, batch: Any, trains: bool) -> Examination:
     inference, training = (_forward(step, batch, mode) for mode in (False, True))
     if trains and training.outputs is not None:
         keras_losses.build_losses(model, batch[0][1], training.outputs)
-    trained = step.run(batch, observe=True, update=True) if trains else NOT_RUN
+    trained = step.run(batch, observe=True, update=True) if trains else ReplayResult()
     runs = {
         "the forward pass in inference mode": inference.run,
         "the forward pass in training mode": training.run,
@@ -181,7 +175,7 @@ def _examined(model: Any, batch: Any, trains: bool) -> Examination:
     evidence = _evidence(step, batch, inference.run, training, shown)
     if evidence.low_precision and shown.first:
         evidence = replace(evidence, float32=_in_float32(step, batch, shown is trained))
-    found = conclude(with_names(evidence, model))
+    found = conclude(evidence)
     if found.cause == "unknown" and evidence.replay_error:
         found = replace(found, advice=(_what_it_takes(model),))
     elif not (evidence.first or evidence.state or evidence.notes or error):
@@ -216,17 +210,15 @@ def _evidence(
         training="" if training.run.error else training.run.word,
         rows=run.origin.rows if run.origin is not None else (),
         optimizers=optimizer_facts([o for o in step.optimizers if o.built]),
-        target_fault=rejected_targets(step.model, batch, NOT_RUN),
         notes=far,
-        **batch_facts(batch),
     )
-    found = Case(step, batch, evidence).with_run(run)
+    case = Case(step, batch, evidence).with_batch().with_targets().with_run(run)
     if not run.finite:
-        found = found.with_(replay=run.word)
-    if evidence.inputs_bad and 0 < len(evidence.rows) < evidence.count:
+        case = case.with_(replay=run.word)
+    if case.evidence.inputs_bad and 0 < len(evidence.rows) < case.evidence.count:
         rest = _forward(step, batches.without(batch, evidence.rows), False).run
-        found = found.with_(without_rows="finite" if rest.finite else "bad")
-    return found.evidence
+        case = case.with_(without_rows="finite" if rest.finite else "bad")
+    return case.evidence
 
 
 def _bad_state(state: TrainState) -> Iterator[tuple[str, str]]:
@@ -238,7 +230,7 @@ def _bad_state(state: TrainState) -> Iterator[tuple[str, str]]:
 
 
 def _in_float32(step: ReplayableStep, batch: Any, trains: bool) -> str:
-    with in_float32(step.model, step.variables(), step.optimizers):
+    with in_float32(step):
         if trains:
             return step.run(batch, update=True).word
         finite = all(_forward(step, batch, mode).run.finite for mode in (False, True))

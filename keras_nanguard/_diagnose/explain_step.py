@@ -27,17 +27,16 @@ from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.references import reads_iterator
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._diagnose import raised, writers
-from keras_nanguard._diagnose.case import Case
-from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.facts import (
     growth,
     known,
     negative_loss,
     optimizer_facts,
     roles,
+    wrote_otherwise,
 )
-from keras_nanguard._diagnose.trials import investigated
+from keras_nanguard._diagnose.trials import Case, investigated
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
@@ -97,16 +96,13 @@ class Explainer:
                 if earlier is not None:
                     return Explanation(self._taken_over(earlier, report), None)
                 evidence = gather(run, incident, report)
-                found = None
-                if evidence.replay == "failed":
-                    found = raised.by_replay(run.model, evidence, report)
-                found = found or conclude(evidence)
+                found = raised.diagnosed(run.model, evidence, report and report.batch)
                 self._known[self._signature] = found
                 return Explanation(found, evidence)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
-            failed = Diagnosis("unknown", evidence=(why,))
-            return Explanation(failed, Evidence() if earlier is None else None)
+            measured = Evidence(mode=_mode(run)) if earlier is None else None
+            return Explanation(Diagnosis("unknown", evidence=(why,)), measured)
 
     @np.errstate(all="ignore")  # the values are not finite
     def bundle(
@@ -127,7 +123,7 @@ class Explainer:
         from keras_nanguard._diagnose import bundle
 
         try:
-            return bundle.write(run.directory, run, incident, batch, evidence, _mode(run))
+            return bundle.write(run, incident, batch, evidence)
         except Exception as error:  # noqa: BLE001  a full disk must not end training
             reason = f"{type(error).__name__}: {error}"
             processes.print_line(f"NanGuard: no bundle was written: {reason}")
@@ -177,9 +173,9 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     # A state that is bad before a refused step may be due to the rate of the step before.
     counted = bool(committed) or bool(state and refused)
     facts = optimizer_facts(train_state.optimizers, committed=counted)
-    written = bool(state) and refused and writers.was_finite(run, incident.step)
+    written = bool(state) and refused and _was_finite(run, incident.step)
     if first:
-        written = writers.wrote_otherwise(run, incident, train_state, facts)
+        written = wrote_otherwise(run, incident, train_state, facts)
     role_of = roles(train_state)
     evidence = dataclasses.replace(
         known(run.model, incident),
@@ -199,7 +195,8 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     if report is None or report.batch is None:
         return evidence
     start = next((s.value for s in run.ring.snapshots if s.step == 0), None)
-    obstacle = ITERATOR if _reads_iterator(run) else ""
+    reads = run.transaction.model is None and reads_iterator(run.transaction.replayed)
+    obstacle = ITERATOR if reads else ""
     return investigated(Case(step_of(run), report.batch, evidence, start), obstacle).evidence
 
 
@@ -211,9 +208,9 @@ def _bad_before(incident: Incident) -> list[Finding]:
     return [f for f in incident.findings if f.site in ("weights", "statistics")]
 
 
-def _reads_iterator(run: Any) -> bool:
-    """Whether the step of a loop takes its batch from an iterator."""
-    return run.transaction.model is None and reads_iterator(run.transaction.replayed)
+def _was_finite(run: Any, step: int) -> bool:
+    """Whether the whole state was finite after the step before this one."""
+    return [good for good, _ in run.history.last(1)] == [step - 1]
 
 
 def step_of(run: Any) -> ReplayableStep:

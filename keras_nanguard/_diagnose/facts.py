@@ -1,21 +1,22 @@
-"""Facts besides the step itself: the history of the fit, its optimizers, and targets that its
-losses do not accept.
+"""Facts besides the step itself: the history of the fit, its optimizers, targets that its losses do
+not accept, and who wrote a bad number into the state: an optimizer, a constraint, or other code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Evidence, Growth, OptimizerFacts, TargetFault
 from keras_nanguard._core.history import History, magnitudes, sizes
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._diagnose.operations import LOW
+from keras_nanguard._diagnose.causes import LOW, MAX_RATE
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -44,6 +45,23 @@ EXPONENTS = ("gamma", "exponent", "power")
 
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
+
+PROVEN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
+"""Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and
+weight, and divides only by `epsilon` plus a nonnegative number (keras/src/optimizers, `update_step`
+of each). A centered RMSprop divides by the root of a difference, which cancels: it is not among
+them.
+"""
+
+MODERATE = 1e15
+"""With numbers up to this size, a rate up to `MAX_RATE` and an epsilon of at least `MIN_EPSILON`
+every term of these updates stays below `TERM`, far from the largest float32, 3.4e38.
+"""
+
+TERM = 1e30
+"""Magnitude that no term of these updates reaches then."""
+
+MIN_EPSILON = 1e-12
 
 
 def known(model: Any, incident: Incident) -> Evidence:
@@ -163,13 +181,13 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
     found = [
         (f"The loss weight of {name!r}", weight)
         for name, weight in keras_losses.loss_weights(model)
+        if not 1 / UNUSUAL < abs(weight) < UNUSUAL
     ]
-    found = [(words, weight) for words, weight in found if not 1 / UNUSUAL < abs(weight) < UNUSUAL]
     for layer in keras_layers.layers_of(model):
         for name, regularizer in vars(layer).items():
-            for norm in (
-                ("l1", "l2") if isinstance(regularizer, keras.regularizers.Regularizer) else ()
-            ):
+            if not isinstance(regularizer, keras.regularizers.Regularizer):
+                continue
+            for norm in ("l1", "l2"):
                 factor = getattr(regularizer, norm, 0.0)
                 value = float(factor) if np.ndim(factor) == 0 and factor is not None else 0.0
                 if value >= 1.0:
@@ -181,31 +199,12 @@ def exponents(model: Any) -> tuple[tuple[str, str, float], ...]:
     """Return loss, parameter and value of each exponent among the parameters of the compiled
     losses.
     """
-    found = []
-    for _, loss in keras_losses.losses_by_output(model):
-        values = ((name, getattr(loss, name, None)) for name in EXPONENTS)
-        found += [
-            (str(loss.name), name, float(v)) for name, v in values if isinstance(v, (int, float))
-        ]
-    return tuple(found)
-
-
-def target_fault(
-    model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]
-) -> TargetFault | None:
-    """Return the first problem of the targets, given the arrays and the width of each output."""
-    entries = keras_losses.losses_by_output(model)
-    if len(entries) != len(targets):
-        entries = entries[:1] if len(targets) == 1 else []
-    for index, ((output, loss), array) in enumerate(zip(entries, targets)):
-        width = widths[index] if index < len(widths) else 0
-        found = keras_losses.rejected(loss, array, width)
-        if found is not None:
-            rows, words, fatal = found
-            return TargetFault(
-                str(loss.name), output if len(entries) > 1 else "", rows, words, fatal
-            )
-    return None
+    return tuple(
+        (str(loss.name), name, float(value))
+        for _, loss in keras_losses.losses_by_output(model)
+        for name in EXPONENTS
+        if isinstance(value := getattr(loss, name, None), (int, float))
+    )
 
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
@@ -223,3 +222,69 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
         f" is {lowest:.3g})"
     )
     return TargetFault(str(entries[0].name), "", (), words)
+
+
+def wrote_otherwise(
+    run: Any, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
+) -> bool:
+    """Whether no update can have produced the bad values of a committed step, neither from the
+    current values nor from a snapshot and the gradients since.
+    """
+    norms = [norm for _, _, norm in run.history.since(incident.step)]
+    norm = incident.values.get("gradient_norm", math.nan)
+    if norms and not incident.values:  # an incident between two steps has no norm
+        norm = norms[-1]
+    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
+    if must_stay_finite(optimizers, facts, map(keras_variables.view, variables), norm):
+        return True
+    snapshot, committed = run.ring.newest(), incident.committed
+    if snapshot is None or committed is None or not snapshot.at_hand:
+        return False
+    norms = [one for _, _, one in run.history.since(snapshot.step)]
+    values = [value for v in variables if (value := snapshot.value(v)) is not None]
+    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
+    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
+
+
+def must_stay_finite(
+    optimizers: Sequence[Any],
+    facts: Sequence[OptimizerFacts],
+    arrays: Iterable[Any],
+    norm: float,
+) -> bool:
+    """Return whether no step of these optimizers can produce NaN, Inf or a number beyond `TERM`,
+    given numbers of this size.
+
+    Args:
+        optimizers: the optimizers.
+        facts: their hyperparameters, in the same order.
+        arrays: weights and slots; entries that are not finite, or beyond what the terms can be,
+            are ignored.
+        norm: global gradient norm of the step.
+    """
+    return (
+        norm <= MODERATE
+        and all(map(_is_proven, map(keras_optimizers.inner, optimizers), facts))
+        and all(_largest_ordinary(array) <= MODERATE for array in arrays)
+    )
+
+
+def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
+    betas = [getattr(optimizer, name, 0.0) for name in ("beta_1", "beta_2", "rho", "momentum")]
+    return (
+        type(optimizer).__module__.startswith("keras.")
+        and facts.name in PROVEN
+        and not getattr(optimizer, "centered", False)
+        and facts.dtype in ("float32", "float64")
+        and abs(facts.learning_rate) <= MAX_RATE
+        and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)
+        and all(isinstance(beta, (int, float)) and 0.0 <= beta < 1.0 for beta in betas)
+    )
+
+
+def _largest_ordinary(array: Any) -> float:
+    wide = finiteness.widen(array)
+    if wide.dtype.kind not in "fc" or not wide.size:
+        return 0.0
+    ordinary = np.abs(wide[np.abs(wide) < TERM])
+    return float(ordinary.max()) if ordinary.size else 0.0

@@ -12,6 +12,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
+from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 LABEL = re.compile(
@@ -61,19 +62,13 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> Explained 
     return _broken(model, message, broken[0]) if broken else None
 
 
-def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
-    """Return the diagnosis of a step whose replay raises an exception, `None` if the exception has
-    none.
-
-    Args:
-        model: the model.
-        evidence: the evidence, with the result of the replay.
-        report: has the `batch`.
+def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
+    """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
+    the one of this exception, if it has one.
     """
-    if evidence.replay != "failed":
-        return None
-    found = explained(model, RuntimeError(evidence.replay_error), report.batch)
-    return found[1] if found is not None else None
+    error = RuntimeError(evidence.replay_error)
+    found = explained(model, error, batch) if evidence.replay == "failed" else None
+    return conclude(evidence) if found is None else found[1]
 
 
 def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -> Explained:

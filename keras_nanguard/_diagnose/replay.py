@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +20,10 @@ from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain
-from keras_nanguard._diagnose import raised
-from keras_nanguard._diagnose.case import Case, Start, compiled
-from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_changes
 from keras_nanguard._diagnose.facts import known, optimizer_facts
-from keras_nanguard._diagnose.precision import in_float32
-from keras_nanguard._diagnose.reruns import reruns_with_changes
-from keras_nanguard._diagnose.trials import investigated
+from keras_nanguard._diagnose.raised import diagnosed
+from keras_nanguard._diagnose.trials import Case, compiled, investigated
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.loaded import refuse_code_in_hdf5
@@ -141,10 +138,10 @@ def replay(
         step = _prepared(found, model)
         batch = _tensors(found.batch)
         if dtype == "float32":
-            stack.enter_context(in_float32(model, step.variables(), step.optimizers))
+            stack.enter_context(in_float32(step))
         run, evidence = _run(found, step, batch, mode)
         cures = tuple(_reruns(found, step, batch)) if counterfactuals else ()
-    diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
+    diagnosis = diagnosed(model, evidence, found.batch)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
 
@@ -251,16 +248,12 @@ def _write_state(
 def _pairs(
     state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
-    """Return each variable with its value: by path where paths are unique, else in order."""
-    by_path, paths = dict(state), {v.path for v in variables}
-    unique = len(by_path) == len(state) and len(paths) == len(variables)
-    if unique and (set(by_path) <= paths or paths <= set(by_path)):
-        return [(v, by_path[v.path]) for v in variables if v.path in by_path]
-    found, rest = [], deque(state)  # in Keras 3.6 several slots have the same path
-    for variable in variables:
-        if rest and (variable.path, tuple(variable.shape)) == (rest[0][0], rest[0][1].shape):
-            found.append((variable, rest.popleft()[1]))
-    if not rest:
+    """Return each variable with its value: by path, in order if the paths are different."""
+    left: dict[str, deque[np.ndarray[Any, Any]]] = defaultdict(deque)
+    for path, array in state:  # in Keras 3.6 several slots have the same path
+        left[path].append(array)
+    found = [(v, left[v.path].popleft()) for v in variables if left[v.path]]
+    if len(found) in (len(state), len(variables)):
         return found
     if len(state) != len(variables):
         what = f"a model with {len(state)} variables"

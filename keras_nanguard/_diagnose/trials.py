@@ -1,5 +1,5 @@
-"""The trials on a refused step: each replays it with one change, and answers one question. A trial
-runs only if its result can decide the cause.
+"""A refused step that is examined, and the trials on it: each replays it with one change, and
+answers one question. A trial runs only if its result can decide the cause.
 """
 
 from __future__ import annotations
@@ -7,23 +7,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
-from keras_nanguard._core.evidence import NOWHERE, Evidence
-from keras_nanguard._diagnose.case import Case, batch_facts, compiled, rejected_targets, with_names
-from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, few, grown
-from keras_nanguard._diagnose.operations import kind
-from keras_nanguard._diagnose.precision import in_float32
-from keras_nanguard._diagnose.reruns import restore, standardized, train_from
-from keras_nanguard._diagnose.writers import constraint_of
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._core.data import input_names, named
+from keras_nanguard._core.evidence import NOWHERE, Evidence, TargetFault
+from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, few, grown, kind
+from keras_nanguard._diagnose.changes import Start, in_float32, restore, standardized, train_from
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 TRIAL_STEPS = 6
@@ -36,6 +39,91 @@ MAX_HALVINGS = 8
 """Maximum number of times that a batch is halved in the search for a row."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """A step, and what is known about it.
+
+    Attributes:
+        step: the step, on the state before it.
+        batch: its arguments.
+        evidence: what is known.
+        start: the state before the first step, `None` if it is not known.
+        run: the replay that the evidence describes.
+    """
+
+    step: ReplayableStep
+    batch: Any
+    evidence: Evidence
+    start: Start | None = None
+    run: ReplayResult = field(default_factory=ReplayResult)
+
+    def with_(self, **found: Any) -> Case:
+        """Return the case with more evidence."""
+        return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, **found))
+
+    def with_batch(self) -> Case:
+        """Return the case with the evidence from its batch alone."""
+        batch, names = self.batch, input_names(self.step.model)
+
+        def shown(parts: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(dataclasses.replace(p, name=named(p.name, names)) for p in parts)
+
+        return self.with_(
+            count=batches.row_count(batch),
+            inputs_bad=shown(batches.bad(batch, ("inputs",))),
+            targets_bad=batches.bad(batch, ("targets", "sample_weight")),
+            inputs=shown(batches.spreads(batch, "inputs")),
+            targets=batches.spreads(batch, "targets"),
+        )
+
+    def with_run(self, run: ReplayResult) -> Case:
+        """Return the case with the result of a replay."""
+        origin = run.origin or NOWHERE
+        if origin.source == "batch":
+            name = named(origin.op, input_names(self.step.model))
+            origin = dataclasses.replace(origin, op=name)
+        return dataclasses.replace(self, run=run).with_(
+            replay_error=run.error,
+            first=run.first,
+            first_path=run.first_path if run.first else self.evidence.first_path,
+            origin=origin,
+            loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
+            table=run.rows,
+        )
+
+    def with_targets(self) -> Case:
+        """Return the case with the first problem of the targets, given the shapes of the outputs of
+        its replay, if it has any.
+        """
+        model = self.step.model
+        shapes = [array.shape for _, array in self.run.outputs] or keras_layers.output_shapes(model)
+        widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
+        targets = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
+        entries = keras_losses.losses_by_output(model)
+        if len(entries) != len(targets):
+            entries = entries[:1] if len(targets) == 1 else []
+        widths += [0] * len(entries)
+        for (output, loss), array, width in zip(entries, targets, widths):
+            if (found := keras_losses.rejected(loss, array, width)) is not None:
+                output = output if len(entries) > 1 else ""
+                return self.with_(target_fault=TargetFault(str(loss.name), output, *found))
+        return self.with_(target_fault=None)
+
+    def again(self, batch: Any) -> ReplayResult:
+        """Run the step once more, in the fastest mode in which it is bad."""
+        e = self.evidence
+        if e.first in ("slots", "weights"):
+            return self.step.run(batch, update=True)
+        if e.replay == "finite" and self.step.judged is None:  # bad in its compiled form alone
+            return compiled(self.step, batch, e.mode)
+        return self.step.rerun(batch)
+
+
+def compiled(step: ReplayableStep, batch: Any, mode: str) -> ReplayResult:
+    """Run a step once as it was compiled."""
+    return run_compiled(step, batch, jit=mode == "xla")
+
+
 def investigated(case: Case, obstacle: str = "") -> Case:
     """Return a case with the results of a replay and of all trials.
 
@@ -43,21 +131,21 @@ def investigated(case: Case, obstacle: str = "") -> Case:
         case: the case, with the evidence that needs no replay.
         obstacle: why the step cannot be replayed, as a sentence; `""` if it can.
     """
-    step = case.step
-    case = _run_trials(case.with_(**batch_facts(case.batch)), obstacle)
+    case = _tried(case.with_batch(), obstacle)
     if case.evidence.first == "weights":
-        state = TrainState.of(step.model, step.optimizers)
-        case = case.with_(constraint=constraint_of(state, case.evidence.first_path))
-    return dataclasses.replace(case, evidence=with_names(case.evidence, step.model))
+        trained = TrainState.of(case.step.model, case.step.optimizers).trainable
+        weight = next((v for v in trained if v.path == case.evidence.first_path), None)
+        constraint = getattr(weight, "constraint", None)
+        case = case.with_(constraint=type(constraint).__name__ if constraint is not None else "")
+    return case
 
 
-def _run_trials(case: Case, obstacle: str) -> Case:
+def _tried(case: Case, obstacle: str) -> Case:
     if case.evidence.state or not case.evidence.refused:
         return case
     if obstacle := obstacle or _obstacle(case.step):
         return case.with_(notes=(obstacle,))
-    case = _replayed(case)
-    case = case.with_(target_fault=rejected_targets(case.step.model, case.batch, case.run))
+    case = _replayed(case).with_targets()
     if not case.run.error and not case.run.finite:
         for trial in TRIALS:
             case = case.with_(**trial(case))
@@ -81,7 +169,7 @@ def _obstacle(step: ReplayableStep) -> str:
 def _replayed(case: Case) -> Case:
     """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
     run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
-    case = case.with_run(run, replay=run.word)
+    case = case.with_run(run).with_(replay=run.word)
     if not run.finite:
         return case
     if mode == "eager":
@@ -93,11 +181,10 @@ def _replayed(case: Case) -> Case:
 
 def _in_float32(case: Case) -> dict[str, Any]:
     """Is the step finite in float32?"""
-    step = case.step
     if not case.evidence.low_precision:
         return {}
-    with in_float32(step.model, step.variables(), step.optimizers):
-        return {"float32": step.run(case.batch, update=True).word}
+    with in_float32(case.step):
+        return {"float32": case.step.run(case.batch, update=True).word}
 
 
 def _unscaled(case: Case) -> dict[str, Any]:
@@ -114,8 +201,11 @@ def _unscaled(case: Case) -> dict[str, Any]:
 
 def _without_rows(case: Case) -> dict[str, Any]:
     """Is the step finite without some rows?"""
-    rows = rows_to_blame(case)
-    return {"rows": rows, "without_rows": "finite"} if rows else {}
+    for rows in _suspects(case):
+        some = 0 < len(rows) < case.evidence.count
+        if some and case.again(batches.without(case.batch, rows)).finite:
+            return {"rows": rows, "without_rows": "finite"}
+    return {}
 
 
 def _at_start(case: Case) -> dict[str, Any]:
@@ -178,23 +268,13 @@ TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
 # Rows
 
 
-def rows_to_blame(case: Case) -> tuple[int, ...]:
-    """Return the rows without which the step is finite, none if there are none."""
-    count = case.evidence.count
-    for rows in _suspects(case):
-        some = 0 < len(rows) < count
-        if some and case.again(batches.without(case.batch, rows)).finite:
-            return rows
-    return ()
-
-
 def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
     """Yield rows that may be to blame, the best supported first."""
     e = case.evidence
     if e.first in ("slots", "weights"):
         yield _outliers(e)
         return
-    blamed = blamed_rows(case.run, e.count)
+    blamed = _blamed(case.run, e.count)
     yield blamed
     if 0 < len(blamed) < e.count and e.replay == "bad":
         yield _with_others(case, blamed)
@@ -202,16 +282,10 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
     yield _outliers(e)
     mixed = e.first in ("loss", "statistics", "gradients")
     if mixed and e.replay == "bad" and e.count > 1 and not (blamed or grown(e)):
-        everything = {*range(e.count)}
-
-        def is_bad_on(rows: Sequence[int]) -> bool:
-            others = sorted(everything - {*rows})
-            return not case.again(batches.without(case.batch, others)).finite
-
-        yield bisected(e.count, is_bad_on)
+        yield _bisected(case)
 
 
-def blamed_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
+def _blamed(run: ReplayResult, count: int) -> tuple[int, ...]:
     """Return the rows that are bad in a replay, none if all of them are.
 
     The origin of the bad value is the most precise; then the loss values per sample; then the
@@ -230,7 +304,7 @@ def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
     """Return these rows, and those that are still bad, for another reason, without them."""
     kept = [row for row in range(case.evidence.count) if row not in blamed]
     rest = batches.without(case.batch, blamed)
-    found = blamed_rows(case.step.run(rest, observe=True), batches.row_count(rest))
+    found = _blamed(case.step.run(rest, observe=True), batches.row_count(rest))
     more = {kept[row % len(kept)] for row in found}
     return (*blamed, *sorted(more)) if more else ()
 
@@ -242,14 +316,15 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
     return rows if few(rows, e.count) else ()
 
 
-def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the only row with which the step is bad; no row if there are several or none.
+def _bisected(case: Case) -> tuple[int, ...]:
+    """Return the only row with which the step is bad; no row if there are several or none."""
+    everything = range(case.evidence.count)
 
-    Args:
-        count: number of rows.
-        is_bad: runs the step on these rows only and returns whether it is bad.
-    """
-    found = list(range(count))
+    def is_bad(rows: Sequence[int]) -> bool:
+        others = [row for row in everything if row not in rows]
+        return not case.again(batches.without(case.batch, others)).finite
+
+    found: Sequence[int] = everything
     for _ in range(MAX_HALVINGS):
         if len(found) < 2:
             break

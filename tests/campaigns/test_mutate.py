@@ -76,7 +76,7 @@ MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
     ("_backends/shared/rules.py", "finite & ops.logical_not(halted)", "finite | ops.logical_not(halted)", refuses_what_is_not_finite),
     ("_backends/shared/rules.py", "ops.maximum(scale * 0.5, MIN_LOSS_SCALE)", "scale * 0.5", keeps_a_scale_above_its_floor),
     ("_policy/state.py", ANEW, FOREVER, ends_a_streak),
-    ("_diagnose/causes.py", "for _, rule in RULES:", "for _, rule in RULES[::-1]:", looks_at_the_state_first),
+    ("_diagnose/causes.py", "for rule in RULES:", "for rule in RULES[::-1]:", looks_at_the_state_first),
     ("_core/verdict.py", "self.weights + self.slots", "self.slots", finds_what_was_committed),
     ("_core/finiteness.py", "np.isnan(piece)", "np.isnan(piece[:-1])", finds_one_bad_entry),
 ]  # fmt: skip

@@ -14,7 +14,8 @@ from keras.src.backend.common import masking
 from keras.src.utils import io_utils
 from support import zoo
 
-from keras_nanguard._diagnose import precision
+from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._keras import (
     fitting,
     layers as keras_layers,
@@ -435,7 +436,7 @@ def test_dtypes_are_exchanged_and_put_back():
     built.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"), auto_scale_loss=False)
     dtypes = lambda: {str(t.dtype) for t in (*built.weights, built.loss, built.inputs[0])}  # noqa: E731
     x, before = np.full((1, 4), 0.3, "float16"), dtypes()
-    with precision.in_float32(built, list(built.weights), []):
+    with in_float32(ReplayableStep(built, built, [])):
         assert (before, dtypes()) == ({"float16"}, {"float32"})
         assert keras.backend.standardize_dtype(built(x).dtype) == "float32"
     assert dtypes() == before and keras.backend.standardize_dtype(built(x).dtype) == "float16"

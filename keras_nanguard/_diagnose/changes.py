@@ -1,33 +1,44 @@
-"""Training from an earlier state up to a bad step, with one change at a time.
+"""Changes of a step, one at a time: the model in float32, scaled data, a lower rate, clipping, the
+batch without some rows; and training from an earlier state up to the bad step with each of them.
 
 The change that cures a failure identifies its cause: a divergence that a tenth of the learning rate
 cures is due to the rate, one that only float32 cures to the dtype, one that disappears without
 three rows to these rows.
+
+Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
+losses and symbolic tensors. `tests/keras_internals/test_internals.py` fails when a release of Keras
+removes one of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
-from keras_nanguard._diagnose.case import Start
+from keras_nanguard._diagnose.causes import LOW
 from keras_nanguard._diagnose.facts import lowest
-from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.words import at_rows
 from keras_nanguard._keras import (
     arrays as keras_arrays,
+    layers as keras_layers,
+    losses as keras_losses,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
+
+Start = Callable[[Any], Any]
+"""Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 MIN_GROWTH = 10.0
 """Factor of the last loss over the first above which it is reported as growing."""
@@ -57,7 +68,7 @@ def _changes(
     step: ReplayableStep, sequence: Sequence[Any], rows: Sequence[int]
 ) -> Iterator[tuple[str, Sequence[Any]]]:
     """Make one change at a time; yield its words while it lasts, and the arguments of each step."""
-    optimizers = [keras_optimizers.inner(optimizer) for optimizer in step.optimizers]
+    optimizers = list(map(keras_optimizers.inner, step.optimizers))
     with Overrides() as overrides:
         for optimizer in optimizers:
             keras_optimizers.set_rate(optimizer, lambda rate: rate() * 0.1, overrides)
@@ -68,7 +79,7 @@ def _changes(
                 overrides.set(optimizer, name, value)
         yield "with gradients clipped to a global norm of 1", sequence
     if lowest(step.model):
-        with in_float32(step.model, step.variables(), step.optimizers):
+        with in_float32(step):
             yield "in float32", sequence
     bad = sequence[-1]
     if rows and len(rows) < batches.row_count(bad):
@@ -112,10 +123,10 @@ def train_from(
             losses.append(step.train(batch))
             if not math.isfinite(losses[-1]):
                 return losses, ""
-        bad = (
-            v for v in train_state.trainable if not finiteness.is_finite(keras_variables.view(v))
-        )
-        return losses, str(next((v.path for v in bad), ""))
+        for variable in train_state.trainable:
+            if not finiteness.is_finite(keras_variables.view(variable)):
+                return losses, str(variable.path)
+    return losses, ""
 
 
 def restore(variables: Sequence[Any], start: Start) -> None:
@@ -141,3 +152,34 @@ def standardized(role: str, value: Any) -> Any:
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
     return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
+
+
+@contextlib.contextmanager
+def in_float32(step: ReplayableStep) -> Iterator[None]:
+    """Make the model of a step compute in float32, with float32 copies of all variables of the step
+    that have a low dtype.
+    """
+    undo: list[tuple[Any, str, Any]] = []
+    twins: list[tuple[Any, Any]] = []
+    try:
+        for layer in keras_layers.layers_of(step.model):
+            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+        for tensor in keras_layers.symbolic_inputs(step.model):
+            keras_layers.exchange(tensor, "_dtype", "float32", undo)
+        for loss in keras_losses.losses_of(step.model):
+            if str(getattr(loss, "dtype", "")) in LOW:
+                keras_layers.exchange(loss, "_dtype", "float32", undo)
+        for variable in step.variables():
+            if str(getattr(variable, "dtype", "")) not in LOW:
+                continue
+            native, twin = getattr(variable, "value", None), current.replay().twin(variable)
+            if twin is not None:
+                keras_layers.exchange(variable, "_value", twin, undo)
+                keras_layers.exchange(variable, "_dtype", "float32", undo)
+                twins.append((native, twin))
+        for optimizer in step.optimizers:
+            keras_optimizers.register_twins(optimizer, twins, undo)
+        yield
+    finally:
+        for target, name, value in reversed(undo):
+            object.__setattr__(target, name, value)
