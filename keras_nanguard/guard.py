@@ -23,7 +23,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._fit import arguments
 from keras_nanguard._fit.attached import Attached, guardable
-from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.run import Run, Totals

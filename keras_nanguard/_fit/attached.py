@@ -6,24 +6,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.plain_values import plain
-from keras_nanguard._fit import results
+from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.callbacks import (
     OWN,
     REFUSED,
     Firewall,
+    bad_arrays,
+    bad_metrics,
+    diagnosed,
     hide_from_progress_bar,
     numbers,
-    shielded,
 )
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.results import Lagging
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
@@ -152,8 +153,8 @@ class Attached:
 
     @contextlib.contextmanager
     def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        """Replace the logs of an epoch without committed steps, before any callback receives them,
-        and hide values that are not finite from callbacks that compare.
+        """Replace the logs of an epoch without committed steps, before any callback receives
+        them.
         """
         session, run = self.session, self.session.run
         run.access.resolve_pending()
@@ -164,9 +165,7 @@ class Attached:
             if run.failed:
                 session.logs.fail(logs)
             self._add_own(logs)
-        callbacks: Iterable[Any] = self.fit.callbacks if run.policy.refuse else ()
-        with shielded(callbacks, logs, session.logs.no_best):
-            yield
+        yield
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -211,7 +210,7 @@ class Attached:
         """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
         BatchNormalization statistics.
         """
-        bad = results.bad_metrics(logs)
+        bad = bad_metrics(logs)
         self._announce(bad, diagnose)
         if self.training and not bad and diagnose:
             found = self._lagging.look(self.session.run, logs, self._plan)
@@ -220,7 +219,7 @@ class Attached:
 
     def predicted(self, logs: Any) -> None:
         """Find predictions that are not finite, of which the first ones are reported."""
-        self._predicted = self._predicted or results.bad_arrays(logs)
+        self._predicted = self._predicted or bad_arrays(logs)
 
     def end_predict(self, diagnose: bool) -> None:
         """Report predictions that are not finite."""
@@ -231,7 +230,7 @@ class Attached:
         """Report results that are not finite. Outside of training no action is taken."""
         if findings:
             model, says = self.session.run.model, bool(self._reporter.verbose)
-            diagnosis = results.diagnosed(model, says) if diagnose else None
+            diagnosis = diagnosed(model, says) if diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self.training)
 
 

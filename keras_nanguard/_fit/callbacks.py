@@ -4,14 +4,18 @@ They receive logs without values that no step has measured, and no model to save
 After a refused step the state is good. It can still become bad if other code writes it between two
 steps, and a validation may give NaN. `ModelCheckpoint`, `EarlyStopping` and `ReduceLROnPlateau` use
 the first value they receive as the best one, and no number is less than NaN.
+
+Results of `evaluate` and `predict` that are not finite are found as well. Keras passes no batch to
+these callbacks. After a call that ended in NaN, its data are therefore read once more, up to the
+first bad batch. A healthy call costs nothing. Data from a generator cannot be read twice.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +23,13 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import fitting as keras_fitting, layers as keras_layers, overrides
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    layers as keras_layers,
+    overrides,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.overrides import Overrides
 
 REFUSED = "refused_steps"
@@ -31,6 +41,9 @@ OWN = "nanguard/"
 HUGEST = 3.4028234663852886e38
 """The largest float32. It is finite, as TerminateOnNaN requires, and not a plausible measurement.
 """
+
+BATCHES = 64
+"""Maximum number of batches that are read to find the cause of a bad result."""
 
 
 def numbers(logs: Any) -> dict[str, float]:
@@ -73,8 +86,7 @@ class Logs:
 
     Attributes:
         known: the logs of the last committed step; `None` before the first one.
-        shown: the logs that callbacks have received last.
-        unmeasured: names of the logs among `shown` that no step has measured.
+        shown: the logs that callbacks have received last: `known`, or those of `stand_in`.
         failed: names of the logs of an epoch whose trial has failed.
     """
 
@@ -82,8 +94,13 @@ class Logs:
         self.model = model
         self.known: Any = None
         self.shown: Any = None
-        self.unmeasured: frozenset[str] = frozenset()
         self.failed: frozenset[str] = frozenset()
+        self._unmeasured: frozenset[str] = frozenset()
+
+    @property
+    def unmeasured(self) -> frozenset[str]:
+        """Names of the logs among `shown` that no step has measured."""
+        return frozenset() if self.shown is self.known else self._unmeasured
 
     @property
     def no_best(self) -> frozenset[str]:
@@ -97,12 +114,10 @@ class Logs:
         """
         rising = keras_layers.directed(self.model, "up")
         falling = {"loss", *keras_layers.directed(self.model, "down")}
-        found = [key for key, value in logs.items() if _is_float(value)]
-        for key in found:
-            ends = {name for name in rising | falling if key.endswith(f"_{name}")}
-            ends.add(key.removeprefix("val_"))
-            logs[key] = -HUGEST if ends & rising else HUGEST if ends & falling else math.nan
-        self.failed = frozenset(found)
+        self.failed = frozenset(key for key, value in logs.items() if _is_float(value))
+        for key in self.failed:
+            falls = HUGEST if _is_named(key, falling) else math.nan
+            logs[key] = -HUGEST if _is_named(key, rising) else falls
 
     def stand_in(self, logs: Mapping[str, Any], loss: float = math.nan) -> dict[str, Any]:
         """Return the logs of a refused step, or of an epoch without committed steps.
@@ -120,7 +135,7 @@ class Logs:
         unmeasured: set[str] = set()
 
         def one(key: str, value: Any, known: Any, grows: bool) -> Any:
-            grows = grows or any(key == name or key.endswith(f"_{name}") for name in rising)
+            grows = grows or _is_named(key, rising)
             if isinstance(value, Mapping):
                 inner = known if isinstance(known, Mapping) else {}
                 return {n: one(n, part, inner.get(n), grows) for n, part in value.items()}
@@ -132,10 +147,14 @@ class Logs:
             worst = -HUGEST if grows else HUGEST
             return np.full(np.shape(value), worst) if np.ndim(value) else worst
 
-        self.shown = one("", logs, self.known, False)
-        self.unmeasured = frozenset(unmeasured)
-        shown: dict[str, Any] = self.shown
+        shown: dict[str, Any] = one("", logs, self.known, False)
+        self.shown, self._unmeasured = shown, frozenset(unmeasured)
         return shown
+
+
+def _is_named(key: str, names: Iterable[str]) -> bool:
+    """Whether a log is that of one of these metrics, perhaps of an output or of a validation."""
+    return any(key == name or key.endswith(f"_{name}") for name in names)
 
 
 def _is_float(value: Any) -> bool:
@@ -145,8 +164,12 @@ def _is_float(value: Any) -> bool:
 
 
 class Firewall:
-    """Checks the whole state before each save of a model during a guarded fit. It changes the
-    instance only.
+    """Protects the callbacks of a guarded fit, by changes to instances only.
+
+    The whole state is checked before each save of a model. Callbacks that compare values do not
+    receive one that is not finite, or that no step has measured: those that keep the best model
+    find no better one, and the others warn that the metric is missing. All other callbacks and
+    History receive the logs unchanged.
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
@@ -160,96 +183,138 @@ class Firewall:
         own = [(session.run.model, "save"), (session.run.model, "save_weights")]
         for target, name in [*own, *keras_fitting.savers(callbacks)]:
             if hasattr(target, name):  # a trainer that is not a `keras.Model` may have none
-                self._overrides.set(target, name, self._looked_at(getattr(target, name)))
+                self._overrides.set(target, name, self._checked(getattr(target, name)))
         for callback in callbacks:
             by_batches = getattr(callback, "save_freq", "epoch") != "epoch"
+            names = ["on_epoch_end"] if hasattr(callback, "monitor") else []
             if by_batches and getattr(callback, "save_best_only", False):
-                guarded = _by_batches(callback, session.logs)
-                self._overrides.set(callback, "on_train_batch_end", guarded)
+                names.append("on_train_batch_end")
+            for name in names:
+                if name not in vars(callback):
+                    self._overrides.set(callback, name, self._shielded(callback, name))
 
     def close(self) -> None:
         """Restore every method."""
         self._overrides.give_back()
 
-    def _looked_at(self, save: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that saves the model only if its state is finite."""
+
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            session = self._session
-            if not session.run.scan("weights"):
-                return save(*args, **kwargs)
-            session.seen_outside([])
-            if not session.run.scan("weights"):
+            run = self._session.run
+            if run.scan("weights"):
+                self._session.seen_outside([])
+            if not run.scan("weights"):
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
-            text = f"Not saved: {where}. The model has NaN or Inf."
-            session.run.event("firewall", text)
+            run.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
             processes.print_line(f"NanGuard: did not save {where}: {why}")
             return None
 
         return guarded
 
+    def _shielded(self, callback: Any, name: str) -> Callable[..., Any]:
+        """Return a method of a callback that compares, without values that it may not use.
 
-@contextmanager
-def shielded(
-    callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()
-) -> Iterator[None]:
-    """Hide values that are not finite, or that no step has measured (`unmeasured`), from callbacks
-    that compare.
+        A callback that keeps the best model gets NaN, and a comparison that is never true: its file
+        name may contain the metric. Without the metric it would always save, and with NaN alone it
+        would save if it has no best value yet.
+        """
+        real = getattr(callback, name)
 
-    Callbacks that keep the best model find no better one, and the others warn that the metric is
-    missing. All other callbacks and History receive the logs unchanged.
+        def guarded(number: int, logs: Any = None) -> Any:
+            key, logs = callback.monitor, {} if logs is None else logs
+            value = logs.get(key)
+            known = numbers({key: value} if hasattr(callback, "monitor_op") else {})
+            hidden = key in self._session.logs.no_best
+            if key not in known or (math.isfinite(known[key]) and not hidden):
+                return real(number, logs)
+            if not getattr(callback, "save_best_only", False):
+                del logs[key]
+                try:
+                    return real(number, logs)
+                finally:
+                    logs[key] = value
+            comparison, best = callback.monitor_op, callback.best
+            callback.monitor_op = lambda value, other: False
+            callback.best = math.nan if best is None else best
+            try:
+                return real(number, {**logs, key: math.nan})
+            finally:
+                callback.monitor_op, callback.best = comparison, best
+
+        return guarded
+
+
+# Results that are not finite
+
+
+def bad_metrics(logs: Any) -> list[Finding]:
+    """Return a finding for each metric of an evaluation that is not finite."""
+    return [
+        Finding("validation", "nonfinite", k, value=v)
+        for k, v in numbers(logs).items()
+        if not math.isfinite(v)
+    ]
+
+
+def bad_arrays(logs: Any) -> list[Finding]:
+    """Return a finding for the first array of predictions that is not finite."""
+    for name, array in keras_variables.named_arrays((logs or {}).get("outputs")):
+        nan, inf, size = finiteness.counts(array)
+        if nan or inf:
+            return [Finding("predictions", "nonfinite", name, nan, inf, size)]
+    return []
+
+
+@np.errstate(all="ignore")  # the values are not finite
+def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
+    """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
+
+    Never raises. `says`: whether to print a line if this takes longer than a second.
     """
-    found = numbers(logs).items()
-    bad = {key for key, value in found if not math.isfinite(value) or key in unmeasured}
-    with Overrides() as overrides:
-        for callback in callbacks if bad else ():
-            compares = hasattr(callback, "monitor_op") and "on_epoch_end" not in vars(callback)
-            if compares and getattr(callback, "monitor", None) in bad:
-                overrides.set(callback, "on_epoch_end", _without(callback, callback.monitor))
-        yield
+    from keras_nanguard._diagnose.explain_step import when_slow
+
+    with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
+        return _diagnosed(model)
 
 
-def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]:
-    real = callback.on_epoch_end
+def _diagnosed(model: Any) -> Diagnosis | None:
+    from keras_nanguard._diagnose.examine import diagnose
 
-    def on_epoch_end(epoch: int, logs: Any = None) -> Any:
-        logs = {} if logs is None else logs
-        if getattr(callback, "save_best_only", False):
-            return _never_best(callback, key, logs, lambda seen: real(epoch, seen))
-        seen = {k: v for k, v in logs.items() if k != key}
-        result = real(epoch, seen)
-        # ReduceLROnPlateau adds its rate for those that come after it.
-        logs.update({k: v for k, v in seen.items() if k not in logs})
-        return result
-
-    return on_epoch_end
-
-
-def _by_batches(callback: Any, known: Logs) -> Callable[..., Any]:
-    """Return `on_train_batch_end` for a callback that keeps the best model and compares within an
-    epoch.
-    """
-    real = callback.on_train_batch_end
-
-    def on_train_batch_end(batch: int, logs: Any = None) -> Any:
-        key = callback.monitor
-        if key in known.unmeasured:
-            return _never_best(callback, key, logs or {}, lambda seen: real(batch, seen))
-        return real(batch, logs)
-
-    return on_train_batch_end
-
-
-def _never_best(callback: Any, key: str, logs: Any, run: Callable[[Any], Any]) -> Any:
-    """Run a callback that keeps the best model in such a way that it finds no better one. Its file
-    name may contain the metric.
-
-    Without the metric it would always save, and with NaN it would save if it has no best value yet.
-    """
-    comparison, best = callback.monitor_op, callback.best
-    callback.monitor_op = lambda value, other: False
-    callback.best = math.nan if best is None else best
     try:
-        return run({**logs, key: math.nan})
-    finally:
-        callback.monitor_op, callback.best = comparison, best
+        for x, y, weights in itertools.islice(_batches(), BATCHES):
+            predicted = model(x, training=False)
+            if not _finite(predicted):
+                return diagnose(model, x, None, None).diagnosis
+            if y is None or not model.compiled:
+                continue
+            if not _finite(model.compute_loss(x, y, predicted, weights)):
+                return diagnose(model, x, y, weights).diagnosis
+    except Exception as error:  # noqa: BLE001
+        why = f"The diagnosis failed: {type(error).__name__}: {error}"
+        return Diagnosis("unknown", evidence=(why,))
+    return None
+
+
+def one_batch() -> tuple[Any, Any, Any] | None:
+    """Return `(x, y, sample_weight)` of the first batch of the running `evaluate`; `None` if
+    workers prepare the data.
+    """
+    adapter = keras_fitting.running_data()
+    return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
+
+
+def _batches() -> Iterator[tuple[Any, Any, Any]]:
+    adapter = keras_fitting.running_data()
+    if adapter is None:
+        return
+    for data in adapter.get_numpy_iterator():
+        data = tuple(data) if isinstance(data, (list, tuple)) else (data,)
+        yield keras.utils.unpack_x_y_sample_weight(data)
+
+
+def _finite(value: Any) -> bool:
+    arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
+    return all(finiteness.is_finite(array) for array in arrays)

@@ -22,7 +22,7 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.perform import Effect, perform
 from keras_nanguard._fit.poles import Found, Poles
 from keras_nanguard._fit.recent_batches import Rerun

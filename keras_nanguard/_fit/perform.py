@@ -13,8 +13,8 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit import quarantine
-from keras_nanguard._fit.recalibration import initial_statistics, learning
+from keras_nanguard._fit.bad_data import quarantine
+from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.rollback import Restored, Rollback, newest
@@ -421,7 +421,7 @@ def _quarantine(order: Order) -> Answer:
     if report is None or report.batch is None:
         return skipped("there is no batch to save")
     limits = (p["max_batches"], p["max_mb"])
-    path, why = quarantine.save(run.directory, report.batch, order.incident, *limits)
+    path, why = quarantine(run.directory, report.batch, order.incident, *limits)
     return done(f"the batch is in {path}") if path is not None else skipped(why)
 
 

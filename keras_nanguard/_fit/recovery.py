@@ -18,8 +18,8 @@ from pydantic import Field, ValidationError
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Whole
 from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.learning_rates import Rate, RateChange
-from keras_nanguard._fit.recalibration import Recalibration, learning
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record

@@ -16,7 +16,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.recalibration import initial_statistics
+from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot

@@ -16,7 +16,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
-from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents
@@ -286,7 +286,6 @@ class Session:
         if (self.run.counts.idle or refused) and isinstance(logs, dict):
             return self.logs.stand_in(logs, loss)
         self.logs.known = self.logs.shown = logs
-        self.logs.unmeasured = frozenset()
         return logs
 
     # Between two steps

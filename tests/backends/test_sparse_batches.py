@@ -11,7 +11,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends import current
-from keras_nanguard._fit.quarantine import arrays_of
+from keras_nanguard._fit.bad_data import arrays_of
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 pytestmark = pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")

@@ -744,7 +744,7 @@ class TestQuarantine:
         zoo.tensorflow_only("ragged and sparse tensors")
         import tensorflow as tf
 
-        from keras_nanguard._fit.quarantine import arrays_of
+        from keras_nanguard._fit.bad_data import arrays_of
 
         x = {"a": tf.ones((2, 3), tf.bfloat16), "b": [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.constant([["ä"], ["b"]])]}
         found = arrays_of(((x, tf.sparse.eye(3), None),))

@@ -163,6 +163,6 @@ def test_a_failing_check_has_no_effect(monkeypatch):
     """A model whose loss cannot be computed outside of its own steps is left alone: nothing is
     raised or reported.
     """
-    monkeypatch.setattr("keras_nanguard._fit.results.one_batch", lambda: ("no", "such", "batch"))
+    monkeypatch.setattr("keras_nanguard._fit.batchnorm.one_batch", lambda: ("no", "such", "batch"))
     guard, history = fit(network())
     assert guard.incidents == [] and len(history["val_loss"]) == 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from keras_nanguard import Diagnosis, Finding, Incident, NanGuard, Outcome
-from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report.closing import MAX_ROWS, table_text

@@ -1,23 +1,28 @@
-"""Finds results of `evaluate` and `predict` that are not finite, and validations that lag behind.
+"""The moving statistics of BatchNormalization: their re-estimation while training continues, and
+validations that show that they lag behind.
 
-Keras passes no batch to these callbacks. After a call that ended in NaN, its data are therefore
-read once more, up to the first bad batch. A healthy call costs nothing. Data from a generator
-cannot be read twice.
+The estimate is the cumulative average over the next batches. BatchNorm updates its statistics by
+``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps between two readings on the
+host this is
 
-A train step never reads the moving statistics of BatchNorm, so no step shows that they lag behind
-those of the batches. The check runs if a validation loss is far above the training loss. It runs
-one validation batch with the current moving statistics, with statistics estimated from the last
-train batches, and with the statistics that the moving ones will have at the end of this fit. It
-reports the layer if the estimated ones remove the difference and the rest of the fit would not.
-Nothing is changed.
+    new = momentum**k * old + (1 - momentum**k) * mean of the k batches (later ones weigh slightly
+    more)
+
+So this mean follows from the values before and after, and the running mean of all batches replaces
+the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None``.)
+
+A train step never reads the moving statistics, so no step shows that they lag behind those of the
+batches. The check runs if a validation loss is far above the training loss. It runs one validation
+batch with the current moving statistics, with statistics estimated from the last train batches, and
+with the statistics that the moving ones will have at the end of this fit. It reports the layer if
+the estimated ones remove the difference and the rest of the fit would not. Nothing is changed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +31,12 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._fit.callbacks import numbers
-from keras_nanguard._fit.recalibration import learning
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.callbacks import numbers, one_batch
 from keras_nanguard._keras import (
-    fitting as keras_fitting,
+    layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-
-BATCHES = 64
-"""Maximum number of batches that are read."""
-
 
 LOOKS = 3
 """Number of validations of one fit that are checked, besides the last one."""
@@ -54,74 +53,83 @@ UNDONE = 0.5
 """Minimum share of the difference that the estimated statistics remove."""
 
 
-def bad_metrics(logs: Any) -> list[Finding]:
-    """Return a finding for each metric of an evaluation that is not finite."""
+def learning(model: Any) -> list[Any]:
+    """Return the BatchNormalization layers whose statistics a train step updates."""
+    layers = keras_layers.batchnorms(model)
+    return [layer for layer in layers if layer.trainable and layer.momentum < 1.0]
+
+
+def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
+    """Return the statistics of BatchNormalization layers with their initial values."""
+    pairs = [(layer.moving_mean, layer.moving_mean_initializer) for layer in layers]
+    pairs += [(layer.moving_variance, layer.moving_variance_initializer) for layer in layers]
     return [
-        Finding("validation", "nonfinite", k, value=v)
-        for k, v in numbers(logs).items()
-        if not math.isfinite(v)
+        (v, keras_variables.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
+        for v, initializer in pairs
     ]
 
 
-def bad_arrays(logs: Any) -> list[Finding]:
-    """Return a finding for the first array of predictions that is not finite."""
-    for name, array in keras_variables.named_arrays((logs or {}).get("outputs")):
-        nan, inf, size = finiteness.counts(array)
-        if nan or inf:
-            return [Finding("predictions", "nonfinite", name, nan, inf, size)]
-    return []
+class Recalibration:
+    """An estimate in progress. Start it when the statistics have any finite value.
 
+    Args:
+        layers: BatchNormalization layers that update their statistics.
+        batches: number of batches to average over.
+        seen: number of batches that are already included.
 
-@np.errstate(all="ignore")  # the values are not finite
-def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
-    """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
-
-    Never raises. `says`: whether to print a line if this takes longer than a second.
+    Attributes:
+        left: number of remaining batches.
     """
-    from keras_nanguard._diagnose.explain_step import when_slow
 
-    with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
-        return _diagnosed(model)
+    def __init__(self, layers: list[Any], batches: int, seen: int = 0):
+        self.layers, self.left, self.seen = layers, batches, seen
+        self._good: int | None = None
+        self._variables = [
+            (variable, float(layer.momentum))
+            for layer in layers
+            for variable in (layer.moving_mean, layer.moving_variance)
+        ]
+        self._before = self._read()
+
+    def step(self, good: int) -> bool:
+        """Include the steps that were committed since the last call; return whether the estimate is
+        complete.
+
+        Args:
+            good: number of committed steps of the fit.
+        """
+        if self._good is None or good <= self._good:
+            return False
+        count, self._good = good - self._good, good
+        self.seen += count
+        self.left -= count
+        for before, (variable, momentum) in zip(self._before, self._variables):
+            kept = momentum**count
+            batches = (_wide(variable) - kept * before) / (1.0 - kept)
+            mean = before + (batches - before) * count / self.seen
+            keras_variables.write(variable, mean.astype(keras_variables.view(variable).dtype))
+        self._before = self._read()
+        return self.left <= 0
+
+    def begin_counting(self, good: int) -> None:
+        """Begin to count, if the estimate was started since the last execution."""
+        self._good = good if self._good is None else self._good
+
+    def restart(self) -> None:
+        """Restart from the current statistics, after other code has written them."""
+        self.left += self.seen
+        self.seen, self._good = 0, None
+        self._before = self._read()
+
+    def _read(self) -> list[np.ndarray[Any, Any]]:
+        return [_wide(variable) for variable, _ in self._variables]
 
 
-def _diagnosed(model: Any) -> Diagnosis | None:
-    from keras_nanguard._diagnose.examine import diagnose
-
-    try:
-        for x, y, weights in itertools.islice(_batches(), BATCHES):
-            predicted = model(x, training=False)
-            if not _finite(predicted):
-                return diagnose(model, x, None, None).diagnosis
-            if y is None or not model.compiled:
-                continue
-            if not _finite(model.compute_loss(x, y, predicted, weights)):
-                return diagnose(model, x, y, weights).diagnosis
-    except Exception as error:  # noqa: BLE001
-        why = f"The diagnosis failed: {type(error).__name__}: {error}"
-        return Diagnosis("unknown", evidence=(why,))
-    return None
+def _wide(variable: Any) -> np.ndarray[Any, Any]:
+    return keras_variables.read(variable).astype(np.float64)
 
 
-def one_batch() -> tuple[Any, Any, Any] | None:
-    """Return `(x, y, sample_weight)` of the first batch of the running `evaluate`; `None` if
-    workers prepare the data.
-    """
-    adapter = keras_fitting.running_data()
-    return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
-
-
-def _batches() -> Iterator[tuple[Any, Any, Any]]:
-    adapter = keras_fitting.running_data()
-    if adapter is None:
-        return
-    for data in adapter.get_numpy_iterator():
-        data = tuple(data) if isinstance(data, (list, tuple)) else (data,)
-        yield keras.utils.unpack_x_y_sample_weight(data)
-
-
-def _finite(value: Any) -> bool:
-    arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
-    return all(finiteness.is_finite(array) for array in arrays)
+# Statistics that lag behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +156,12 @@ class Lagging:
 
     @np.errstate(all="ignore")  # the values are not finite
     def look(
-        self, run: Run, logs: Any, plan: Mapping[str, Any]
+        self, run: Any, logs: Any, plan: Mapping[str, Any]
     ) -> tuple[list[Finding], Diagnosis] | None:
         """Check a validation; return findings and diagnosis, or `None`. Never raises.
 
         Args:
-            run: the run.
+            run: the `Run`.
             logs: of the validation.
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
@@ -183,7 +191,7 @@ class Lagging:
         return [finding], _diagnosis(run, layers, found, loss, trained)
 
 
-def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
+def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._files.recalibrate import recalibrate
 
@@ -221,7 +229,7 @@ def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
 
 
 def _diagnosis(
-    run: Run, layers: list[Any], found: _Measured, loss: float, trained: float
+    run: Any, layers: list[Any], found: _Measured, loss: float, trained: float
 ) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
     optimizers = map(keras_optimizers.inner, run.train_state().optimizers)

@@ -1,35 +1,46 @@
-"""Bad rows of the data, identified independently of their place in a batch.
+"""Bad rows of the data, identified independently of their place in a batch, and bad batches on
+disk.
 
 If `fit` trains on arrays, a row of a batch is found in them by its values, also with shuffling. All
 rows with the same contents are reported. Other data are identified by a fingerprint, the SHA-256 of
 the values of a row. A step without an incident costs nothing.
+
+The action `quarantine` writes a batch atomically, as plain arrays without pickle. A file is named
+`step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by `/name` or
+`/number` if the data are nested. Sparse and ragged tensors are stored by their parts (`x/values`,
+`x/indices`). The entry `incident` has the incident as JSON text.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core import finiteness
+from keras_nanguard._core import atomic_files, finiteness
 from keras_nanguard._core.data import argument_path, indices
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import printable
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    fitting as keras_fitting,
+    variables as keras_variables,
+)
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
 
 Array = np.ndarray[Any, Any]
-ArrayKey = tuple[str, str]
-"""Role and path of an array of the batch."""
+Arrays = dict[tuple[str, str], Array]
+"""The arrays of a batch by their role and path."""
 
-Arrays = Mapping[ArrayKey, Array]
 Key = tuple[str, str]
 """Fingerprint of a row, and its name in the batch, `""` without names."""
 
@@ -50,6 +61,9 @@ LISTED = 5
 
 MAX_SECONDS = 30.0
 """Time limit of all searches of one guard."""
+
+QUARANTINE = "quarantine"
+"""Folder of bad batches."""
 
 
 class BadRows:
@@ -87,21 +101,13 @@ class BadRows:
             return  # ragged tensors alone have no rows to compare
         names = self._pop_names(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
-        looked_at = range(min(count, MAX_OTHERS) if small else 0)
-        others = [row for row in looked_at if row not in blamed]
         keys = {
             row: (_fingerprint(arrays, row), "" if names is None else _name(names[row]))
-            for row in (*blamed, *others)
+            for row in (*blamed, *range(min(count, MAX_OTHERS) if small else 0))
         }
         new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
-        places: list[tuple[int, ...]] = []
-        if new:
-            data, began = keras_fitting.running_arrays(), time.perf_counter()
-            limits = (self._seconds, keras_variables.dense)
-            places = indices(arrays, list(new.values()), *data, *limits)
-            self._seconds -= time.perf_counter() - began
-        for (key, row), found in zip(new.items(), places):
-            known[key] = self._found(key, found, _why(arrays, row, incident))
+        for key, places in zip(new, self._places(arrays, new.values())):
+            known[key] = self._found(key, places, _why(arrays, new[key], incident))
         step = incident.step + self._recorder.base
         for key in dict.fromkeys(keys.values()):
             for sample in known.get(key, ()):
@@ -117,12 +123,22 @@ class BadRows:
             known.setdefault((sample.fingerprint, name), []).append(sample)
         return known
 
-    def _pop_names(self, arrays: dict[ArrayKey, Array]) -> Array | None:
+    def _pop_names(self, arrays: Arrays) -> Array | None:
         """Remove the array of names from those of a batch, and return it."""
         if not isinstance(self._ids, str):
             return None
         key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
         return None if key is None else arrays.pop(key)
+
+    def _places(self, arrays: Arrays, rows: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return the indices of rows of a batch in the arrays that `fit` trains on."""
+        rows, began = list(rows), time.perf_counter()
+        if not rows:
+            return []
+        data = keras_fitting.running_arrays()
+        found = indices(arrays, rows, *data, self._seconds, keras_variables.dense)
+        self._seconds -= time.perf_counter() - began
+        return found
 
     def _found(self, key: Key, places: tuple[int, ...], why: str) -> list[BadSample]:
         """Return a new bad row, once for each of its places in the training arrays."""
@@ -148,56 +164,131 @@ class BadRows:
         self._reported = len(found)
         more = ", ..." if len(found) > LISTED else ""
         labels = (" ".join(sample.label.splitlines()) for sample in found[:LISTED])
-        listed = ", ".join(printable(label) for label in labels) + more
+        listed = ", ".join(map(printable, labels)) + more
         rows = "row" if len(found) == 1 else "rows"
         return f"NanGuard: {len(found)} distinct bad {rows} so far: {listed}"
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
         value = value.item()
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _row_arrays(batch: Any, count: int) -> dict[ArrayKey, Array]:
-    """Return the arrays of a batch with one entry per row, by role and path."""
+def _row_arrays(batch: Any, count: int) -> Arrays:
+    """Return the arrays of a batch with one entry per row."""
     dense = (part for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits"))
     arrays = {(part.role, part.path): part.array for part in dense}
     return {key: array for key, array in arrays.items() if array.ndim and array.shape[0] == count}
 
 
 def _fingerprint(arrays: Arrays, row: int) -> str:
-    """Return the SHA-256 of the values of one row, including its targets. All NaN count as
-    equal.
+    """Return the SHA-256 of the values of one row, including its targets. All NaN count as equal,
+    and so do both zeros.
     """
     digest = hashlib.sha256()
     for (_, path), array in sorted(arrays.items(), key=lambda item: item[0]):
         digest.update(f"{path}:{array.dtype}:{array.shape[1:]};".encode())
-        digest.update(_plain(array[row]).tobytes())
+        values = np.ascontiguousarray(finiteness.widen(array[row]))
+        if values.dtype.kind == "f":
+            values = np.where(np.isnan(values), values.dtype.type(np.nan), values + 0)
+        digest.update(values.tobytes())
     return digest.hexdigest()
-
-
-def _plain(value: Any) -> Array:
-    """Return numbers such that equal ones have the same bytes: one NaN, one zero."""
-    array = np.ascontiguousarray(finiteness.widen(np.asarray(value)))
-    if array.dtype.kind != "f":
-        return array
-    nan, zero = np.array([np.nan, 0.0], array.dtype)
-    return np.asarray(np.where(np.isnan(array), nan, array + zero))
 
 
 def _why(arrays: Arrays, row: int, incident: Incident) -> str:
     """Return the fault of a row, as a clause."""
     for (_, path), array in arrays.items():
-        nan, inf, size = finiteness.counts(np.asarray(array[row]))
+        nan, inf, size = finiteness.counts(array[row])
         if nan or inf:
             named = ((nan, "NaN"), (inf, "Inf"))
             counts = " and ".join(f"{number} {name}" for number, name in named if number)
             return f"{counts} of {size} in {argument_path(path)}"
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
-    inputs = [(path, arrays[role, path]) for role, path in sorted(arrays) if role == "inputs"]
-    if not inputs:
+    sizes = {
+        path: finiteness.largest(array[row])
+        for (role, path), array in sorted(arrays.items(), key=lambda item: item[0])
+        if role == "inputs"
+    }
+    if not sizes:
         return cause
-    largest = {path: finiteness.largest(np.asarray(array[row])) for path, array in inputs}
-    worst = max(largest, key=lambda path: largest[path])
-    return f"{cause}; its largest magnitude in {argument_path(worst)} is {largest[worst]:.3g}"
+    worst = max(sizes, key=lambda path: sizes[path])
+    return f"{cause}; its largest magnitude in {argument_path(worst)} is {sizes[worst]:.3g}"
+
+
+# Bad batches on disk
+
+
+def quarantine(
+    directory: str, batch: Any, incident: Incident, max_batches: int, max_mb: float
+) -> tuple[Path | None, str]:
+    """Write a batch; return its file, and why none was written.
+
+    Args:
+        directory: the directory of the run.
+        batch: the arguments of the step.
+        incident: the incident of the step.
+        max_batches: maximum number of batches in the folder.
+        max_mb: their maximum size in MB.
+    """
+    folder = Path(directory) / QUARANTINE
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.sweep(folder)
+    kept = sorted(folder.glob("step-*.npz"))
+    if len(kept) >= max_batches:
+        there = f"{folder} already has {len(kept)} batches"
+        return None, f"{there}, and max_batches is {max_batches}"
+    arrays = {**arrays_of(batch), "incident": np.array(incident.to_json())}
+    size = sum(array.nbytes for array in arrays.values())
+    size += sum(path.stat().st_size for path in kept)
+    if size > max_mb * 1e6:
+        return None, f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
+    name = f"step-{incident.step:08d}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    paths = (folder / f"{name}.npz" for name in names)
+    path = next(path for path in paths if not path.exists())  # an earlier run may have the step
+    with atomic_files.beside(path) as unfinished:
+        atomic_files.save_arrays(unfinished, arrays)
+    return path, ""
+
+
+def arrays_of(batch: Any) -> dict[str, Array]:
+    """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
+    data = batch[0] if len(batch) == 1 else batch
+    names = ("x", "y", "sample_weight")
+    is_usual = isinstance(data, (tuple, list)) and len(data) <= len(names)
+    parts = dict(zip(names, data)) if is_usual else {"x": data}
+    leaves = (leaf for name, part in parts.items() for leaf in _leaves(name, part))
+    return {path: _writable(value) for path, value in leaves}
+
+
+def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor of nested data, and the parts of sparse and ragged ones, with its path."""
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(data, Mapping):
+        children = data.items()
+    elif isinstance(data, (list, tuple)):
+        children = enumerate(data)
+    elif hasattr(data, "flat_values"):
+        children = [(name, getattr(data, name)) for name in ("flat_values", "nested_row_splits")]
+    elif keras_arrays.is_sparse(data):
+        places = keras_arrays.has_coordinates(data)
+        if hasattr(data, "todense") and (keras_arrays.fits(data) or not places):
+            yield path, data.todense()
+        else:
+            parts = map(np.asarray, keras_arrays.coordinates(data))
+            children = zip(("indices", "values", "dense_shape"), parts)
+    elif data is not None:
+        yield path, data
+    for name, child in children:
+        yield from _leaves(f"{path}/{name}", child)
+
+
+def _writable(value: Any) -> Array:
+    """Return an array of a dtype that NumPy can write without pickle."""
+    array = keras_arrays.as_array(value)
+    if array.dtype.kind == "O":  # text, as TensorFlow hands it out
+        return np.array([_name(text) for text in array.flat]).reshape(array.shape)
+    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
+        return array.astype(np.float32)
+    return array
