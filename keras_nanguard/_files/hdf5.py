@@ -70,12 +70,6 @@ class Window(io.RawIOBase):
         return done
 
 
-def open_hdf5(source: str | Window) -> h5py.File:
-    """Open an HDF5 file, or a window on another file, for reading."""
-    options = {"locking": False} if isinstance(source, str) else {}
-    return h5py.File(source, "r", **options)
-
-
 def attribute_text(node: Any, name: str) -> str | None:
     """Return an attribute of a file, group or dataset that is a string, `None` if it is missing or
     something else."""

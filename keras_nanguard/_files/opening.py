@@ -16,18 +16,19 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import h5py
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._files.hdf5 import SIGNATURE, Window, attribute_text, open_hdf5, stored_arrays
+from keras_nanguard._files.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
 from keras_nanguard._files.names import name_arrays
 from keras_nanguard._files.orbax import orbax_tree, read_orbax
 from keras_nanguard._files.stored import (
@@ -104,25 +105,35 @@ def _contents(path: str, stack: ExitStack) -> Contents:
 
 
 def _hdf5(path: str, stack: ExitStack) -> Contents:
-    notes: list[str] = []
-    file = stack.enter_context(open_hdf5(path))
+    contents = Contents("weights.h5", [])
+    file = _add(contents, path, stack)
+    if "model_weights" in file or "layer_names" in file.attrs:
+        contents.kind = "h5"
+    if text := attribute_text(file, "model_config"):
+        _configure(contents, "The attribute model_config", text.encode)
+    return contents
+
+
+def _add(contents: Contents, source: str | Window, stack: ExitStack) -> h5py.File:
+    """Add the arrays of an HDF5 file, or of a window on another file, and return it."""
+    options = {"locking": False} if isinstance(source, str) else {}
+    file = stack.enter_context(h5py.File(source, "r", **options))
     arrays, names = stored_arrays(file)
-    text = attribute_text(file, "model_config")
-    config = _config(text.encode(), "The attribute model_config", notes) if text else None
-    legacy = "model_weights" in file or "layer_names" in file.attrs
-    return Contents("h5" if legacy else "weights.h5", arrays, names, config, notes)
+    contents.arrays += arrays
+    contents.names |= names
+    return file
 
 
-def _config(text: bytes, what: str, notes: list[str]) -> dict[str, Any] | None:
-    """Return a configuration, or `None`, with a note if it cannot be parsed."""
+def _configure(contents: Contents, what: str, read: Callable[[], bytes]) -> None:
+    """Set the configuration, or add a note if it cannot be parsed."""
     try:
-        if len(text) > MAX_JSON:
+        if len(text := read()) > MAX_JSON:
             raise ValueError(f"it has more than {MAX_JSON} bytes")
         parsed = json.loads(text)
-        return parsed if isinstance(parsed, dict) else None
+        contents.config = parsed if isinstance(parsed, dict) else None
     except PARSE_ERRORS as error:
-        notes.append(f"{what} could not be parsed ({plain_text(error, 120)}): {_UNNAMED}.")
-        return None
+        reason = f"could not be parsed ({plain_text(error, 120)}): {_UNNAMED}."
+        contents.notes.append(f"{what} {reason}")
 
 
 def _folder(path: str, stack: ExitStack) -> Contents:
@@ -131,7 +142,7 @@ def _folder(path: str, stack: ExitStack) -> Contents:
         contents = _hdf5(weights, stack)
         contents.kind = "folder"
         if os.path.isfile(config) and os.path.getsize(config) <= MAX_JSON:
-            contents.config = _config(Path(config).read_bytes(), "config.json", contents.notes)
+            _configure(contents, "config.json", Path(config).read_bytes)
         return contents
     if (tree := orbax_tree(path)) is not None:
         return read_orbax(path, tree)
@@ -146,9 +157,7 @@ def _sharded(path: str, stack: ExitStack) -> Contents:
         if not os.path.isfile(shard):
             listed = f"The shard {plain_text(name)} that {plain_text(path)} lists"
             raise FileFormatError(f"{listed} is missing.")
-        arrays, names = stored_arrays(stack.enter_context(open_hdf5(shard)))
-        contents.arrays += arrays
-        contents.names |= names
+        _add(contents, shard, stack)
     return contents
 
 
@@ -191,16 +200,14 @@ def _archive(path: str, stack: ExitStack) -> Contents:
 
 
 def _keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
-    notes: list[str] = []
-    config = None
-    try:
+    def read() -> bytes:
         with archive.open("config.json") as member:
-            config = _config(member.read(MAX_JSON + 1), "config.json", notes)
-    except PARSE_ERRORS as error:
-        notes.append(f"config.json was not read ({plain_text(error, 120)}): {_UNNAMED}.")
-    source = _weights(archive, path, stack)
-    arrays, names = stored_arrays(stack.enter_context(open_hdf5(source)))
-    return Contents("keras", arrays, names, config, notes)
+            return member.read(MAX_JSON + 1)
+
+    contents = Contents("keras", [])
+    _configure(contents, "config.json", read)
+    _add(contents, _weights(archive, path, stack), stack)
+    return contents
 
 
 def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
@@ -210,10 +217,6 @@ def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
     if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
         raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
         return Window(raw, _data_start(raw, info), info.file_size)
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if info.file_size > free:
-        needed = f"{WEIGHTS} takes {info.file_size} bytes unpacked"
-        raise FileFormatError(f"{needed} and {tempfile.gettempdir()} has {free}.")
     unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
     with archive.open(info) as member:  # ends after `file_size` bytes
         shutil.copyfileobj(member, unpacked, READ_BYTES)
@@ -239,10 +242,7 @@ def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
     name = plain_text(info.filename)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise FileFormatError(f"The archive's entry for {name} points to no local header.")
-    start = int(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])))
-    if start + info.file_size > os.fstat(raw.fileno()).st_size:
-        raise FileFormatError(f"The archive ends before its member {name} does: it is truncated.")
-    return start
+    return int(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])))
 
 
 @contextmanager

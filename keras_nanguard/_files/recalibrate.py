@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected, no_model
-from keras_nanguard._files.live import is_model, live_arrays
+from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras.overrides import Overrides
 
@@ -54,6 +54,7 @@ def recalibrate(
         recalibrate(model, x_train, steps=50)
     """
     from keras_nanguard._backends import current  # imports Keras
+    from keras_nanguard._keras import variables as keras_variables
 
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
@@ -61,12 +62,17 @@ def recalibrate(
         if count is not None and count < 1:
             remedy = "Leave it out for the default."
             raise GuardError(expected(f"{name} above 0", f"{name}={count!r}", remedy))
-    layers = _batchnorms(model, only)
+    arrays = live_arrays(model)
+    layers = _batchnorms(arrays, only)
     if not layers:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
         raise GuardError(expected(what, f"model={model.name}", remedy))
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
-    preserved = _others(model, estimates.values())
+    # Those that running the model may change: statistics, seeds, states and counters.
+    fixed = (a.who.role == "slot" or getattr(a.variable, "trainable", False) for a in arrays)
+    restorers = [
+        keras_variables.restorer(array.variable) for array, one in zip(arrays, fixed) if not one
+    ]
     done = 0
     try:
         with Overrides() as overrides:
@@ -76,19 +82,15 @@ def recalibrate(
                 with current.host().without_gradients():
                     model(batch, training=False)
                 done += 1
-        if not done:
-            remedy = "Pass arrays or an iterable of batches."
-            raise GuardError(expected("at least one batch", "no data", remedy))
-        found = tuple(one.report(path) for path, one in estimates.items() if one.count)
-        for estimate in estimates.values():
-            estimate.write()
-    except BaseException:
-        for estimate in estimates.values():
-            estimate.restore()
-        raise
     finally:
-        for variable, value in preserved:
-            variable.assign(value)
+        for restore in restorers:
+            restore()
+    if not done:
+        remedy = "Pass arrays or an iterable of batches."
+        raise GuardError(expected("at least one batch", "no data", remedy))
+    called = {path: one for path, one in estimates.items() if one.count}
+    found = tuple(one.report(path) for path, one in called.items())
+    keras_variables.write_all(pair for one in called.values() for pair in one.result())
     return RecalibrateReport(str(model.name), done, found)
 
 
@@ -104,10 +106,8 @@ class _Estimate:
         self.count = 0
         self._mean: NDArray[Any] = np.zeros(1)
         self._deviations: NDArray[Any] = np.zeros(1)
-        names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
-        found = [getattr(layer, name, None) for name in names]
-        self.variables = [variable for variable in found if variable is not None]
-        self._old = [np.array(variable.numpy()) for variable in self.variables]
+        old = (layer.moving_mean, layer.moving_variance)
+        self._old = [np.array(variable.numpy(), np.float64) for variable in old]
 
     def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
         """Merge the statistics of one batch, with `count` values per channel."""
@@ -118,22 +118,17 @@ class _Estimate:
         self._deviations = self._deviations + variance * count + between
         self.count = total
 
-    def assign(self, mean: Any, variance: Any) -> None:
-        """Assign statistics to the layer."""
+    def pairs(self, mean: Any, variance: Any) -> list[tuple[Any, Any]]:
+        """Return `(variable, value)` for each statistic of the layer."""
         values = {"mean": mean, "variance": variance, "stddev": variance**0.5}
-        for variable in self.variables:
-            variable.assign(values[str(variable.name).rpartition("_")[2]])
+        names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
+        variables = ((name, getattr(self.layer, name, None)) for name in names)
+        return [(v, values[name.rpartition("_")[2]]) for name, v in variables if v is not None]
 
-    def write(self) -> None:
-        """Assign the estimate to the layer; a layer that was never called keeps its statistics."""
-        if self.count:
-            variance = self._deviations / self.count
-            self.assign(self._mean.astype(np.float32), variance.astype(np.float32))
-
-    def restore(self) -> None:
-        """Restore the old statistics of the layer."""
-        for variable, value in zip(self.variables, self._old):
-            variable.assign(value)
+    def result(self) -> list[tuple[Any, Any]]:
+        """Return the pairs of the estimate."""
+        variance = self._deviations / self.count
+        return self.pairs(self._mean.astype(np.float32), variance.astype(np.float32))
 
     def report(self, path: str) -> Recalibrated:
         """Return the changes of the layer's statistics.
@@ -146,7 +141,7 @@ class _Estimate:
             what, received = "finite inputs to every BatchNormalization", f"NaN or Inf at {path}"
             remedy = "Scan the model and the data; the old statistics were restored."
             raise GuardError(expected(what, received, remedy))
-        mean, variance = (value.astype(np.float64) for value in self._old[:2])
+        mean, variance = self._old
         if not (np.isfinite(mean).all() and np.isfinite(variance).all()):
             return Recalibrated(path, None, None, self.count)
         smallest = float(self.layer.epsilon)
@@ -173,7 +168,8 @@ def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
             received, remedy = f"{path} within a compiled function", "Undo the compilation."
             raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
         estimate.merge(new_mean, new_variance, count)
-        estimate.assign(mean, variance)
+        for variable, value in estimate.pairs(mean, variance):
+            variable.assign(value)
         return original(inputs, training=False, mask=mask)
 
     return call
@@ -201,27 +197,15 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:
+def _batchnorms(arrays: Sequence[LiveArray], only: Sequence[str]) -> dict[str, Any]:
     """Return the built BatchNormalization layers by the path of their names."""
     found: dict[str, Any] = {}
-    for live in live_arrays(model):
-        path, layer = live.who.layer, live.owner
+    for array in arrays:
+        path, layer = array.who.layer, array.owner
         names = (path, str(getattr(layer, "name", "")))
         wanted = not only or any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in only)
-        if wanted and live.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
+        if wanted and array.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
             found[path] = layer
-    return found
-
-
-def _others(model: Any, estimates: Iterable[_Estimate]) -> list[tuple[Any, NDArray[Any]]]:
-    """Return the variables that running the model may change and that are not re-estimated, such as
-    seeds, states and counters, with their values."""
-    estimated = {id(variable) for estimate in estimates for variable in estimate.variables}
-    found = []
-    for live in live_arrays(model):
-        fixed = live.who.role == "slot" or getattr(live.variable, "trainable", False)
-        if not fixed and id(live.variable) not in estimated:
-            found.append((live.variable, live.read()))
     return found
 
 

@@ -15,8 +15,12 @@ from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import reading
+from keras_nanguard._files.live import LiveRepair, live_arrays, live_contents
+from keras_nanguard._files.opening import opened_arrays
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits, RepairOptions
+from keras_nanguard._files.repairs import by_name
 from keras_nanguard._files.reports import Change, RepairReport, ScanReport, report_of
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._files.stored import ModelArray
@@ -105,8 +109,6 @@ def repair(
 
 def _repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
     """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
-    from keras_nanguard._files.live import LiveRepair, live_contents
-
     contents = live_contents(model)
     before = scan_contents(contents, options.limits)
     with _good_arrays(source, before) as good:
@@ -118,10 +120,6 @@ def _repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepo
 @contextmanager
 def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
     """Yield the arrays of a source by path; of a file only those that are bad in the model."""
-    from keras_nanguard._files.live import live_contents
-    from keras_nanguard._files.opening import opened_arrays
-    from keras_nanguard._files.repairs import by_name
-
     if source is None:
         yield {}
     elif not isinstance(source, (str, os.PathLike)):
@@ -165,14 +163,10 @@ def _stored(source: Any) -> Iterator[str | None]:
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
-    from keras_nanguard._core.atomic_files import save_arrays
-    from keras_nanguard._core.finiteness import widen
-    from keras_nanguard._files.live import live_arrays
-
     found = reversed(live_arrays(source))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
-        save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
+        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
         yield path
 
 

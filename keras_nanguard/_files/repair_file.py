@@ -162,8 +162,7 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         FileFormatError: if the kind cannot be rewritten, or the old file is damaged.
         Unwritable: if the new file cannot be written.
     """
-    writers = {"keras": _archive, "npz": _archive, "weights.h5": _hdf5, "h5": _hdf5}
-    if kind not in writers:
+    if kind not in ("keras", "npz", "weights.h5", "h5"):
         instead = {
             "folder": f"repair its {WEIGHTS}",
             "sharded": "repair each shard, in place",
@@ -172,19 +171,17 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
     target = os.path.join(scratch, os.path.basename(output))
     try:
         os.mkdir(scratch)
-        writers[kind](path, target, new)
+        if kind in ("keras", "npz"):
+            _archive(path, target, new)
+        else:
+            shutil.copyfile(path, target)
+            _replace(target, new)
         shutil.copymode(path, target)
         atomic_files.flush_to_disk(Path(target))
     except OSError as error:
         if error.errno is None:  # of HDF5, about the old file
             raise
         raise Unwritable(error.errno, error.strerror or str(error), output) from error
-
-
-def _hdf5(path: str, target: str, new: Arrays) -> None:
-    """Write a copy of an HDF5 file with its arrays replaced."""
-    shutil.copyfile(path, target)
-    _replace(target, new)
 
 
 def _replace(path: str, new: Arrays) -> None:
