@@ -145,7 +145,7 @@ def recording_at(recipe: Recipe, folder: Path) -> Path:
 
 def look_recording(path: Path) -> None:
     """Read a recording, show it in every form, and continue a run from it."""
-    from keras_nanguard._recording.records import MEASURED
+    from keras_nanguard._recording.database import MEASURED
     from keras_nanguard._report import files
 
     try:
@@ -162,8 +162,8 @@ def look_recording(path: Path) -> None:
 
 def _go_on(path: Path) -> None:
     """Record a few more steps, as a resumed run does."""
+    from keras_nanguard._recording.database import COMMITTED, REFUSED
     from keras_nanguard._recording.recorder import Recorder
-    from keras_nanguard._recording.records import COMMITTED, REFUSED
 
     recorder = Recorder()
     recorder.begin({"model": "net"}, scaled=True, path=path, resumed=3)

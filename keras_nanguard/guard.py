@@ -33,8 +33,7 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files, html, plots
 
 __all__ = ["NanGuard"]
@@ -133,7 +132,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return the state for a pickle: settings, incidents and counts."""
         unused = vars(self._unused())
         own = {name: value for name, value in vars(self).items() if name not in unused}
-        recorder = copy.copy(self._recorder)
+        recorder = copy.deepcopy(self._recorder)
         return {
             **unused,
             **own,

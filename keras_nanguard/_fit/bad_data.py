@@ -35,7 +35,7 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[tuple[str, str], Array]

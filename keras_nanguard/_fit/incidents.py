@@ -33,7 +33,7 @@ from keras_nanguard._fit.trial import Trial, trial
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.state import is_of_data
-from keras_nanguard._recording.records import OVERFLOW, REFUSED
+from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
     from keras_nanguard._core.evidence import Evidence

@@ -14,7 +14,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.run import Counts
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import closing, console
 
 MAX_TEXTS, MAX_ALERTS = 100, 10

@@ -35,8 +35,8 @@ from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
+from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import COMMITTED
 
 # Counters
 

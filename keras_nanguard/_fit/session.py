@@ -25,7 +25,7 @@ from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.run import Counts, Run
 from keras_nanguard._fit.snapshots import Ring, Snapshot, size_of
-from keras_nanguard._recording.records import REFUSED
+from keras_nanguard._recording.database import REFUSED
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer

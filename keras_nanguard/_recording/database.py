@@ -16,15 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._recording.records import (
-    BIN_COLUMNS,
-    COMMITTED,
-    MEASURED,
-    OVERFLOW,
-    REFUSED,
-    STEP_COLUMNS,
-)
-
 NAME = "recording.sqlite"
 """Name of the file within the guard's directory."""
 
@@ -35,14 +26,55 @@ new ones."""
 APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
+FORMAT = 1
+"""Version of the format of a recording. It increases if a reader of the old format would misread
+the new one."""
+
+COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
+STATUSES = ("committed", "refused", "overflow", "skipped")
+"""The result of a step, by its number in the column `status`. An `overflow` is a refused step that
+dynamic loss scaling handles. A `skipped` batch was not trained on."""
+
+MEASURED = ("loss", "gradient_norm", "learning_rate", "loss_scale")
+"""Measurements of a step; NaN if unknown."""
+
+STEP_COLUMNS: dict[str, type] = {
+    "step": np.int64,
+    "epoch": np.int64,
+    "batch": np.int64,
+    **dict.fromkeys(MEASURED, np.float64),
+    "time": np.float64,
+    "status": np.int8,
+    "undone": np.bool_,
+}
+"""The columns of `Recording.steps`. Steps, epochs and batches count from 0; `time` is in seconds
+since 1970."""
+
+BIN_COLUMNS: dict[str, type] = {
+    "first": np.int64,
+    "last": np.int64,
+    "count": np.int64,
+    "refused": np.int64,
+    "overflows": np.int64,
+    "undone": np.int64,
+    **{f"{name}_{end}": np.float64 for name in MEASURED for end in ("min", "max")},
+    "loss_mean": np.float64,
+    "time": np.float64,
+}
+"""The columns of `Recording.bins`. A row summarizes `count` consecutive steps, from `first` to
+`last`."""
+
 EXACT, MOVED = 8192, 2048
 """The last `EXACT` steps are kept one by one; older ones move into bins, `MOVED` at a time."""
 
 BINS, WIDTH = 4096, 256
 """Maximum number of bins, beyond which neighbours are merged; and steps of a bin at first."""
 
-MAX_COPIED = 200_000
-"""Maximum number of rows of a table that are copied."""
+MAX_ROWS = 200_000
+"""Maximum number of rows of a table that are read."""
+
+MAX_TEXT, MAX_ALL_TEXT = 4 << 20, 512 << 20
+"""Maximum numbers of characters of one text and of all texts of a table that are read."""
 
 Row = tuple[Any, ...]
 Statement = tuple[str, Sequence[Row]]
@@ -108,20 +140,25 @@ UPSERT_SAMPLE = (
 """Inserts a bad sample, or updates it in its place."""
 
 
-def copied(connection: sqlite3.Connection, max_text: int) -> dict[str, list[Row]]:
-    """Return the last rows of each table in order; of the events, the newest with at most
-    `max_text` characters in all.
+def rows_of(connection: sqlite3.Connection, max_text: int = MAX_ALL_TEXT) -> dict[str, list[Row]]:
+    """Return the last rows of each table in order, without those with a text that is too long.
+
+    Args:
+        connection: the database.
+        max_text: maximum number of characters of all texts of a table; the newest rows are kept.
     """
     found: dict[str, list[Row]] = {}
     for table in SCHEMA:
-        found[table] = []
-        query = f"SELECT * FROM {table} ORDER BY rowid DESC LIMIT {MAX_COPIED}"
+        left, rows = max_text, found.setdefault(table, [])
+        query = f"SELECT * FROM {table} ORDER BY rowid DESC LIMIT {MAX_ROWS}"
         for row in connection.execute(query):
-            max_text -= sum(len(text or "") for text in row[5:7]) if table == "events" else 0
-            if max_text < 0:
+            lengths = [len(value) for value in row if isinstance(value, (str, bytes))]
+            left -= sum(lengths)
+            if left < 0:
                 break
-            found[table].append(row)
-        found[table].reverse()
+            if max(lengths, default=0) <= MAX_TEXT:
+                rows.append(row)
+        rows.reverse()
     return found
 
 
@@ -214,6 +251,15 @@ MAX_LAYER_ROWS = 40_000
 _MINOR = """kind IN ('epoch', 'snapshot') OR data LIKE '%"by": "callback"%'"""
 """Frequent events with little information."""
 
+_EVENT_TEXT = "sum(length(text) + length(data))"
+
+_OLD = (
+    f"id IN (SELECT id FROM (SELECT id, {_EVENT_TEXT} OVER "
+    "(ORDER BY id DESC ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS newer FROM events) "
+    f"WHERE newer > {MAX_EVENT_TEXT // 2})"
+)
+"""Events whose newer ones take half of the limit."""
+
 
 class Memory:
     """The tables of one recording, with these rows at first.
@@ -228,15 +274,15 @@ class Memory:
         self.connection = sqlite3.connect(":memory:", **options)
         make(self.connection)
         self._unwritten: list[Statement] | None = None
-        self._waiting = 0
-        rows = rows or {}
+        self._waiting = self._first = 0
         with transaction(self.connection):
-            for table, of_table in rows.items():
+            for table, of_table in (rows or {}).items():
+                if table in ("steps", "bins", "layers"):  # the ids in a file can be anything
+                    of_table = [(place, *row[1:]) for place, row in enumerate(of_table)]
                 self.connection.executemany(insert(table), of_table)
-        ids: list[int] = [row[0] for row in rows.get("steps", ())]
-        self._first: int = ids[0] if ids else 0
-        self.end: int = ids[-1] + 1 if ids else 0
+        self.end: int = self.one("SELECT count(*) FROM steps")
         self._event_text = self._size_of_events()
+        self._limit_events()
 
     def run(self, statement: str, rows: Sequence[Row]) -> None:
         """Change the recording here, and later in the file."""
@@ -260,16 +306,13 @@ class Memory:
         found = self._unwritten
         if found is None:
             found = [(f"DELETE FROM {table}", [()]) for table in ("steps", "bins", "layers")]
-            found += [
-                (insert(table), rows)
-                for table, rows in copied(self.connection, MAX_EVENT_TEXT).items()
-            ]
-        self.set_written(True)
+            found += [(insert(table), rows) for table, rows in rows_of(self.connection).items()]
+        self._unwritten, self._waiting = [], 0
         return found
 
-    def set_written(self, written: bool) -> None:
-        """Note whether the file has everything so far, or may have none of it."""
-        self._unwritten, self._waiting = [] if written else None, 0
+    def rewrite(self) -> None:
+        """Note that the file may have nothing of the recording."""
+        self._unwritten = None
 
     def add_steps(self, rows: Sequence[Row]) -> None:
         """Append steps, each with the values of `STEP_COLUMNS`; move the oldest ones into bins."""
@@ -286,21 +329,21 @@ class Memory:
                     self.run(DELETE_BINS, [(last,)])
 
     def add_event(self, row: Row) -> None:
-        """Append an event. Above the limit the oldest ones are removed, minor ones first."""
-        self.run(insert("events"), [row])
-        self._event_text += len(row[5]) + len(row[6])
-        if self._event_text > MAX_EVENT_TEXT:
-            half = "(SELECT count(*) / 2 FROM events)"
-            middle = self.one(f"SELECT id FROM events ORDER BY id LIMIT 1 OFFSET {half}")
-            for kinds in (_MINOR, "1"):
-                delete = f"DELETE FROM events WHERE id < ? AND ({kinds})"
-                self.connection.execute(delete, (middle,))
-                self._event_text = self._size_of_events()
-                if self._event_text <= MAX_EVENT_TEXT * 3 // 4:
-                    return
+        """Append an event, of which SQLite chooses the `id`."""
+        self.run(insert("events"), [(None, *row)])
+        self._event_text += len(row[4]) + len(row[5])
+        self._limit_events()
+
+    def _limit_events(self) -> None:
+        """Remove old events above the limit, minor ones first."""
+        for kinds, limit in ((_MINOR, MAX_EVENT_TEXT), ("1", MAX_EVENT_TEXT * 3 // 4)):
+            if self._event_text <= limit:
+                return
+            self.connection.execute(f"DELETE FROM events WHERE ({kinds}) AND {_OLD}")
+            self._event_text = self._size_of_events()
 
     def _size_of_events(self) -> int:
-        return self.one("SELECT sum(length(text) + length(data)) FROM events") or 0
+        return int(self.one(f"SELECT coalesce({_EVENT_TEXT}, 0) FROM events"))
 
     def add_layers(self, rows: Sequence[Row]) -> None:
         """Append one moment. Above the limit every second one is removed, except in the last

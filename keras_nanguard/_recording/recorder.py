@@ -6,31 +6,31 @@ that changes it is executed again on `recording.sqlite`, in another thread.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._recording import database, recording
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
-    MAX_EVENT_TEXT,
+    COMMITTED,
+    FORMAT,
+    SKIPPED,
     UPSERT_SAMPLE,
     Memory,
     as_json,
     as_text,
     insert,
+    rows_of,
 )
-from keras_nanguard._recording.recording import Recording, from_database
-from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample
-from keras_nanguard._recording.run_file import RunFile
-from keras_nanguard._recording.writer import Writer
+from keras_nanguard._recording.recording import BadSample, Recording, from_rows, read, writer_of
+from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -43,8 +43,6 @@ MAX_PLACES = 4096
 _KEPT_META = ("began", "base", "since")
 """Entries of `meta` that are kept from an earlier process."""
 
-Now = Callable[[], float]
-
 
 class Recorder:
     """The recording of all fits of one guard, during the run. Steps are counted across fits.
@@ -55,18 +53,20 @@ class Recorder:
             share a fingerprint.
     """
 
-    def __init__(self, now: Now = time.time):
+    def __init__(self, now: Callable[[], float] = time.time):
         self._now = now
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._memory = Memory()
-        self._events = self.base = self._since = 0
+        self.base = self._since = 0
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._scaled = False
         self._known: tuple[int, float] | None = None
         self._boundary: int | None = None
-        self._due = self._flush_due = self._rate_due = 0.0
-        self._file = RunFile()
+        self._due = self._rate_due = 0.0
+        self._writer: Writer | None = None
+        self._owners = set[str]()  # this guard has written a file of one of these
+        self._problem = self._reported = ""
         self._lock = threading.RLock()
         self._running = False
         self.note(format=FORMAT, status="running")
@@ -75,12 +75,9 @@ class Recorder:
         """Return the state of a copy or a pickle: everything recorded, without the file."""
         with self._lock:
             self._fold()
-            rows = database.copied(self._memory.connection, MAX_EVENT_TEXT)
-            own = {"_lock": None, "_now": None, "_memory": rows}
+            rows = rows_of(self._memory.connection)
+            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
             return {**vars(self), **own}
-
-    def __copy__(self) -> Recorder:
-        return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time}
@@ -182,10 +179,8 @@ class Recorder:
         """
         with self._lock:
             self._fold()
-            if path is not None and self._file.open(
-                path, partial(self._load, path), self.end_with_process
-            ):
-                self._memory.set_written(False)
+            if path is not None:
+                self._open(path)
             last = self._memory.one("SELECT max(step) FROM steps")
             before, self.base, self._known = self.base, 0 if last is None else last + 1, None
             if resumed is not None and self._memory.end:
@@ -202,8 +197,7 @@ class Recorder:
             self.note(**facts)
             data = {"base": self.base, "epochs": meta.get("epochs")}
             self.event("begin" if resumed is None else "resume", 0, epoch, data=data)
-            if self._file.writer is not None:
-                self._hand_over(self._file.writer)
+            self._hand_over()
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
@@ -216,8 +210,7 @@ class Recorder:
         details = as_json(data or {})
         with self._lock:
             at = (int(step) + self.base, int(epoch), self._now())
-            self._memory.add_event((self._events, *at, kind, as_text(text), details))
-            self._events += 1
+            self._memory.add_event((*at, kind, as_text(text), details))
 
     def layers(self, step: int, variables: Sequence[tuple[str, str]], values: Any) -> None:
         """Record the measurements of the layers after a step.
@@ -251,7 +244,11 @@ class Recorder:
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._fold()
-        self._file.close(self._hand_over)
+            self._hand_over()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            self._problem = writer.problem
 
     def end_with_process(self) -> None:
         """End a fit that an exception has cut short between two steps, when the process exits."""
@@ -262,7 +259,11 @@ class Recorder:
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        return self._file.problem()
+        found = self._problem or (self._writer.problem if self._writer is not None else "")
+        if found == self._reported:
+            return ""
+        self._reported = found or self._reported
+        return found
 
     # Results
 
@@ -289,16 +290,16 @@ class Recorder:
         with self._lock:
             self._fold()
             self.note(written=self._now())
-            return from_database(self._memory.connection)
+            return from_rows(rows_of(self._memory.connection))
 
     def flush(self) -> bool:
         """Write everything to the file, and return whether it is there. For tests."""
-        writer = self._file.writer
+        writer = self._writer
         if writer is None or not writer.wait():
             return False
         with self._lock:
             self._fold()
-            self._hand_over(writer)
+            self._hand_over()
         return writer.wait()
 
     def _work(self, now: float) -> None:
@@ -308,12 +309,10 @@ class Recorder:
             try:
                 self._fold()
             except Exception as error:  # noqa: BLE001  such as no memory: training continues
-                self._file.fail(error)
+                self._problem = unwritten(error)
                 return
-            writer = self._file.writer
-            if writer is not None and now >= self._flush_due and writer.ready:
-                self._flush_due = now + INTERVAL
-                self._hand_over(writer)
+            if self._writer is not None and self._writer.ready:
+                self._hand_over()
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
@@ -340,24 +339,37 @@ class Recorder:
 
     # The file
 
-    def _hand_over(self, writer: Writer) -> None:
-        """Have everything new written; a failure ends the writing, not training."""
+    def _open(self, path: Path) -> None:
+        """Begin to write to a file, and continue what an earlier process has recorded in it."""
+        failed, self._problem = self._problem, ""
         try:
-            self.note(written=self._now())
-            writer.put(self._memory.unwritten())
-        except Exception as error:  # noqa: BLE001
-            writer.problem = writer.problem or f"{type(error).__name__}: {error}"
+            there = path.exists() and path.stat().st_size > 0
+            if there and not self._memory.end:
+                self._owners.add(writer_of(path))
+                self._load(path)
+            elif there and writer_of(path) not in self._owners:
+                raise GuardError(f"{path} is in use by another run; use one directory per run")
+            elif failed or not there:
+                self._memory.rewrite()
+            self._writer = Writer(path, self.end_with_process)
+            self._owners.add(self._writer.name)
+        except Exception as error:  # noqa: BLE001  such as no thread: training continues
+            self._problem = unwritten(error)
 
     def _load(self, path: Path) -> None:
         """Continue the recording in a file."""
-        with recording.opened(path) as connection:
-            found = from_database(connection, path)
-            rows = database.copied(connection, MAX_EVENT_TEXT // 2)
-            recording.check_ids(rows)
-            query = "SELECT coalesce(max(id) + 1, 0) FROM events"
-            self._events = int(connection.execute(query).fetchone()[0])
+        found, rows = read(path)
         rows["meta"] = [row for row in rows["meta"] if row[0] in _KEPT_META]
         self._memory = Memory(rows)
-        self._memory.set_written(True)
-        self.base, self._since = (int(found.meta.get(name) or 0) for name in ("base", "since"))
+        self.base, self._since = (found.meta.get(name) or 0 for name in ("base", "since"))
         self.samples = {(sample.fingerprint, sample.label): sample for sample in found.samples}
+
+    def _hand_over(self) -> None:
+        """Have everything new written; a failure ends the writing, not training."""
+        if self._writer is None:
+            return
+        try:
+            self.note(written=self._now())
+            self._writer.put(self._memory.unwritten())
+        except Exception as error:  # noqa: BLE001
+            self._writer.problem = self._writer.problem or unwritten(error)

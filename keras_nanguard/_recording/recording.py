@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,21 @@ from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._recording.database import APPLICATION, NAME, SCHEMA, VERSION, path_of
-from keras_nanguard._recording.records import (
+from keras_nanguard._recording.database import (
+    APPLICATION,
     BIN_COLUMNS,
+    MAX_ALL_TEXT,
+    MAX_TEXT,
     MEASURED,
+    NAME,
     REFUSED,
+    SCHEMA,
     STEP_COLUMNS,
-    BadSample,
-    Event,
-    empty,
+    VERSION,
+    Row,
+    path_of,
+    rows_of,
 )
-
-MAX_ROWS, MAX_EVENTS = 20_000, 200_000
-"""Maximum numbers of rows of steps and of bins, and of any other table."""
-
-MAX_TEXT, MAX_ALL_TEXT = 4 << 20, 512 << 20
-"""Maximum numbers of characters of one text and of all texts."""
 
 MAX_SHARE = 4
 """Maximum number of characters per byte of the file: rows of a damaged one may share pages."""
@@ -58,9 +57,6 @@ _META: Mapping[str, tuple[type, ...]] = {
     "budgets": (list,),
 }
 """Types of the known entries of `meta`."""
-
-_HEAD = 100
-"""Bytes of the header of an SQLite file."""
 
 
 @contextlib.contextmanager
@@ -127,11 +123,11 @@ def check_header(file: Path) -> None:
         raise GuardError(expected(f"a recording at {file}", "no regular file", remedy))
     try:
         with file.open("rb") as stream:
-            head = stream.read(_HEAD)
+            head = stream.read(100)
     except OSError as error:
         received = error.strerror or error
         raise GuardError(expected(f"a recording at {file}", received, remedy)) from error
-    application, version = _identity(head)
+    version, application = (int.from_bytes(head[n : n + 4], "big") for n in (60, 68))
     if not head.startswith(b"SQLite format 3\x00") or application != APPLICATION:
         received = f"{file}, which is another file"
         raise GuardError(expected("a recording of NanGuard", received, remedy))
@@ -139,21 +135,6 @@ def check_header(file: Path) -> None:
         received = f"{file} of format {version}"
         remedy = "Read it with the version that wrote it."
         raise GuardError(expected(f"a recording of format {VERSION}", received, remedy))
-
-
-def _identity(head: bytes) -> tuple[int, int]:
-    """Return `application_id` and `user_version` of the header of a file."""
-    return int.from_bytes(head[68:72], "big"), int.from_bytes(head[60:64], "big")
-
-
-def is_made(file: Path) -> bool:
-    """Return whether a recording has its tables, which a run creates in its first transaction."""
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(_HEAD)
-    except OSError:
-        return file.exists()  # reading it reports why
-    return bool(head) and _identity(head) != (APPLICATION, 0)
 
 
 def writer_of(file: Path) -> str:
@@ -167,55 +148,38 @@ def writer_of(file: Path) -> str:
         return str(json.loads(found[0])) if found is not None else ""
 
 
-def from_database(connection: sqlite3.Connection, file: Path | None = None) -> Recording:
-    """Return the recording in a database.
-
-    Args:
-        connection: the database, in memory or of a file.
-        file: the file.
+def read(file: Path) -> tuple[Recording, dict[str, list[Row]]]:
+    """Return the recording in a file, and its rows.
 
     Raises:
-        sqlite3.Error, ValueError, TypeError, OverflowError: if the database holds anything else.
+        GuardError: if the file is not a recording, or cannot be read.
     """
-    left = MAX_ALL_TEXT
-    if file is not None:  # with its log during a run
-        parts = (file, file.with_name(f"{file.name}-wal"))
-        left = min(left, MAX_SHARE * sum(part.stat().st_size for part in parts if part.exists()))
+    with opened(file) as connection:
+        parts = (file, file.with_name(f"{file.name}-wal"))  # with its log during a run
+        size = sum(part.stat().st_size for part in parts if part.exists())
+        rows = rows_of(connection, min(MAX_ALL_TEXT, MAX_SHARE * size))
+        return from_rows(rows), rows
 
-    def texts(table: str, order: str, names: str) -> list[tuple[Any, ...]]:
-        """Return the last rows of a table in order, without those whose text is too long."""
-        nonlocal left
-        lengths = (f"coalesce(length({name}), 0) <= {MAX_TEXT}" for name in names.split(", "))
-        where = f"WHERE {' AND '.join(lengths)} ORDER BY {order} DESC LIMIT {MAX_EVENTS}"
-        found = []
-        for row in connection.execute(f"SELECT {names} FROM {table} {where}"):
-            left -= sum(len(value) for value in row if isinstance(value, (str, bytes)))
-            if left < 0:
-                break
-            found.append(row)
-        return found[::-1]
 
-    meta = texts("meta", "key", "key, value")
-    events = texts("events", "id", "step, epoch, time, kind, text, data")
-    layers = texts("layers", "id", "step, path, kind, a, b, c")
-    samples = texts("samples", "rowid", "label, place, fingerprint, times, steps, why")
+def from_rows(rows: Mapping[str, Sequence[Row]]) -> Recording:
+    """Return the recording with these rows of each table.
+
+    Raises:
+        ValueError, TypeError, OverflowError: if the rows hold anything else.
+    """
     return Recording(
-        meta=_meta({str(key): plain_values.loads(value) for key, value in meta}),
-        steps=_numbers(connection, "steps", STEP_COLUMNS),
-        bins=_bins(_numbers(connection, "bins", BIN_COLUMNS)),
-        events=tuple(_event(*row) for row in events),
-        layers=_layers(layers),
-        samples=tuple(_sample(*row) for row in samples),
+        meta=_meta({str(key): plain_values.loads(value) for key, value in rows["meta"]}),
+        steps=_numbers(rows["steps"], STEP_COLUMNS),
+        bins=_bins(_numbers(rows["bins"], BIN_COLUMNS)),
+        events=tuple(_event(*row) for row in rows["events"]),
+        layers=_layers(rows["layers"]),
+        samples=tuple(_sample(*row) for row in rows["samples"]),
     )
 
 
-def _numbers(
-    connection: sqlite3.Connection, table: str, columns: Mapping[str, type]
-) -> dict[str, Any]:
-    """Return the last rows of a table of numbers, as columns."""
-    query = f"SELECT {', '.join(columns)} FROM {table} ORDER BY id DESC LIMIT {MAX_ROWS}"
-    rows = connection.execute(query).fetchall()[::-1]
-    values = zip(*rows) if rows else [()] * len(columns)
+def _numbers(rows: Sequence[Row], columns: Mapping[str, type]) -> dict[str, Any]:
+    """Return the rows of a table of numbers as columns."""
+    values = [*zip(*rows)][1:] if rows else [()] * len(columns)
     return {name: _column(column, dtype) for (name, dtype), column in zip(columns.items(), values)}
 
 
@@ -239,21 +203,6 @@ def _whole(value: Any) -> int:
     return found
 
 
-def check_ids(rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-    """Check the `id` of each row of tables that a run is going to continue.
-
-    Raises:
-        ValueError: if an `id` is too large, or steps are missing.
-    """
-    tables = ("steps", "bins", "events", "layers")
-    ids = {table: [row[0] for row in rows[table]] for table in tables}
-    for numbers in ids.values():
-        for number in numbers[:1] + numbers[-1:]:
-            _whole(number)
-    if ids["steps"] and ids["steps"][-1] - ids["steps"][0] != len(ids["steps"]) - 1:
-        raise ValueError("it lacks steps")
-
-
 def _meta(found: dict[str, Any]) -> dict[str, Any]:
     for key, kinds in _META.items():
         value = found.get(key)
@@ -272,17 +221,69 @@ def _bins(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _event(step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
+def _event(_: int, step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
     details = plain_values.loads(data)
     if not isinstance(details, dict):
         raise ValueError("the data of an event is not an object")
     return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
 
 
-def _sample(label: Any, place: Any, mark: Any, times: Any, steps: Any, reason: Any) -> BadSample:
+def _sample(mark: Any, label: Any, place: Any, times: Any, steps: Any, reason: Any) -> BadSample:
     place = None if place is None else _whole(place)
     listed = tuple(_whole(step) for step in plain_values.loads(steps))
     return BadSample(str(label), place, str(mark), _whole(times), listed, str(reason))
+
+
+EVENT_KINDS = (
+    *("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall"),
+    *("resume", "end"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a run.
+
+    Attributes:
+        step: its step, from 0.
+        epoch: its epoch, from 0.
+        time: its time in seconds since 1970.
+        kind: one of `EVENT_KINDS`.
+        text: a sentence that describes it.
+        data: details as plain JSON values; for an incident `Incident.to_dict()`.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    kind: str
+    text: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A row of the data that caused at least one bad step.
+
+    Attributes:
+        label: its name: `x[217]`, the user's own name, or the beginning of its fingerprint.
+        index: its index in the `x` of `fit`, or `None` if unknown.
+        fingerprint: SHA-256 of its values, in hexadecimal.
+        times: number of bad steps in which a row with these values was found.
+        steps: the first of those steps, from 0.
+        reason: a few words: `1 NaN of 8 in x`.
+    """
+
+    label: str
+    index: int | None
+    fingerprint: str
+    times: int
+    steps: tuple[int, ...]
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "steps": list(self.steps)}
 
 
 Array = np.ndarray[Any, Any]
@@ -297,6 +298,11 @@ _TABLES = {
     "samples": ("label", "index", "fingerprint", "times", "reason", "steps"),
 }
 """Columns of the tables that become data frames."""
+
+
+def empty(columns: Mapping[str, type]) -> dict[str, Array]:
+    """Return columns without rows."""
+    return {name: np.zeros(0, dtype) for name, dtype in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -343,9 +349,7 @@ class Recording:
             GuardError: if the file is missing, is not a recording, is of a newer version, or is
                 damaged or too large.
         """
-        file = path_of(path)
-        with opened(file) as connection:
-            return from_database(connection, file)
+        return read(path_of(path))[0]
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")
@@ -457,7 +461,7 @@ def thinned(step: Array, points: int) -> tuple[Array, Array]:
 def _layers(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
     """Return the rows of `layers` as arrays, by the path of the variable."""
     own: dict[str, list[tuple[Any, ...]]] = {}
-    for step, path, kind, *numbers in rows:
+    for _, step, path, kind, *numbers in rows:
         row = (_whole(step), str(kind), *map(_number, numbers))
         own.setdefault(str(path), []).append(row)
     found = {}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import sqlite3
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._recording.database import Statement, as_json, make, transaction
+from keras_nanguard._recording.database import NAME, Statement, as_json, make, transaction
 from keras_nanguard._recording.recording import check_header
 
 INCIDENTS = "incidents.jsonl"
@@ -34,7 +34,7 @@ class File:
 
     Args:
         path: the file.
-        writer: identifies the run. The file belongs to the run that opened it last.
+        name: identifies the run. The file belongs to the run that opened it last.
         statements: the first statements. A reader sees all of their results, or the previous file.
 
     Raises:
@@ -42,8 +42,8 @@ class File:
         sqlite3.Error, OSError: if it cannot be written.
     """
 
-    def __init__(self, path: Path, writer: str, statements: Sequence[Statement]):
-        self._path, self._writer = path, (as_json(writer),)
+    def __init__(self, path: Path, name: str, statements: Sequence[Statement]):
+        self._path, self._writer = path, (as_json(name),)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
         _check_safe(path)
@@ -68,14 +68,18 @@ class File:
             self._connection.close()
             raise
 
-    def write(self, statements: Sequence[Statement]) -> bool:
-        """Execute statements in one transaction; return whether the file belongs to this run."""
+    def write(self, statements: Sequence[Statement]) -> None:
+        """Execute statements in one transaction.
+
+        Raises:
+            GuardError: if the file belongs to another run.
+            sqlite3.Error: if it cannot be written.
+        """
         with transaction(self._connection):
             query = "SELECT value FROM meta WHERE key = 'writer'"
             if self._connection.execute(query).fetchone() != self._writer:
-                return False
+                raise GuardError(f"{self._path} is in use by another run")
             self._execute(statements)
-        return True
 
     def _execute(self, statements: Sequence[Statement]) -> None:
         for statement, rows in statements:
@@ -122,22 +126,26 @@ def _check_safe(file: Path) -> None:
         raise GuardError(expected(f"the journal of one recording at {journal}", received, remedy))
 
 
+def unwritten(reason: object) -> str:
+    """Return the sentence about a recording that is not written."""
+    return f"{NAME} is not written: {str(reason) or type(reason).__name__}"
+
+
 class Writer:
-    """The thread that writes.
+    """The thread that writes during one fit.
 
     Args:
         path: the file.
-        writer: identifies the run.
         end: a method that is called if the process ends before `close`. It is not kept alive.
 
     Attributes:
-        problem: the reason why nothing is written any more; `""` if there is none.
-        ending: whether the run is ending; then a locked file is tried only once.
+        name: identifies the run.
+        problem: why nothing is written any more; `""` if there is no problem.
     """
 
-    def __init__(self, path: Path, writer: str, end: Callable[[], None]):
-        self.path, self.problem, self.ending = path, "", False
-        self._writer, self._process = writer, os.getpid()
+    def __init__(self, path: Path, end: Callable[[], None]):
+        self.name, self.problem = uuid.uuid4().hex, ""
+        self._path, self._ending = path, False  # at the end, a locked file is tried only once
         self._jobs: queue.SimpleQueue[Sequence[Statement] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -147,14 +155,9 @@ class Writer:
         atexit.register(self._at_exit)
 
     @property
-    def _is_here(self) -> bool:
-        """Whether this is the process with the thread, and not a fork of it."""
-        return os.getpid() == self._process
-
-    @property
     def ready(self) -> bool:
         """Whether statements that are put now are executed at once."""
-        return self._idle.is_set() and not self.problem and self._is_here
+        return self._idle.is_set() and not self.problem and self._thread.is_alive()
 
     def put(self, statements: Sequence[Statement]) -> None:
         """Have statements executed in one transaction."""
@@ -163,21 +166,22 @@ class Writer:
 
     def wait(self) -> bool:
         """Wait until everything is written, for a limited time; return whether it is."""
-        return self._is_here and self._idle.wait(WAIT) and not self.problem
+        return self._thread.is_alive() and self._idle.wait(WAIT) and not self.problem
 
     def close(self) -> None:
         """Write the remaining data, and close the file."""
         atexit.unregister(self._at_exit)
-        if self._is_here:
+        self._ending = True
+        if self._thread.is_alive():  # not in a fork of the process
             self._jobs.put(None)
             self._thread.join(WAIT)
-            if self._thread.is_alive():
-                late = f"{self.path} was not written within {WAIT:g} seconds"
-                self.problem = self.problem or late
+            if self._thread.is_alive() and not self.problem:
+                late = f"{self._path} was not written within {WAIT:g} seconds"
+                self.problem = unwritten(late)
 
     def _at_exit(self) -> None:
         end = self._end()
-        if end is not None and self._is_here:
+        if end is not None and self._thread.is_alive():
             end()
 
     def _run(self) -> None:
@@ -186,18 +190,18 @@ class Writer:
             while not self.problem:
                 try:
                     if file is None:
-                        file = File(self.path, self._writer, statements)
-                    elif not file.write(statements):
-                        self.problem = f"{self.path} is in use by another run"
+                        file = File(self._path, self.name, statements)
+                    else:
+                        file.write(statements)
                     break
                 except Exception as error:  # noqa: BLE001  training continues, and a line warns
                     locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-                    if self.ending or not locked:
-                        self.problem = str(error) or type(error).__name__
+                    if self._ending or not locked:
+                        self.problem = unwritten(error)
             self._idle.set()
         if file is not None:
             try:
-                if self.ending and not self.problem:
+                if not self.problem:
                     file.export()
             except Exception as error:  # noqa: BLE001
                 self.problem = f"{INCIDENTS} is not written: {error}"

@@ -25,7 +25,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import SITES, Diagnosis, Incident
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import console
 
 MAX_BYTES = 64 << 20

@@ -17,8 +17,8 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_us
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
-from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import OVERFLOW, REFUSED, BadSample
+from keras_nanguard._recording.database import OVERFLOW, REFUSED
+from keras_nanguard._recording.recording import BadSample, Recording
 
 WIDTH = 120
 """Maximum number of characters of a line."""

@@ -15,9 +15,8 @@ from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._recording import database, recording
-from keras_nanguard._recording.recording import Recording, incidents as incidents_of
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording import database
+from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
 
@@ -126,7 +125,7 @@ def recorded(path: str | os.PathLike[str]) -> Recording:
         GuardError: if it is damaged or of a newer version.
     """
     file = database.path_of(path)
-    there = file.suffix == _SQLITE and recording.is_made(file)
+    there = file.suffix == _SQLITE and file.exists() and file.stat().st_size > 0
     return Recording.read(file) if there else Recording()
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.database import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._recording.recording import (
     Recording,
     incidents as incidents_of,
     measured,
     thinned,
 )
-from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._report.cards import cards
 from keras_nanguard._report.console import skipped
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from keras_nanguard._core.display import new_figure
+from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import MEASURED
 
 _MARKS = (
     ("incident", "incident", "#c0262d", "-"),

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import MEASURED
 from keras_nanguard._report import console, files
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"

@@ -15,7 +15,7 @@ import pytest
 from keras_nanguard import Diagnosis, Finding, Incident, NanGuard, Outcome
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.closing import MAX_ROWS, table_text
 
 pyte = pytest.importorskip("pyte", reason="needs the terminal emulator pyte")

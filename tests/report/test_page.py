@@ -23,8 +23,9 @@ import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._recording.database import STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import STEP_COLUMNS, Event
+from keras_nanguard._recording.recording import Event
 from keras_nanguard._report import cards, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 

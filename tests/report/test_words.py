@@ -14,7 +14,7 @@ from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport
 from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._lint import LintReport
-from keras_nanguard._recording.records import BadSample
+from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import Lines, brief_line, kinds, markdown, summary, why
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")

@@ -18,7 +18,7 @@ LIMITS = {
     "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
     "seconds that a fit waits for its recording": "_recording.writer.WAIT",
     "rows that wait for the disk": "_recording.database.MAX_UNWRITTEN",
-    "rows of a table that are read": "_recording.recording.MAX_ROWS",
+    "rows of a table that are read": "_recording.database.MAX_ROWS",
     "bundles of a directory": "_files.bundles.MAX_BUNDLES",
     "bytes of a bundle": "_files.bundles.MAX_BYTES",
     "seconds until a diagnosis is slow": "_diagnose.explain_step.SLOW",

@@ -131,7 +131,7 @@ def words() -> Iterator[str]:
     for name in sorted(literals.__all__):
         said = name.replace("Fault", "Fault ").lower()
         yield from (f"{said} {word}" for word in sorted(getattr(literals, name).__args__))
-    for name in sorted(importlib.import_module("keras_nanguard._recording.records").EVENT_KINDS):
+    for name in sorted(importlib.import_module("keras_nanguard._recording.recording").EVENT_KINDS):
         yield f"event {name}"
     for name in sorted(importlib.import_module("keras_nanguard._files.problems").PROBLEMS):
         yield f"problem of a file {name}"
@@ -149,7 +149,7 @@ def logs() -> Iterator[str]:
 
 def recording() -> Iterator[str]:
     """The columns of a recording and the tables of its file."""
-    records = importlib.import_module("keras_nanguard._recording.records")
+    records = importlib.import_module("keras_nanguard._recording.database")
     for table, columns in (("steps", records.STEP_COLUMNS), ("bins", records.BIN_COLUMNS)):
         yield from (f"recording {table}.{name}" for name in columns)
     yield from (f"recording status {number}: {name}" for number, name in enumerate(records.STATUSES))
@@ -171,7 +171,7 @@ FORMATS = {
     "snapshot": ("_files.snapshots", "FORMAT"),
     "guard state": ("_fit.recovery", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
-    "recording": ("_recording.records", "FORMAT"),
+    "recording": ("_recording.database", "FORMAT"),
     "recording.sqlite": ("_recording.database", "VERSION"),
     "scan report": ("_files.reports", "FORMAT"),
     "repair report": ("_files.reports", "FORMAT"),

@@ -10,19 +10,20 @@ import math
 import numpy as np
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Recording
-from keras_nanguard._recording.database import NAME, as_json, insert
-from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.records import (
+from keras_nanguard._recording.database import (
     BIN_COLUMNS,
     COMMITTED,
     MEASURED,
+    NAME,
     OVERFLOW,
     REFUSED,
     SKIPPED,  # noqa: F401  for tests
     STEP_COLUMNS,  # noqa: F401
-    BadSample,
-    Event,
+    as_json,
+    insert,
 )
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import BadSample, Event
 from keras_nanguard._recording.writer import File
 
 EXACT = 8192
