@@ -50,7 +50,6 @@ _POLICY = (
     "keras_nanguard._policy.documents",
     "keras_nanguard._policy.records",
     "keras_nanguard._policy.actions",
-    "keras_nanguard._policy.problems",
 )
 _REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident")
 

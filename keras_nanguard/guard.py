@@ -30,8 +30,7 @@ from keras_nanguard._fit.run import Run, Totals
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import outside
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.policy import Policy, Sections
-from keras_nanguard._policy.warnings import warnings_about
+from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files, html, plots

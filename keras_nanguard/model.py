@@ -11,7 +11,7 @@ from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
-from keras_nanguard._policy.problems import safe_repr
+from keras_nanguard._policy.records import safe_repr
 from keras_nanguard.guard import NanGuard
 
 __all__ = ["NanGuardModel"]

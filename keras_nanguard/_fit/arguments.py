@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
 from keras_nanguard._policy.policy import SECTIONS, Policy
-from keras_nanguard._policy.problems import nearest, problem, raise_problems, safe_repr
+from keras_nanguard._policy.records import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
 
 ARGUMENTS = (

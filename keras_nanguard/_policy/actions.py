@@ -12,13 +12,12 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainSerializer,
     create_model,
     model_validator,
 )
 from typing_extensions import Self
 
-from keras_nanguard._policy.records import Name, Record, Steps, listed, unlisted
+from keras_nanguard._policy.records import Name, Record, Steps, several, unlisted
 
 __all__ = [
     "ACTIONS",
@@ -314,10 +313,5 @@ else:
         BeforeValidator(_table, json_schema_input_type=Literal[tuple(ACTIONS)] | ActionTable),
         AfterValidator(_only),
     ]
-    Items = Annotated[
-        tuple[Item, ...],
-        BeforeValidator(listed, json_schema_input_type=Item | list[Item]),
-        Field(min_length=1),
-        PlainSerializer(as_file, when_used="json"),
-    ]
+    Items = Annotated[several(Item, as_file), Field(min_length=1)]
 """One action, and one action or a list of them: each a name or a table of parameters."""

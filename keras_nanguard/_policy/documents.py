@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import PolicyError, expected
-from keras_nanguard._policy.problems import safe_repr
+from keras_nanguard._policy.records import safe_repr
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,9 +53,9 @@ def parsed(text: str, suffix: str, name: str = "the text") -> dict[str, Any]:
     Raises:
         PolicyError: if it is not well formed, is not a table, or is nested too deeply.
     """
-    format_name = SUFFIXES[suffix]
+    format_name, parse = SUFFIXES[suffix]
     try:
-        document = _PARSERS[format_name](text)
+        document = parse(text)
     except PolicyError:
         raise
     except RecursionError:
@@ -171,7 +171,10 @@ def _yaml(text: str) -> Any:
     return yaml.load(text, Loader=Loader)
 
 
-SUFFIXES = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
-"""The format of each suffix."""
-
-_PARSERS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": _json, "YAML": _yaml}
+SUFFIXES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".json": ("JSON", _json),
+    ".yaml": ("YAML", _yaml),
+    ".yml": ("YAML", _yaml),
+}
+"""The format of each suffix, and its parser."""

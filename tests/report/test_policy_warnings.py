@@ -11,7 +11,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel, Policy
 from keras_nanguard.__main__ import main
-from keras_nanguard._policy.warnings import warnings_about
+from keras_nanguard._policy.policy import warnings_about
 
 LATE = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
 EMBEDDING = {"name": "embedding", "site": "gradients", "layer": "embed*", "do": "warn"}
