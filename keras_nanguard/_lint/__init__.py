@@ -13,17 +13,11 @@ from typing import Any
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.reports import SEVERITIES, Report
-from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
-from keras_nanguard._lint.rule import Hazard, Rule, rules_of
-from keras_nanguard._lint.subject import Subject
+from keras_nanguard._lint import rules_compiled, rules_layers  # noqa: F401  they add their rules
+from keras_nanguard._lint.rule import RULES, Hazard, Subject
 
 FORMAT = 1
 """Version of the JSON format of a `LintReport`."""
-
-_MODULES = (rules_outputs, rules_optimizer, rules_layers, rules_data)
-
-RULES: tuple[Rule, ...] = tuple(one for module in _MODULES for one in rules_of(module))
-"""Every rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +89,11 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
     require_keras_3(model)
     if not is_model(model):
         raise no_model(model, "lint {path}")
-    codes = {rule.code for rule in RULES}
-    if unknown := set(ignore) - codes:
-        what, received = f"codes among {', '.join(sorted(codes))}", f"ignore={sorted(unknown)}"
+    if unknown := set(ignore) - set(RULES):
+        what, received = f"codes among {', '.join(sorted(RULES))}", f"ignore={sorted(unknown)}"
         raise GuardError(expected(what, received, "Correct it."))
     subject = Subject(model, x, y)
-    found = [hazard for rule in RULES if rule.code not in ignore for hazard in rule.find(subject)]
+    chosen = (find for code, find in RULES.items() if code not in ignore)
+    found = [hazard for find in chosen for hazard in find(subject)]
     found.sort(key=lambda hazard: SEVERITIES.index(hazard.severity))
     return LintReport(str(model.name), tuple(found))

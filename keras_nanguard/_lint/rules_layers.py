@@ -12,8 +12,7 @@ import numpy as np
 from keras_nanguard._files.live import live_arrays
 from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.structure import arguments_of, source_of
-from keras_nanguard._lint.rule import Site, layers, operations, rule
-from keras_nanguard._lint.subject import Placed, Subject, activation_name
+from keras_nanguard._lint.rule import Placed, Site, Subject, activation_name, rule
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
@@ -37,7 +36,9 @@ from 0."""
 _POSITIVE = ("softplus", "exponential", "sigmoid", "softmax")
 
 
-@rule("error", fix="Use a momentum between 0.9 and 0.999.", each=layers("BatchNormalization"))
+@rule(
+    "error", fix="Use a momentum between 0.9 and 0.999.", each="layers", of=("BatchNormalization",)
+)
 def batchnorm_momentum(placed: Placed) -> str:
     """BatchNormalization with momentum 0 or 1."""
     momentum = float(placed.layer.momentum)
@@ -45,7 +46,10 @@ def batchnorm_momentum(placed: Placed) -> str:
 
 
 @rule(
-    "error", fix="Use larger batches, or LayerNormalization.", each=operations("BatchNormalization")
+    "error",
+    fix="Use larger batches, or LayerNormalization.",
+    each="operations",
+    of=("BatchNormalization",),
 )
 def batchnorm_batch_of_one(placed: Placed) -> str:
     """BatchNormalization over a single value."""
@@ -123,7 +127,7 @@ def nonfinite_weights(subject: Subject) -> Iterator[Site]:
             yield live.location, f"{found.nonfinite} of {found.size} values are NaN or Inf"
 
 
-@rule("warning", fix="Make the stride at most the pool size.", each=layers())
+@rule("warning", fix="Make the stride at most the pool size.", each="layers")
 def pooling_stride(placed: Placed) -> str:
     """Pooling stride above its window."""
     if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
@@ -143,7 +147,8 @@ def _tuple(value: Any) -> tuple[int, ...]:
 @rule(
     "warning",
     fix="Use tanh (the default).",
-    each=layers("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
+    each="layers",
+    of=("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
 def unbounded_recurrence(placed: Placed) -> str:
     """Unbounded activation in a recurrence."""
@@ -152,7 +157,7 @@ def unbounded_recurrence(placed: Placed) -> str:
     return "" if bounded else f"{placed.kind} with the activation {name}"
 
 
-@rule("warning", fix="Use GlorotUniform (the default), or HeNormal before relu.", each=layers())
+@rule("warning", fix="Use GlorotUniform (the default), or HeNormal before relu.", each="layers")
 def initialiser_variance(placed: Placed) -> str:
     """Initializer variance far from 1 / fan."""
     # The variance of a layer's output is that of its input times fan-in times that of the kernel
@@ -182,7 +187,8 @@ def _variance(initializer: Any) -> float | None:
 @rule(
     "warning",
     fix="Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
-    each=operations(*_DOMAINS),
+    each="operations",
+    of=_DOMAINS,
 )
 def unprotected_operation(placed: Placed) -> str:
     """Logarithm or division without epsilon."""

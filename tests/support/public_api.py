@@ -135,7 +135,7 @@ def words() -> Iterator[str]:
         yield f"event {name}"
     for name in sorted(importlib.import_module("keras_nanguard._files.problems").PROBLEMS):
         yield f"problem of a file {name}"
-    for rule in sorted(rule.code for rule in importlib.import_module("keras_nanguard._lint").RULES):
+    for rule in sorted(importlib.import_module("keras_nanguard._lint").RULES):
         yield f"lint rule {rule}"
 
 
