@@ -75,10 +75,11 @@ def incidents(recipe: Recipe, folder: Path) -> Path:
 @functools.cache
 def _plain_page() -> str:
     from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-    from keras_nanguard._recording.recording import Recording
     from keras_nanguard._report import html
+    from keras_nanguard._report.console import Run
 
-    return html.page(Recording(), [Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))], "")
+    found = Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))
+    return html.page(Run([found]), "")
 
 
 def warmed_up() -> None:
@@ -87,25 +88,25 @@ def warmed_up() -> None:
     """
     from rich.console import Console
 
-    from keras_nanguard._recording.recording import Recording
     from keras_nanguard._report import compare
+    from keras_nanguard._report.console import Run
 
     Console(file=io.StringIO(), width=20).print("\N{CJK UNIFIED IDEOGRAPH-754C} :smile: [bold]x[/]")
-    compare.page([compare.RunSeen("a", Recording(), ())])
+    compare.page([Run(name="a")])
     _plain_page()
 
 
-def _shown_incidents(path: Path, recording: Any, directory: Path | None) -> None:
+def _shown_incidents(path: Path) -> None:
     from rich.console import Console
 
-    from keras_nanguard._report import compare, console, files, html, watch
-    from keras_nanguard._report.closing import table_text
+    from keras_nanguard._report import compare, console, files, html, terminal
 
-    incidents = files.read(path)
-    head = console.summary(incidents, len(recording) or None, 0, 0)
+    run = files.read(path)
+    incidents = run.incidents
+    head = console.summary(incidents, len(run.recording) or None, 0, 0)
     check_printed("\n".join(console.incident_line(incident) for incident in incidents), "lines")
     console.markdown(incidents, head)
-    check_page(html.page(recording, incidents, head, directory), _plain_page())
+    check_page(html.page(run, head), _plain_page())
     for incident in incidents[:20]:
         if type(incident).from_dict(json.loads(incident.to_json())) is None:
             raise Wrong("an incident that is written is not read again")
@@ -113,20 +114,18 @@ def _shown_incidents(path: Path, recording: Any, directory: Path | None) -> None
         check_page(incident._repr_html_(), "")
     if not chosen(path, 4):
         return
-    runs = [compare.RunSeen("a", recording, tuple(incidents)), compare.RunSeen("b", recording, ())]
+    runs = [run, console.Run((), run.recording, name="b")]
     check_printed(compare.text(runs), "comparison")
     check_page(compare.page(runs), _plain_page())
     screen = io.StringIO()
-    Console(file=screen, width=100, force_terminal=False).print(watch.frame(recording, incidents, 100))
+    Console(file=screen, width=100, force_terminal=False).print(terminal.frame(run, 100))
     check_printed(screen.getvalue(), "watch")
-    check_printed(table_text(incidents, head), "table")
+    check_printed(terminal.table_text(incidents, head), "table")
 
 
 def look_incidents(path: Path) -> None:
     """Read a log and show it in every form."""
-    from keras_nanguard._recording.recording import Recording
-
-    _shown_incidents(path, Recording(), None)
+    _shown_incidents(path)
 
 
 def recording_at(recipe: Recipe, folder: Path) -> Path:
@@ -145,15 +144,15 @@ def recording_at(recipe: Recipe, folder: Path) -> Path:
 def look_recording(path: Path) -> None:
     """Read a recording, show it in every form, and continue a run from it."""
     from keras_nanguard._recording.database import MEASURED
-    from keras_nanguard._report import files
+    from keras_nanguard._recording.recording import Recording
 
     try:
-        recording = files.recorded(path)
+        recording = Recording.read(path)
         repr(recording)
         for name in MEASURED:
             recording.series(name, 50)
         with contextlib.suppress(NanGuardError):
-            _shown_incidents(path, recording, None)
+            _shown_incidents(path)
     finally:
         if chosen(path, 4):
             _go_on(path)
@@ -194,9 +193,7 @@ def directory(recipe: Recipe, folder: Path) -> Path:
 
 def look_directory(path: Path) -> None:
     """Read the directory of a run, and create its page with the rows of its bundles."""
-    from keras_nanguard._report import files
-
-    _shown_incidents(path, files.recorded(path), path)
+    _shown_incidents(path)
 
 
 def report_commands(path: Path) -> None:

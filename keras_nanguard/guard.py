@@ -483,9 +483,14 @@ class NanGuard(keras.callbacks.Callback):
         self._recorder.event("incident", incident.step, incident.epoch, text, data)
         self._reporter.track(incident)
 
+    @property
+    def _run(self) -> console.Run:
+        """All fits so far, as reports show them."""
+        return console.Run(self.incidents, self.recording, self.directory)
+
     def _page(self) -> str:
         """Return the HTML page of all fits so far."""
-        return html.page(self.recording, self.incidents, self.summary(), self.directory)
+        return html.page(self._run, self.summary())
 
     def __repr__(self) -> str:
         incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
@@ -513,7 +518,7 @@ class NanGuard(keras.callbacks.Callback):
         """
         if processes.index() != 0:
             return Path(path)
-        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)
+        return files.write(self._run, self.summary(), path)
 
     def _repr_html_(self) -> str:
         title, *lines = self.summary().splitlines()

@@ -88,7 +88,7 @@ def test_incidents(release):
         "run",
         "run/recording.sqlite",
     ]
-    found = [files.read(release / path) for path in paths]
+    found = [files.read(release / path).incidents for path in paths]
     assert [len(incidents) for incidents in found] == [1] * len(found)
     incident = found[0][0]
     assert all(other.to_dict() == incident.to_dict() for (other,) in found)

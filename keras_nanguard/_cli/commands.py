@@ -252,13 +252,11 @@ def report(given: argparse.Namespace) -> int:
 
     if len(given.paths) > 1:
         return _compared(given)
-    path = given.paths[0]
-    incidents, recording = files.read(path), files.recorded(path)
-    skipped = console.skipped(recording, incidents)
-    head = console.summary(incidents, len(recording) or None, *skipped)
+    run = files.read(given.paths[0])
+    incidents = run.incidents
+    head = console.summary(incidents, len(run.recording) or None, *run.skipped)
     if given.output:
-        directory = path if os.path.isdir(path) else None
-        print(f"Written to {files.write(incidents, head, given.output, recording, directory)}.")
+        print(f"Written to {files.write(run, head, given.output)}.")
     elif given.json:
         for incident in incidents:
             _print_json(incident.to_dict())
@@ -277,7 +275,7 @@ def _compared(given: argparse.Namespace) -> int:
     runs, problems = [], []
     for path in given.paths:
         try:
-            runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
+            runs.append(files.read(path))
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
             print(f"keras-nanguard: skipped {one_line(error)}", file=sys.stderr)
@@ -290,7 +288,7 @@ def _compared(given: argparse.Namespace) -> int:
         print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            row = {key: value for key, value in run.row().items() if key != "spark"}
+            row = {key: value for key, value in compare.row(run).items() if key != "spark"}
             _print_json({"format": COMPARED_RUNS, **row, "causes": dict(run.causes)})
     else:
         print(compare.text(runs))
@@ -299,7 +297,7 @@ def _compared(given: argparse.Namespace) -> int:
 
 def watch(given: argparse.Namespace) -> int:
     """Show a running fit in the terminal."""
-    from keras_nanguard._report.watch import watch as show
+    from keras_nanguard._report.terminal import watch as show
 
     return FOUND if show(given.directory, given.interval, given.once) else CLEAN
 

@@ -19,7 +19,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._report import closing
+from keras_nanguard._report import terminal
 from keras_nanguard.guard import NanGuard
 
 DEAD, OVERFLOWED, UNSCALED = (217, 905), (611,), (402, 1003)
@@ -145,7 +145,7 @@ def run(epochs: int = EPOCHS) -> int:
         screen.print(f"{' '.join(name.split())}: {time.perf_counter() - start:.0f} s")
     screen.print(_table(results))
     screen.print("NanGuard() reported:")
-    screen.print(closing.table(guard.incidents))
+    screen.print(terminal.table(guard.incidents))
     stock, guarded, clean = results
     won = wins(stock, guarded, clean)
     screen.print(f"\n{_verdict(won, guarded[ACCURACY], clean[ACCURACY])}")

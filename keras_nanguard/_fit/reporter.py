@@ -15,7 +15,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.run import Counts
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report import closing, console
+from keras_nanguard._report import console, terminal
 
 MAX_TEXTS, MAX_ALERTS = 100, 10
 """Limits per fit: incidents written as text, and causes with an alert."""
@@ -82,7 +82,7 @@ class Reporter:
         if incidents and self.verbose:
             seen = (counts.step, counts.refused, counts.run_again, len(incidents))
             head = console.closing_line(*seen, _details(directory))
-            self._print_made("a table", lambda: closing.table_text(incidents, head))
+            self._print_made("a table", lambda: terminal.table_text(incidents, head))
 
     def line(self, text: str) -> None:
         """Print a line that is not about an incident, if there is one."""

@@ -25,7 +25,6 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import SITES, Diagnosis, Incident
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import console
 
 MAX_BYTES = 64 << 20
@@ -180,28 +179,17 @@ MAX_CARDS = 200
 
 _MAX_OUTCOMES, _MAX_BEFORE, _MAX_LAYER_ROWS = 12, 6, 60
 
-Layers = Mapping[str, Mapping[str, Any]]
 
-
-def cards(
-    incidents: Sequence[Incident],
-    directory: Path | None = None,
-    samples: Sequence[BadSample] = (),
-    layers: Layers | None = None,
-    steps: Sequence[int] | None = None,
-) -> tuple[list[dict[str, Any]], list[int]]:
+def cards(run: console.Run, steps: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the cards in the order in which each kind first occurred, and for each incident the
     number of its card.
 
     Args:
-        incidents: the incidents.
-        directory: the directory of the run, for its bundles.
-        samples: the bad rows of the data.
-        layers: measurements of each layer over time, as `Recording.layers`.
-        steps: the step of each incident, counted as in samples and layers; by default its own,
-            counted from the beginning of a fit.
+        run: the run.
+        steps: the step of each incident, counted as in the samples and layers of the recording.
     """
-    at = dict(zip(map(id, incidents), steps or [incident.step for incident in incidents]))
+    incidents, recording = run.incidents, run.recording
+    at = dict(zip(map(id, incidents), steps))
     groups = console.kinds(incidents)
     kept = sorted(groups[:MAX_CARDS], key=lambda group: (group[0].step, group[0].epoch))
     others = groups[MAX_CARDS:]
@@ -210,10 +198,10 @@ def cards(
     number = {id(incident): n for n, group in enumerate(kept) for incident in group}
     found = []
     for group in kept:
-        one = _card(group, directory)
+        one = _card(group, run.directory)
         step = at[id(one["first"])]
-        labels = [sample.label for sample in samples if step in sample.steps]
-        found.append({**one, "labels": labels[:20], "before": _before(layers or {}, step)})
+        labels = [sample.label for sample in recording.samples if step in sample.steps]
+        found.append({**one, "labels": labels[:20], "before": _before(recording.layers, step)})
     if others:
         found[-1]["title"] = f"{len(others)} more kinds of incidents; this is the first of them"
     return found, [number[id(incident)] for incident in incidents]
@@ -251,7 +239,7 @@ def snippet(diagnosis: Diagnosis) -> str:
     return code.replace("{name}", name if name.isidentifier() and not iskeyword(name) else "x")
 
 
-def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
+def _before(layers: Mapping[str, Mapping[str, Any]], step: int) -> list[tuple[str, str, str, bool]]:
     """Return the measurements of each layer before a step: path, column, last values, and whether
     they grew tenfold."""
     found = []

@@ -5,51 +5,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console
+from keras_nanguard._report.console import Run
 from keras_nanguard._report.html import rendered
 
 _MAX_CAUSES = 4
 
 
-@dataclass(frozen=True)
-class RunSeen:
-    """One run among several.
-
-    Attributes:
-        name: its name.
-        recording: its recording, which may be empty.
-        incidents: its incidents.
-    """
-
-    name: str
-    recording: Recording
-    incidents: tuple[Incident, ...]
-
-    @property
-    def causes(self) -> Counter[str]:
-        """Number of incidents by cause and place."""
-        return Counter(console.why(incident) for incident in self.incidents)
-
-    def row(self) -> dict[str, Any]:
-        """Return the row of the run in a table, as text."""
-        step, low, high = self.recording.series("loss", 120)
-        rate = self.recording.series("learning_rate", 120)[2]
-        return {
-            "name": self.name,
-            "status": str(self.recording.meta.get("status", "")),
-            "steps": f"{len(self.recording):,}" if len(self.recording) else "",
-            "incidents": len(self.incidents),
-            "first": self.incidents[0].moment if self.incidents else "",
-            "causes": "; ".join(f"{n} x {why}" for why, n in self.causes.most_common(_MAX_CAUSES)),
-            "rate": f"{rate[0]:.3g}" if len(rate) else "",
-            "loss": f"{low[-1]:.4g}" if len(low) else "",
-            "spark": _spark(step.tolist(), high.tolist()),
-        }
+def row(run: Run) -> dict[str, Any]:
+    """Return the row of a run in a table, as text."""
+    step, low, high = run.recording.series("loss", 120)
+    rate = run.recording.series("learning_rate", 120)[2]
+    return {
+        "name": run.name,
+        "status": str(run.recording.meta.get("status", "")),
+        "steps": f"{len(run.recording):,}" if len(run.recording) else "",
+        "incidents": len(run.incidents),
+        "first": run.incidents[0].moment if run.incidents else "",
+        "causes": "; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
+        "rate": f"{rate[0]:.3g}" if len(rate) else "",
+        "loss": f"{low[-1]:.4g}" if len(low) else "",
+        "spark": _spark(step.tolist(), high.tolist()),
+    }
 
 
 def _spark(steps: list[int], values: list[float]) -> str:
@@ -64,7 +43,7 @@ def _spark(steps: list[int], values: list[float]) -> str:
     )
 
 
-def common(runs: Sequence[RunSeen]) -> list[str]:
+def common(runs: Sequence[Run]) -> list[str]:
     """Return sentences about the common properties of failed runs, and their differences from the
     others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
@@ -90,26 +69,26 @@ def common(runs: Sequence[RunSeen]) -> list[str]:
     return found
 
 
-def _rate(run: RunSeen) -> float | None:
+def _rate(run: Run) -> float | None:
     highest = run.recording.series("learning_rate", 200)[2]
     return float(highest.max()) if len(highest) else None
 
 
-def text(runs: Sequence[RunSeen]) -> str:
+def text(runs: Sequence[Run]) -> str:
     """Return the comparison as lines of text."""
     lines = [*common(runs), ""]
     for run in runs:
-        row = run.row()
-        steps = f"{row['steps']} steps" if row["steps"] else "steps unknown"
+        shown = row(run)
+        steps = f"{shown['steps']} steps" if shown["steps"] else "steps unknown"
         happened = "no incident"
         if run.incidents:
-            count, first, causes = row["incidents"], row["first"], row["causes"]
+            count, first, causes = shown["incidents"], shown["first"], shown["causes"]
             happened = f"{count} incidents, the first at {first}: {causes}"
-        lines.append(f"{run.name}: {' '.join(filter(None, (row['status'], steps)))}, {happened}")
+        lines.append(f"{run.name}: {' '.join(filter(None, (shown['status'], steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
 
-def page(runs: Sequence[RunSeen]) -> str:
+def page(runs: Sequence[Run]) -> str:
     """Return the comparison as one HTML file."""
-    rows, title = [run.row() for run in runs], f"{len(runs)} runs"
+    rows, title = [row(run) for run in runs], f"{len(runs)} runs"
     return rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)

@@ -11,6 +11,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
@@ -19,6 +21,42 @@ from keras_nanguard._core.plain_values import markdown_text, printable as printa
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 from keras_nanguard._recording.recording import BadSample, Recording
+
+
+@dataclass(frozen=True)
+class Run:
+    """What reports show of a run.
+
+    Attributes:
+        incidents: its incidents, of one fit or more.
+        recording: its recording, which may be empty.
+        directory: its directory, if it has one, for the contents of its bundles.
+        name: its name among several runs.
+    """
+
+    incidents: Sequence[Incident] = ()
+    recording: Recording = field(default_factory=Recording)
+    directory: Path | None = None
+    name: str = ""
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Numbers of skipped steps and of ordinary float16 overflows among them.
+
+        Without a recording the incidents are counted.
+        """
+        if not len(self.recording):
+            return sum(incident.refused for incident in self.incidents), 0
+        steps, bins = self.recording.steps, self.recording.bins
+        refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
+        overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
+        return refused + overflows, overflows
+
+    @property
+    def causes(self) -> Counter[str]:
+        """Number of incidents by cause and place."""
+        return Counter(why(incident) for incident in self.incidents)
+
 
 WIDTH = 120
 """Maximum number of characters of a line."""
@@ -247,19 +285,6 @@ def closing_line(steps: int, refused: int, run_again: int, incidents: int, detai
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
     found = f"{counted}{_replayed(run_again)}, {times(incidents, 'incident')}"
     return f"NanGuard: {found}. Details: {details}"
-
-
-def skipped(recording: Recording, known: Sequence[Incident]) -> tuple[int, int]:
-    """Return the numbers of skipped steps and of ordinary float16 overflows among them.
-
-    Without a recording the incidents are counted.
-    """
-    if not len(recording):
-        return sum(incident.refused for incident in known), 0
-    steps, bins = recording.steps, recording.bins
-    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
-    overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
-    return refused + overflows, overflows
 
 
 def summary(

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from keras_nanguard._core import atomic_files, plain_values
@@ -19,6 +20,7 @@ from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
+from keras_nanguard._report.console import Run
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
@@ -36,22 +38,14 @@ _REMEDY = (
 )
 
 
-def write(
-    incidents: Sequence[Incident],
-    head: str,
-    path: str | os.PathLike[str],
-    recording: Recording | None = None,
-    directory: str | os.PathLike[str] | None = None,
-) -> Path:
-    """Write incidents to a file atomically, and return its path.
+def write(run: Run, head: str, path: str | os.PathLike[str]) -> Path:
+    """Write the incidents of a run to a file atomically, and return its path.
 
     Args:
-        incidents: the incidents.
+        run: the run.
         head: lines before the incidents in Markdown and HTML.
         path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line),
             `.md` or `.html`.
-        recording: the recording of the run, for HTML.
-        directory: the directory of the run, for HTML: it shows the contents of bundles.
 
     Raises:
         GuardError: for another suffix.
@@ -59,12 +53,12 @@ def write(
             names `path`.
     """
     path = Path(path)
-    document = {"format": FORMAT, "incidents": incidents}
+    document = {"format": FORMAT, "incidents": list(run.incidents)}
     texts: dict[str, Callable[[], str]] = {
         ".json": lambda: json.dumps(document, indent=2, default=Incident.to_dict),
-        ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in incidents),
-        ".md": lambda: console.markdown(incidents, head),
-        ".html": lambda: html.page(recording or Recording(), incidents, head, directory),
+        ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in run.incidents),
+        ".md": lambda: console.markdown(run.incidents, head),
+        ".html": lambda: html.page(run, head),
     }
     if path.suffix not in texts:
         wanted = "a path that ends in .json, .jsonl, .md or .html"
@@ -116,21 +110,8 @@ def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[
     return [i.with_(bundle=None) if removed(i.bundle) else i for i in incidents]
 
 
-def recorded(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording in the directory of a run, or in a `.sqlite` file.
-
-    The recording is empty if there is no file, or none yet.
-
-    Raises:
-        GuardError: if it is damaged or of a newer version.
-    """
-    file = database.path_of(path)
-    there = file.suffix == _SQLITE and file.exists() and file.stat().st_size > 0
-    return Recording.read(file) if there else Recording()
-
-
-def read(path: str | os.PathLike[str]) -> list[Incident]:
-    """Read incidents.
+def read(path: str | os.PathLike[str]) -> Run:
+    """Read a run: its incidents, and its recording if there is one.
 
     Args:
         path: the directory of a guard, a recording, a `.json` or `.jsonl` file of `write`, a
@@ -139,36 +120,39 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
     Raises:
         GuardError: if there is no such file, or it contains something else.
     """
-    path = Path(path)
+    name, path = os.fspath(path), Path(path)
     if path.is_dir():
-        return _of_folder(path)
+        return replace(_of_folder(path), directory=path, name=name)
     if path.suffix == _SQLITE:
-        return _of_recording(path)
+        return replace(_of_recording(path), name=name)
     if path.suffix == ".html" and path.is_file():
         remedy = f"Open it in a browser. {_REMEDY}"
         raise GuardError(expected("a file of incidents", f"{str(path)!r}, a finished page", remedy))
-    return _of_text(path)
+    return Run(_of_text(path), name=name)
 
 
-def _of_folder(path: Path) -> list[Incident]:
+def _of_folder(path: Path) -> Run:
     """Return the incidents of a run, from its recording or export, and of other bundles."""
     sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
-    found = read(sources[0]) if sources else []
-    listed = {Path(incident.bundle).name for incident in found if incident.bundle}
+    found = read(sources[0]) if sources else Run()
+    listed = {Path(incident.bundle).name for incident in found.incidents if incident.bundle}
     files = {file for pattern in _BUNDLES for file in path.glob(pattern) if file.is_file()}
     files = {file for file in files if file.parent.name not in listed}
     if not files and not sources:
         wanted = "the directory of a guard, or a folder with bundles"
         raise GuardError(expected(wanted, f"{str(path)!r}, which contains neither", _REMEDY))
-    bundled = [incident for file in sorted(files) for incident in read(file)]
-    return [*sorted(bundled, key=lambda incident: incident.step), *found]
+    bundled = [incident for file in sorted(files) for incident in _of_text(file)]
+    bundled.sort(key=lambda incident: incident.step)
+    return replace(found, incidents=[*bundled, *found.incidents])
 
 
-def _of_recording(path: Path) -> list[Incident]:
+def _of_recording(path: Path) -> Run:
+    """Return the run in a recording, which is empty until its first transaction."""
     if not path.exists():
         raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
     with _expecting("a recording of incidents", path):
-        return [incident for incident, _ in incidents_of(recorded(path))]
+        recording = Recording.read(path) if path.stat().st_size else Recording()
+        return Run([incident for incident, _ in incidents_of(recording)], recording)
 
 
 def _of_text(path: Path) -> list[Incident]:

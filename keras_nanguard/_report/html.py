@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.database import MEASURED, OVERFLOW, REFUSED
 from keras_nanguard._recording.recording import (
     Recording,
@@ -26,7 +25,7 @@ from keras_nanguard._recording.recording import (
     thinned,
 )
 from keras_nanguard._report.cards import cards
-from keras_nanguard._report.console import skipped
+from keras_nanguard._report.console import Run
 
 POINTS = 2000
 """Points of each curve."""
@@ -69,30 +68,21 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return made
 
 
-def page(
-    recording: Recording,
-    incidents: Sequence[Incident],
-    summary: str,
-    directory: str | os.PathLike[str] | None = None,
-) -> str:
+def page(run: Run, summary: str) -> str:
     """Return the report of one run.
 
     Args:
-        recording: its recording, which may be empty.
-        incidents: its incidents, of one fit or more.
+        run: the run.
         summary: a summary, for a page without a recording.
-        directory: its directory, if it has one, for the bad rows and tables of layers in its
-            bundles.
     """
-    incidents, steps = _placed(recording, incidents)
-    folder = Path(directory) if directory is not None else None
-    found, numbers = cards(incidents, folder, recording.samples, recording.layers, steps)
+    run, steps = _placed(run)
+    recording = run.recording
+    found, numbers = cards(run, steps)
     layers, layer_rows = _layers(recording)
-    meta, versions = recording.meta, recording.meta.get("versions")
-    versions = versions if isinstance(versions, Mapping) else {}
+    meta = recording.meta
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
-        "marks": _marks(recording, incidents, numbers, steps),
+        "marks": _marks(run, numbers, steps),
         "layers": layers,
     }
     return rendered(
@@ -100,9 +90,9 @@ def page(
         data,
         title=str(meta.get("model") or "run"),
         summary=[] if len(recording) else summary.splitlines(),
-        facts=_facts(recording, incidents),
+        facts=_facts(run),
         cards=found,
-        healthy=_healthy(recording),
+        healthy=_healthy(run),
         nothing="No step has run yet." if meta else "There are no incidents.",
         charts=data["charts"],
         layer_rows=layer_rows,
@@ -112,22 +102,22 @@ def page(
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
         events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
         policy=str(meta.get("policy", "")),
-        versions=sorted((str(name), str(version)) for name, version in versions.items()),
+        versions=sorted(
+            (str(name), str(version)) for name, version in meta.get("versions", {}).items()
+        ),
     )
 
 
-def _placed(
-    recording: Recording, incidents: Sequence[Incident]
-) -> tuple[Sequence[Incident], list[int]]:
-    """Return the incidents, and the step of each as the recording counts steps.
+def _placed(run: Run) -> tuple[Run, list[int]]:
+    """Return the run, and the step of each incident as the recording counts steps.
 
     The incidents are those of the recording, unless more are given: a recording drops old ones.
     """
-    known = incidents_of(recording, strict=False)
-    if len(known) >= len(incidents):
-        return [incident for incident, _ in known], [step for _, step in known]
-    base = _whole(recording.meta.get("base"), 0)
-    return incidents, [base + incident.step for incident in incidents]
+    known = incidents_of(run.recording, strict=False)
+    if len(known) >= len(run.incidents):
+        return replace(run, incidents=[i for i, _ in known]), [step for _, step in known]
+    base = run.recording.meta.get("base") or 0
+    return run, [base + incident.step for incident in run.incidents]
 
 
 def _rollbacks(recording: Recording) -> list[list[Any]]:
@@ -188,10 +178,9 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
-def _marks(
-    recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]
-) -> dict[str, Any]:
+def _marks(run: Run, numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
     """Return the marks on the timeline. Steps count from 1, as on the console."""
+    recording, refusals = run.recording, [int(incident.refused) for incident in run.incidents]
     steps, bins = recording.steps, recording.bins
     thinned = ((bins["first"] + bins["last"]) // 2)[bins["overflows"] > 0]
     overflows = np.concatenate([thinned, steps["step"][steps["status"] == OVERFLOW]]) + 1
@@ -199,22 +188,23 @@ def _marks(
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     rates = [event for event in recording.events if event.kind == "learning_rate"]
     return {
-        "incidents": [[step + 1 for step in at], [*numbers], [int(i.refused) for i in incidents]],
+        "incidents": [[step + 1 for step in at], [*numbers], refusals],
         "refused": refused,
         "overflows": overflows.tolist(),
-        "overflow_count": skipped(recording, ())[1],
+        "overflow_count": run.skipped[1],
         "rollbacks": _rollbacks(recording),
         "rates": [[event.step + 1, event.text] for event in rates],
     }
 
 
-def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
-    meta, (refused, overflows) = recording.meta, skipped(recording, incidents)
+def _facts(run: Run) -> list[tuple[str, str]]:
+    recording, (refused, overflows) = run.recording, run.skipped
+    meta = recording.meta
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{len(recording):,}" if len(recording) else ""),
         ("skipped steps", f"{refused - overflows:,}"),
-        ("incidents", f"{len(incidents):,}"),
+        ("incidents", f"{len(run.incidents):,}"),
         ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
         ("bad rows", str(len(recording.samples))),
         ("float16 overflows", f"{overflows:,}" if overflows else ""),
@@ -224,20 +214,20 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     return [(name, value) for name, value in facts if value]
 
 
-def _healthy(recording: Recording) -> str:
+def _healthy(run: Run) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
-    if skipped(recording, ())[1]:
+    if run.skipped[1]:
         overflows = "ordinary float16 overflows, which loss scaling handles"
         return f"No incidents. All skipped steps are {overflows}."
-    return "No incidents: every step was finite and committed." if len(recording) else ""
+    return "No incidents: every step was finite and committed." if len(run.recording) else ""
 
 
 def _times(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return start and duration of a run, if they are known."""
     try:
-        began, seconds = float(meta["began"]), float(meta["written"]) - float(meta["began"])
+        began, seconds = meta["began"], meta["written"] - meta["began"]
         start = time.strftime("%Y\u2011%m\u2011%d %H:%M", time.localtime(began))
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+    except (KeyError, ValueError, OverflowError, OSError):
         return []
     size, unit = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
     return [("start", start), ("duration", f"{seconds / size:.{int(unit == 'h')}f} {unit}")]

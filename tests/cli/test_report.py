@@ -12,6 +12,7 @@ from keras_nanguard import Diagnosis, Finding, Incident
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files
+from keras_nanguard._report.console import Run
 
 INCIDENTS = [
     Incident(7, 0, 7, (Finding("gradients", "nonfinite", "dense/kernel", 3, 0, 8),), True),
@@ -28,8 +29,8 @@ INCIDENTS = [
 
 @pytest.mark.parametrize("ending", ["json", "jsonl"])
 def test_round_trip(tmp_path, ending):
-    path = files.write(INCIDENTS, "head", tmp_path / f"run.{ending}")
-    assert [i.to_json() for i in files.read(path)] == [i.to_json() for i in INCIDENTS]
+    path = files.write(Run(INCIDENTS), "head", tmp_path / f"run.{ending}")
+    assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
 
 
 def test_folder_of_bundles(tmp_path):
@@ -37,12 +38,12 @@ def test_folder_of_bundles(tmp_path):
         folder = tmp_path / f"incident-{incident.step}"
         folder.mkdir()
         (folder / "incident.json").write_text(incident.to_json())
-    assert [i.step for i in files.read(tmp_path)] == [7, 9]
-    assert [i.step for i in files.read(tmp_path / "incident-9")] == [9]
+    assert [i.step for i in files.read(tmp_path).incidents] == [7, 9]
+    assert [i.step for i in files.read(tmp_path / "incident-9").incidents] == [9]
 
 
 def test_command(tmp_path, capsys):
-    path = files.write(INCIDENTS, "head", tmp_path / "run.json")
+    path = files.write(Run(INCIDENTS), "head", tmp_path / "run.json")
     assert main(["report", str(path)]) == 1
     assert "loss_domain in 'mse'" in capsys.readouterr().out
     assert main(["report", str(path), "--json"]) == 1
@@ -71,10 +72,10 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     """An error names the requested file, not the temporary one."""
     path = tmp_path / "missing" / "run.md"
     with pytest.raises(FileNotFoundError) as caught:
-        files.write(INCIDENTS, "head", path)
+        files.write(Run(INCIDENTS), "head", path)
     assert caught.value.filename == str(path)
     assert (
-        main(["report", str(files.write(INCIDENTS, "", tmp_path / "run.json")), "-o", str(path)])
+        main(["report", str(files.write(Run(INCIDENTS), "", tmp_path / "run.json")), "-o", str(path)])
         == 2
     )
     assert (
@@ -95,7 +96,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
     assert main(["report", str(tmp_path / "healthy")]) == 0
     for path in (tmp_path / "run", tmp_path / "run" / database.NAME):
         assert main(["report", str(path), "-o", str(tmp_path / "run.html")]) == 1
-        assert len(files.read(path)) == 2 and files.recorded(path).meta["model"] == "net"
+        assert len(files.read(path).incidents) == 2 and files.read(path).recording.meta["model"] == "net"
     assert "loss_domain in &#39;net/dense&#39;" in (tmp_path / "run.html").read_text()
     (tmp_path / "run" / database.NAME).unlink()
     assert (
@@ -122,7 +123,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             assert guard._recorder.flush()
-            met.append(len(files.read(run)))
+            met.append(len(files.read(run).incidents))
 
     guard = NanGuard(directory=run, verbose=0)
     model.fit(
@@ -135,16 +136,16 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
         callbacks=[guard, Watch()],
     )
     assert met == [1, 2]
-    assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
+    assert [i.to_json() for i in files.read(run).incidents] == [i.to_json() for i in guard.incidents]
     assert main(["report", str(run)]) == 1
     assert "2 skipped, 2 incidents" in capsys.readouterr().out
     bundles = [i for i in guard.incidents if i.bundle]
     assert bundles
     (run / database.NAME).unlink()
-    assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
+    assert [i.to_json() for i in files.read(run).incidents] == [i.to_json() for i in guard.incidents]
     (run / "incidents.jsonl").unlink()
     assert main(["report", str(run)]) == 1
-    assert [i.step for i in files.read(run)] == [i.step for i in bundles]
+    assert [i.step for i in files.read(run).incidents] == [i.step for i in bundles]
     clean = NanGuard(directory=tmp_path / "clean", verbose=0)
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[clean])
     assert main(["report", str(tmp_path / "clean")]) == 0

@@ -19,7 +19,8 @@ from support.recordings import synthetic, written
 from keras_nanguard import Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
-from keras_nanguard._report import files, watch
+from keras_nanguard._report import files, terminal
+from keras_nanguard._report.console import Run
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
@@ -30,7 +31,7 @@ def incidents_of(recording):
 
 def text_of(recording, incidents=(), width=110, **arguments):
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(watch.frame(recording, incidents, width, **arguments))
+    screen.print(terminal.frame(Run(incidents, recording), width, **arguments))
     return screen.file.getvalue()
 
 
@@ -53,15 +54,15 @@ def test_a_run_that_may_have_died():
 
 
 def test_curve():
-    assert watch.curve([0.0, 1.0, 7.0]) == "▁▂█" and watch.curve([]) == "" and watch.curve([2.0] * 3) == "▁▁▁"
+    assert terminal.curve([0.0, 1.0, 7.0]) == "▁▂█" and terminal.curve([]) == "" and terminal.curve([2.0] * 3) == "▁▁▁"
 
 
 def test_budgets():
     """The remaining budget of each rule with a change; entries of other programs are ignored."""
     one = {"rule": "own", "do": ["warn", "rollback"], "used": 2, "times": 3, "per_steps": None}
     entries = [one, {**one, "used": 9}, {**one, "do": ["warn"]}, {"rule": "own"}, 7, {**one, "times": "many"}]
-    assert watch.budgets(Recording({"budgets": entries})) == [("own", "warn and rollback", 1, 3), ("own", "warn and rollback", 0, 3)]
-    assert watch.budgets(Recording()) == [] and "1 of 3 left" in text_of(Recording({"budgets": [one]}))
+    assert terminal.budgets(Recording({"budgets": entries})) == [("own", "warn and rollback", 1, 3), ("own", "warn and rollback", 0, 3)]
+    assert terminal.budgets(Recording()) == [] and "1 of 3 left" in text_of(Recording({"budgets": [one]}))
 
 
 def trained(directory, epochs=2, **arguments):
@@ -104,7 +105,8 @@ class Screen(Console):
 def test_a_recording_that_is_being_made(tmp_path, monkeypatch):
     """A file without contents counts as an empty recording; a complete one is shown."""
     (tmp_path / database.NAME).touch()
-    assert files.recorded(tmp_path).meta == {} and files.read(tmp_path) == []
+    found = files.read(tmp_path)
+    assert found.recording.meta == {} and found.incidents == []
     ended = synthetic(300, 2)
 
     def whole():
@@ -112,8 +114,8 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch):
         written(tmp_path, ended)
 
     screen = Screen(whole)
-    monkeypatch.setattr(watch.time, "sleep", screen.then)
-    assert watch.watch(tmp_path, screen=screen)
+    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    assert terminal.watch(tmp_path, screen=screen)
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
 
@@ -130,8 +132,8 @@ def test_files_that_become_unreadable(tmp_path, monkeypatch):
         written(tmp_path, run)
 
     screen = Screen(lambda: file.write_bytes(b"another file"), mend)
-    monkeypatch.setattr(watch.time, "sleep", screen.then)
-    watch.watch(tmp_path, screen=screen)
+    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    terminal.watch(tmp_path, screen=screen)
     shown = screen.file.getvalue()
     reported = re.sub(r"\x1b\[[0-9;]*m|[\W_]", "", shown)  # a line may break anywhere
     assert "whichisanotherfile" in reported and "netfinished" in reported.split("whichisanotherfile")[-1]
@@ -143,7 +145,7 @@ def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
     run = synthetic(300, 2, name="n\u0119t")
     written(tmp_path, run)
     assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)
-    assert not set(watch._BARS[1:]) & set(text_of(run, ascii_only=True))
+    assert not set(terminal._BARS[1:]) & set(text_of(run, ascii_only=True))
     pipe = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", pipe)
     assert main(["watch", str(tmp_path)]) == main(["report", str(tmp_path / database.NAME)]) == 1
@@ -162,7 +164,7 @@ def test_it_follows_a_run_to_its_end(tmp_path):
     class Begin(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
-                threads.append(threading.Thread(target=watch.watch, args=(tmp_path, 0.05), kwargs={"screen": screen}))
+                threads.append(threading.Thread(target=terminal.watch, args=(tmp_path, 0.05), kwargs={"screen": screen}))
                 threads[0].start()
             begun.wait(0.2)
 

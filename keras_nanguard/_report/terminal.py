@@ -1,25 +1,105 @@
-"""A terminal dashboard of a run, from the files in its directory: curves, incidents, and remaining
-limits of the policy."""
+"""A run in a terminal: the table at the end of a run with incidents (counts, kinds, advice), and a
+dashboard from the files in its directory (curves, incidents, remaining limits of the policy)."""
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
+from keras_nanguard._report.console import Run, shortened
+
+MAX_ROWS = 12
+"""Maximum number of rows."""
+
+WIDTH = 80
+"""Columns of the table; fewer in a narrower terminal."""
+
+OVERHEAD = 17
+"""Columns that borders and counts take."""
+
+
+def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
+    """Return the table of the kinds of incidents, the most frequent first."""
+    cell = max((width - OVERHEAD) // 2, 12)
+    found = Table(box=box.ROUNDED, show_lines=True)
+    found.add_column("times", justify="right", no_wrap=True)
+    found.add_column("incident", max_width=cell)
+    found.add_column("what to do", max_width=width - OVERHEAD - cell)
+    groups = console.kinds(incidents)
+    for group in groups[:MAX_ROWS]:
+        first = group[0]
+        advice = first.diagnosis.advice[:1] if first.diagnosis is not None else ()
+        lines = (console.why(first), f"first: {first.moment}", f"action: {_done(group)}")
+        words = "\n".join(lines), *(advice or ("",))
+        cells = (_fitted(console.printable(text), cell) for text in words)
+        found.add_row(str(len(group)), *map(Text, cells))
+    if len(groups) > MAX_ROWS:
+        found.caption = Text(f"and {len(groups) - MAX_ROWS} more kinds of incidents")
+    return found
+
+
+def _fitted(text: str, width: int) -> str:
+    """Return a text with words short enough for a column, so that none is broken."""
+    return "\n".join(
+        " ".join(shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
+    )
+
+
+def _done(group: Sequence[Incident]) -> str:
+    """Return the actions for incidents, with counts if they differ."""
+    counts = Counter(
+        outcome.action
+        for incident in group
+        for outcome in incident.outcomes
+        if outcome.status == "done" and outcome.action != "warn"
+    )
+    named = (action if n == len(group) else f"{n} x {action}" for action, n in counts.most_common())
+    return ", ".join(named) or "none"
+
+
+def table_text(incidents: Sequence[Incident], head: str) -> str:
+    """Return a line followed by the table, for the standard output.
+
+    It is coloured on a terminal, and in ASCII if the encoding requires it.
+    """
+    terminal = is_terminal()
+    width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if terminal else WIDTH
+    page = io.StringIO()
+    screen = Console(
+        file=page,
+        width=width,
+        force_terminal=terminal,
+        no_color="NO_COLOR" in os.environ,
+        highlight=False,
+    )
+    found = table(incidents, width)
+    if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():
+        found.box = box.ASCII
+    screen.print(found)
+    return f"{console.printable(head)}\n{page.getvalue()}".rstrip("\n")
+
+
+# The dashboard
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0
@@ -53,10 +133,10 @@ def watch(
     seen = _read(directory)
     if once or not screen.is_terminal:
         screen.print(_shown(seen, screen))
-        return bool(seen[1])
+        return bool(seen.incidents)
     with Live(_shown(seen, screen), console=screen, auto_refresh=False) as live:
         try:
-            while seen[0].meta.get("status", "running") == "running":
+            while seen.recording.meta.get("status", "running") == "running":
                 time.sleep(interval)
                 problem = ""
                 try:
@@ -66,21 +146,16 @@ def watch(
                 live.update(_shown(seen, screen, problem), refresh=True)
         except KeyboardInterrupt:
             pass
-    return bool(seen[1])
+    return bool(seen.incidents)
 
 
-Seen = tuple[Recording, Sequence[Incident]]
-
-
-def _read(directory: str | os.PathLike[str]) -> Seen:
+def _read(directory: str | os.PathLike[str]) -> Run:
     """Read the files. Before the first step there may be none."""
-    if not any(Path(directory).iterdir()):
-        return Recording(), ()
-    return files.recorded(directory), files.read(directory)
+    return files.read(directory) if any(Path(directory).iterdir()) else Run()
 
 
-def _shown(seen: Seen, screen: Console, problem: str = "") -> Group:
-    found = frame(*seen, screen.width, ascii_only=screen.options.ascii_only)
+def _shown(seen: Run, screen: Console, problem: str = "") -> Group:
+    found = frame(seen, screen.width, ascii_only=screen.options.ascii_only)
     lines = [_text(f"Cannot be read: {problem}", "bold red")] if problem else []
     return Group(found, *lines)
 
@@ -90,14 +165,9 @@ def _text(text: str, style: str = "") -> Text:
     return Text(console.printable(text), style=style)
 
 
-def frame(
-    recording: Recording,
-    incidents: Sequence[Incident],
-    width: int = 100,
-    now: float | None = None,
-    ascii_only: bool = False,
-) -> Group:
+def frame(run: Run, width: int = 100, now: float | None = None, ascii_only: bool = False) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
+    recording = run.recording
     room = max(width - 44, 16)
     curves, limits = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name in MEASURED:
@@ -111,7 +181,7 @@ def frame(
         limits.add_row(_text(rule, "bold"), _text(actions), left)
     panels = (
         ("curves, lowest to highest; the last value", curves),
-        ("incidents", _incidents(incidents)),
+        ("incidents", _incidents(run.incidents)),
         ("remaining budgets of the policy", limits),
     )
     shown = [
@@ -119,20 +189,20 @@ def frame(
         for title, table in panels
         if not isinstance(table, Table) or table.row_count
     ]
-    return Group(_head(recording, incidents, time.time() if now is None else now), *shown)
+    return Group(_head(run, time.time() if now is None else now), *shown)
 
 
-def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Text:
+def _head(run: Run, now: float) -> Text:
+    recording = run.recording
     meta, steps = recording.meta, recording.steps
     if not meta:
         return _text("Nothing is recorded yet; waiting.", "dim")
-    status, written = str(meta.get("status", "")), meta.get("written")
-    quiet = now - written if isinstance(written, (int, float)) else 0.0
+    status, quiet = str(meta.get("status", "")), now - meta.get("written", now)
     at = "before the first step"
     if len(steps["step"]):
         step, epoch = int(steps["step"][-1]) + 1, int(steps["epoch"][-1]) + 1
         at = f"step {step:,}, epoch {epoch} of {meta.get('epochs') or '?'}"
-    words = f"{meta.get('model', '')}: {status}, {at}, {len(incidents)} incidents"
+    words = f"{meta.get('model', '')}: {status}, {at}, {len(run.incidents)} incidents"
     if len(recording.samples):
         words += f", {len(recording.samples)} bad rows"
     if status == "running" and quiet > _STALE:
