@@ -119,7 +119,7 @@ EXPLAINED: tuple[Explained, ...] = (
         ABSORBED_HERE,
     ),
     Explained(
-        "_backends/torch/execution.py",
+        "_backends/torch/step.py",
         "StepRun.close",
         "vars(self).clear()",
         ("pass",),

@@ -255,7 +255,7 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
 def test_a_tensor_that_was_overwritten_is_dropped():
     import torch
 
-    from keras_nanguard._backends.torch.arguments import Given
+    from keras_nanguard._backends.torch.step import Given
 
     x = torch.ones(3)
     given = Given((x,))

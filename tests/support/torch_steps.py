@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from keras import layers, ops
 
 from keras_nanguard._backends.torch.modules import adapted as adapted
 from keras_nanguard._backends.torch.step import Transaction
+from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._keras.train_state import TrainState
 
 X, Y = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]]), torch.tensor([[1.0], [2.0]])
@@ -21,9 +24,27 @@ def network(optimizer=None, *more, loss="mse"):
     return model
 
 
+def facts(model, optimizers=None, note_created=lambda tensor, value: None, refuse=True):
+    """Return the facts of a run, as a transaction uses them."""
+    return SimpleNamespace(
+        model=model,
+        refuses=refuse,
+        agreement=Agreement(),
+        note_created=note_created,
+        read_train_state=lambda: TrainState.of(model, optimizers),
+    )
+
+
 def alone(model, body=None, **more):
-    known = {"model": model, "logs": True, "stock": body is None, **more}
-    return Transaction(body or (lambda data: model.train_step(data)), lambda: TrainState.of(model), **known)
+    """Return the transaction of a Keras trainer."""
+    of = {"of_trainer": True, "stock": body is None, "jit": False, "compiled": None}
+    return Transaction(body or (lambda data: model.train_step(data)), facts(model, **more), **of)
+
+
+def in_loop(body, model, optimizers=None, **more):
+    """Return the transaction of a hand-written step."""
+    of = {"of_trainer": False, "stock": False, "jit": False, "compiled": None}
+    return Transaction(body, facts(model, optimizers, **more), **of)
 
 
 def state(model):

@@ -5,10 +5,7 @@ In addition to the modules that every backend has:
 | module | content |
 |---|---|
 | `modules` | modules and optimizers of torch in Keras' form |
-| `tensors` | the parts and the memory of tensors |
-| `parts`, `arguments` | the inputs of a step: the tensors of the train state, and the arguments |
-| `backup`, `undo_log` | what a refusal restores |
-| `updates`, `update_queue` | the updates of a step, and when they run |
-| `judging` | the verdict on a step, and the counts in the report of a bad one |
-| `numeric_errors` | exceptions by which torch reports a bad number |
+| `updates` | the updates of a step, and when they run |
+| `undo_log` | what a refusal restores |
+| `judging` | the verdict on a step, and what later steps need of it |
 """

@@ -13,9 +13,8 @@ import keras
 from keras_nanguard._backends.interface import Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.intercept import uncompiled
+from keras_nanguard._backends.torch.intercept import is_numeric, uncompiled
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
-from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
@@ -60,15 +59,11 @@ class ModelAttachment(attach.Attachment):
         model, run, old = self.model, self.run, self.run.transaction
         transaction = step.Transaction(
             self.body,
-            run.read_train_state,
-            model=model,
-            logs=True,
+            run,
+            of_trainer=True,
             stock=self._stock,
             jit=bool(model.jit_compile),
             compiled=self._cached_step("compiled") if model.jit_compile else None,
-            note_created=run.note_created,
-            refuse=run.refuses,
-            agreement=run.agreement,
         )
         if old is not None:
             transaction.inherit(old)
@@ -95,10 +90,10 @@ class ModelAttachment(attach.Attachment):
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         transaction = self.run.transaction
-        before = transaction.steps
+        before = transaction.carried.steps
         with self._guarded_step():
             logs = self._function(data)
-        if transaction.steps == before:
+        if transaction.carried.steps == before:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
             found = f"Keras {keras.__version__}, which ran a different step"
             raise GuardError(expected("Keras to run the guarded step", found, remedy))
@@ -128,11 +123,11 @@ class LoopStep(attach.LoopStep):
         function = uncompiled(self.function)
         return step.Transaction(
             lambda args, kwargs: function(*args, **kwargs),
-            self.run.read_train_state,
+            self.run,
+            of_trainer=False,
+            stock=False,
             jit=function is not self.function,
-            note_created=self.run.note_created,
-            refuse=self.run.refuses,
-            agreement=self.run.agreement,
+            compiled=None,
         )
 
     can_run_again = True

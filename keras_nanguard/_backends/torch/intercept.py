@@ -1,9 +1,18 @@
-"""Intercepts the optimizer calls and the loss of a step on torch while its body runs."""
+"""Intercepts the optimizer calls and the loss of a step on torch while its body runs, and the
+exceptions by which torch reports a bad number: a step that raises one is a bad step.
+
+Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not
+distinguish them from an exception of the user's code. `is_numeric` also checks the origin: the code
+that raised it is torch's own Python, or no Python at all (the C++ of torch). An exception that a
+`raise` statement outside of torch has raised is never taken for one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
@@ -17,19 +26,47 @@ from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
+MESSAGES = (
+    "all elements of input should be between 0 and 1",  # binary_cross_entropy of NaN, on the CPU
+    "all elements of target should be between 0 and 1",
+    "probability tensor contains either `inf`, `nan` or element < 0",  # multinomial
+    "invalid multinomial distribution (sum of probabilities <= 0)",
+    "Expected p_in >= 0 && p_in <= 1",  # bernoulli
+    "normal expects all elements of std >= 0.0",
+    "to satisfy the constraint",  # torch.distributions, of its arguments
+    "returned nan values in its",  # autograd in anomaly mode
+    "because the input matrix contained non-finite values",  # torch.linalg
+    "input contains non-finite values",
+    "input tensor should not contain infs or NaNs",  # torch.linalg.eig
+    "is non-finite, so it cannot be clipped",  # clip_grad_norm_ with error_if_nonfinite=True
+)
+"""Parts of the messages; each comment names the function that raises it."""
+
+PACKAGE = os.path.dirname(torch.__file__) + os.sep
+"""Folder of torch's Python code."""
+
+RAISE = dis.opmap["RAISE_VARARGS"]
+"""The instruction of a `raise` statement."""
+
 
 class Intercept:
     """Replaces the updates of optimizers and the loss computation of one model, and records what
     they are called with.
 
-    The replacements are installed in `running`, once at a time, and are made again only if what
-    they replace has changed.
+    With `body` it belongs to a compiled step and is used again in each run of it: torch would
+    compile the step again if a function that it calls were another one. Two kinds of functions are
+    not part of the compiled step. What records a call runs as plain Python, since it computes the
+    verdict. An update of a Keras optimizer is compiled separately; one of a torch optimizer is not
+    compiled, nor one of `LossScaleOptimizer`, which would be compiled again in each step, because
+    it names an operation differently each time.
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
+        body: a step to compile, as Keras does with `jit_compile=True`; `None` if it runs eagerly.
 
     Attributes:
+        body: the compiled step, or `None`.
         records: the calls of the optimizers, in order.
         losses: the results of `compute_loss`.
     """
@@ -37,9 +74,14 @@ class Intercept:
     records: list[Update]
     losses: list[Any]
 
-    def __init__(self, model: Any, optimizers: Iterable[Any]):
-        self.model, self.optimizers = model, list(optimizers)
-        self._made: dict[int, tuple[Any, Callable[..., Any]]] = {}
+    def __init__(
+        self, model: Any, optimizers: Iterable[Any], body: Callable[..., Any] | None = None
+    ):
+        self.model = model
+        self.body = None if body is None else torch.compile(body)
+        self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
+        if hasattr(model, "compute_loss"):
+            self._replacements.append((model, "compute_loss", self._noting(model.compute_loss)))
         self.release()
 
     @contextlib.contextmanager
@@ -52,7 +94,7 @@ class Intercept:
         self.release()
         self.on_update = on_update
         with Overrides() as overrides:
-            for target, name, function in self.replacements():
+            for target, name, function in self._replacements:
                 overrides.set(target, name, function)
             yield self
 
@@ -72,44 +114,24 @@ class Intercept:
             if isinstance(value, torch.Tensor) and can_be_bad(value)
         ]
 
-    def replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """Return `(object, attribute, function)` of everything that is replaced."""
-        places = []
-        for optimizer in self.optimizers:
-            of_torch: Any = getattr(optimizer, "of", None)
-            if of_torch is not None:
-                places.append(self._replacement(of_torch, "step", self._stepper, optimizer))
-            else:
-                places.append(self._replacement(optimizer, "apply", self._applier, optimizer))
-        if hasattr(self.model, "compute_loss"):
-            places.append(self._replacement(self.model, "compute_loss", self._noting))
-        return places
+    def _excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that a compiled step calls without compiling it."""
+        return function if self.body is None else torch.compiler.disable(function)
 
-    def _replacement(
-        self, target: Any, name: str, make: Callable[..., Callable[..., Any]], *more: Any
-    ) -> tuple[Any, str, Callable[..., Any]]:
-        """Return a replacement made by `make(real, *more)`, where `real` is the current method."""
-        real, known = getattr(target, name), self._made.get(id(target))
-        if known is None or known[0] != real:
-            known = self._made[id(target)] = real, make(real, *more)
-        return target, name, known[1]
+    def _replacement(self, optimizer: Any) -> tuple[Any, str, Callable[..., Any]]:
+        """Return the object, the name of its method that updates, and what replaces it."""
+        of_torch: Any = getattr(optimizer, "of", None)
+        if of_torch is not None:
+            return of_torch, "step", self._stepper(of_torch.step, optimizer)
+        real = optimizer.apply
+        if self.body is not None and not keras_optimizers.is_loss_scaled(optimizer):
+            real = torch.compile(real)
 
-    def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the form in which the step calls a function that records a call."""
-        return function
-
-    def update_of(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the update of a Keras optimizer, given its method."""
-        return real
-
-    def _applier(self, apply: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-        real = self.update_of(optimizer, apply)
-
-        def replaced(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             given = None if trainable_variables is None else list(trainable_variables)
             self._take(KerasUpdate(optimizer, real, list(grads), given))
 
-        return self.reporting(replaced)
+        return optimizer, "apply", self._excluded(apply)
 
     def _stepper(self, real: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
         @functools.wraps(real)  # schedulers of torch mark the function
@@ -120,10 +142,10 @@ class Intercept:
             optimizer.of._opt_called = True  # schedulers of torch check this
             return record.result
 
-        return MethodType(self.reporting(step), optimizer.of)  # a scheduler wraps its `__func__`
+        return MethodType(self._excluded(step), optimizer.of)  # a scheduler wraps its `__func__`
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        note = self.reporting(self._note)
+        note = self._excluded(self._note)
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
@@ -140,41 +162,11 @@ class Intercept:
             self._predictions.append(predicted(args, kwargs))
 
     def _take(self, record: Update) -> None:
-        if record.is_immediate:  # its gradients are known only afterwards
-            self.on_update(record)
+        if not record.is_immediate:
             self.records.append(record)
-        else:
+        self.on_update(record)
+        if record.is_immediate:  # its gradients are known only now
             self.records.append(record)
-            self.on_update(record)
-
-
-class Compiled(Intercept):
-    """A body compiled by `torch.compile`, as Keras does with `jit_compile=True`, and what it calls.
-
-    Torch traces the Python code of a step, runs untraceable parts eagerly, and compiles again
-    whenever a traced value has changed. So the replacements are created once, and
-    work for the host (storing a loss, computing the verdict) is excluded from the trace. It runs
-    between the backward pass and the update, where torch splits the step anyway. The update of a
-    Keras optimizer is compiled separately. Updates of torch optimizers run eagerly, and so does
-    Keras' `LossScaleOptimizer`, which names an operation differently in each step and would be
-    compiled each time.
-
-    Args:
-        body: the step.
-        model, optimizers: as for `Intercept`.
-    """
-
-    def __init__(self, body: Callable[..., Any], model: Any, optimizers: Iterable[Any]):
-        super().__init__(model, optimizers)
-        self.body = torch.compile(body)
-
-    def reporting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        excluded: Callable[..., Any] = torch.compiler.disable(function)
-        return excluded
-
-    def update_of(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(real)
-        return real if keras_optimizers.is_loss_scaled(optimizer) else compiled
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,3 +178,19 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
     return given
+
+
+def is_numeric(error: BaseException) -> bool:
+    """Return whether torch has raised this exception because of a value that an operation does not
+    accept.
+    """
+    if not isinstance(error, (RuntimeError, ValueError)):
+        return False
+    traceback = error.__traceback__
+    if traceback is None or not any(message in str(error) for message in MESSAGES):
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    in_torch = os.path.abspath(code.co_filename).startswith(PACKAGE)
+    return in_torch or code.co_code[traceback.tb_lasti] != RAISE

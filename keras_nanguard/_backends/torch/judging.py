@@ -1,19 +1,26 @@
-"""The verdict on one step on PyTorch: the checked tensors, its numbers, and the decision."""
+"""The verdict on one step on PyTorch: the tensors of the train state by role, the numbers of the
+step, and the decision.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import torch
 
+from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
 NO_VERDICT = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 """The verdict before there are any numbers."""
@@ -24,11 +31,101 @@ and the updated state decides.
 """
 
 
+@dataclass(slots=True)
+class Carried:
+    """What the steps of one body have shown, and later ones need.
+
+    Attributes:
+        steps: their number.
+        stale: whether the train state has to be read again before the next one.
+        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
+            read with the verdict of the next step.
+        untracked: tensors that the body writes in place outside of Keras, by `id`; they are kept
+            before each step.
+        tolerated: the `id` of tensors that may be infinite or NaN.
+        keeps_undo: whether an update had to run before the verdict.
+        adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
+            kept before each step.
+    """
+
+    steps: int = 0
+    stale: bool = True
+    unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    untracked: dict[int, Any] = field(default_factory=dict)
+    tolerated: set[int] = field(default_factory=set)
+    keeps_undo: bool = False
+    adds_to_gradients: bool = False
+
+
+class Parts:
+    """A train state, and the tensors in it by role.
+
+    Attributes:
+        updated: what updates write, by site: `weights` and `slots`.
+        weights_and_slots: the same in one list.
+        other: statistics, frozen weights, seeds and states of recurrent layers.
+        small_state: `other`, and the tensors of metrics.
+        all: all of these tensors.
+        holders: what has a gradient.
+        unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
+            modules included.
+        results: the `id` of tensors that earlier calls have left in layers.
+        judged_elsewhere: the `id` of tensors that are not statistics.
+    """
+
+    def __init__(self, train_state: TrainState):
+        self.train_state = train_state
+        self.updated = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
+        self.weights_and_slots = [*self.updated["weights"], *self.updated["slots"]]
+        self.other, metrics = _of(train_state.other), _of(train_state.metrics)
+        self.small_state = [*self.other, *metrics]
+        self.all = [*self.small_state, *self.weights_and_slots]
+        self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
+        self.results = {id(tensor) for tensor in train_state.results}
+        settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
+        apart = (*metrics, *self.weights_and_slots, *_of(settings))
+        self.judged_elsewhere = {id(tensor) for tensor in apart}
+        listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
+        natives = [keras_variables.native(v) for v in train_state.unlisted]
+        self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
+        self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
+        self._tensor_attributes = [
+            (held, name)
+            for held, name, value in keras_layers.attributes_of(train_state.layers)
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def gradients(self) -> list[tuple[str, Any]]:
+        """Return the current gradients, each with the path of its weight."""
+        pairs = zip(self.train_state.trainable, self.holders)
+        return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
+
+    def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the attributes of layers that are tensors, or all attributes (each may become
+        one), with current values.
+        """
+        if every:
+            return keras_layers.attributes_of(self.train_state.layers)
+        return [(held, name, held.get(name)) for held, name in self._tensor_attributes]
+
+
+def _of(variables: Iterable[Any]) -> list[Any]:
+    return [variable.value for variable in variables]
+
+
+def _is_buffer(variable: Any) -> bool:
+    """Whether this is a buffer of a torch module, which torch itself writes."""
+    of_keras = isinstance(variable, keras.Variable)
+    return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
+
+
 class Judgement:
     """The verdict on one step, and the decision that follows from it.
 
     Args:
-        transaction: the `Transaction`.
+        carried: what earlier steps have shown.
+        agreement: the agreement of processes that train together.
+        find_losses: returns the losses among the outputs of a body that calls no `compute_loss`.
         seen: the calls of optimizers and loss.
         log: the undo log of the step.
 
@@ -37,44 +134,43 @@ class Judgement:
         verdict: the numbers so far; means over all processes, if there are several.
         own: the numbers of this process alone, at the time of the decision.
         statistics: what the step has written besides its updates, as far as it is judged.
-        constants: the `id` of tensors that are infinite on purpose.
-        update_is_read: whether the verdict has the norms of the updated weights and slots.
         left_by_previous: whether the previous step has left bad numbers in the state.
         is_shared: whether several processes decide together.
     """
 
-    def __init__(self, transaction: Any, seen: Intercept, log: UndoLog):
-        self.transaction, self.seen, self.log = transaction, seen, log
+    def __init__(
+        self,
+        carried: Carried,
+        agreement: Agreement,
+        find_losses: Callable[[Any], list[Any]],
+        seen: Intercept,
+        log: UndoLog,
+    ):
+        self.carried, self.agreement, self.find_losses = carried, agreement, find_losses
+        self.seen, self.log = seen, log
         self.decision: int | None = None
         self.verdict = self.own = NO_VERDICT
         self.statistics: list[Any] = []
-        self.constants: set[int] = set()
-        self.update_is_read = self.left_by_previous = False
-        agreement = transaction.agreement
-        self.is_shared = agreement is not None and agreement.count > 1
-        self._rewritten = transaction.parts.slots_written_since(transaction.slot_versions)
+        self.left_by_previous = False
+        self.is_shared = agreement.count > 1
 
-    @property
-    def parts(self) -> Parts:
-        """The train state."""
-        return self.transaction.parts  # type: ignore[no-any-return]
-
-    def judge(self, outputs: Any, raised: bool, updated: bool) -> None:
+    def judge(self, parts: Parts, outputs: Any, raised: bool, updated: bool) -> None:
         """Read all numbers and decide. The only place where the host waits for the device.
 
         Args:
+            parts: the train state.
             outputs: what the body has returned, `None` so far.
             raised: whether it has ended in an exception about a bad number.
             updated: whether updates have run already.
         """
-        transaction, seen = self.transaction, self.seen
-        losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
+        seen, unread = self.seen, self.carried.unread
+        losses = [loss.detach() for loss in seen.losses or self.find_losses(outputs)]
         gradients = [gradient for record in seen.records for gradient in record.gradients]
         if raised and not seen.records:  # what was left before the first update
-            gradients = [gradient for _, gradient in self.parts.gradients()]
-        self.statistics = self._written_statistics()
-        state = self._updated(math.inf) if updated else {}
-        scales = [scale.value for scale, _ in self.parts.train_state.scales]
+            gradients = [gradient for _, gradient in parts.gradients()]
+        self.statistics = self._written_statistics(parts)
+        state = parts.updated if updated and seen.records else {}
+        scales = [scale.value for scale, _ in parts.train_state.scales]
         read = reductions.read(
             {
                 "losses": [loss.sum() if loss.ndim else loss for loss in losses],
@@ -82,16 +178,22 @@ class Judgement:
                 "statistics": reductions.norms(self.statistics),
                 "scales": [self.log.before(scale) for scale in scales],
                 **{site: reductions.norms(tensors) for site, tensors in state.items()},
-                **{f"previous {site}": norms for site, norms in transaction.unread.items()},
+                **{f"previous {site}": norms for site, norms in unread.items()},
             }
         )
         if not math.isfinite(sum(read["statistics"])):
-            self._tolerate_constants()
+            self._tolerate_constants(parts)
             read |= reductions.read({"statistics": reductions.norms(self.statistics)})
         loss = reductions.sum_of(read["losses"], losses)
         squares = reductions.squares_of(read["gradients"], gradients)
         norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
-        self.verdict = Verdict(
+        previous = {
+            site: reductions.norm_of(read[f"previous {site}"], parts.updated[site])
+            for site in unread
+        }
+        if not all(map(math.isfinite, previous.values())):
+            self.left_by_previous, norms = True, previous
+        self.verdict = self.own = Verdict(
             False,
             loss=math.nan if raised and math.isfinite(squares) else loss,
             gradients=squares,
@@ -100,53 +202,46 @@ class Judgement:
             slots=norms.get("slots", 0.0),
             scale=min(read["scales"], default=1.0),
         )
-        self.update_is_read = updated
-        if transaction.unread:
-            self._judge_previous({site: read[f"previous {site}"] for site in transaction.unread})
-        self.own = self.verdict
         finite = self.verdict.finite and not raised
+        # Gradients whose squares overflow are so large that the update may overflow, too.
+        overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
         if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
             self._decide(REFUSE)
-        else:  # gradients whose squares overflow are so large that the update may overflow, too
-            overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-            self._decide(CHECK if overflows else COMMIT)
+        else:
+            self._decide(CHECK if overflows and not updated else COMMIT)
 
-    def judge_update(self) -> None:
-        """Decide by the updated state, after `CHECK`."""
-        self._read_update(self._updated(self.verdict.gradients))
-        finite = math.isfinite(self.verdict.weights + self.verdict.slots)
-        self._decide(COMMIT if finite else REFUSE)
-
-    def read_update(self) -> Mapping[str, Sequence[Any]]:
+    def read_update(self, parts: Parts) -> Mapping[str, Sequence[Any]]:
         """Read the norms of the updated state, or return them by site if they are better read with
         the verdict of the next step: if the host would wait for the device again, or if other
         processes need them.
         """
-        state = self._updated(self.verdict.gradients)
-        if self.is_shared or reductions.is_away(state["weights"]):
-            return {site: reductions.norms(tensors) for site, tensors in state.items()}
-        self._read_update(state)
+        norms = {site: reductions.norms(tensors) for site, tensors in parts.updated.items()}
+        if self.is_shared or reductions.is_away(parts.updated["weights"]):
+            return norms
+        read = reductions.read(norms)
+        weights, slots = (reductions.norm_of(read[s], t) for s, t in parts.updated.items())
+        self.verdict = self.verdict._replace(weights=weights, slots=slots)
         return {}
 
-    def places(self, updated: bool, raised: bool) -> list[tuple[str, str, Any]]:
+    def places(self, parts: Parts, updated: bool, raised: bool) -> list[tuple[str, str, Any]]:
         """Return `(site, path, tensor)` of everything that a report of the step counts.
 
         Args:
+            parts: the train state.
             updated: whether updates have run.
             raised: whether the body has ended in an exception about a bad number.
         """
-        seen, state = self.seen, self.parts.train_state
+        seen, state = self.seen, parts.train_state
         paths = {key: variable.path for key, variable in self.log.writers.items()}
         paths |= {id(v.value): v.path for v in (*state.trainable, *state.other)}
         found = [("outputs", name, t) for name, t in seen.outputs]
         found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
         if raised and not seen.records:
-            found += [("gradients", path, gradient) for path, gradient in self.parts.gradients()]
+            found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
         found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
         if updated:
-            for site, variables in (("weights", state.trainable), ("slots", state.slots)):
-                bad = (v for v in variables if reductions.can_be_bad(v.value))
-                found += [(site, v.path, v.value) for v in bad]
+            found += [("weights", v.path, v.value) for v in state.trainable]
+            found += [("slots", v.path, v.value) for v in state.slots]
         return found
 
     def _decide(self, decision: int) -> None:
@@ -154,30 +249,22 @@ class Judgement:
         become the means over all of them. One message.
         """
         if self.is_shared:
-            agreement, verdict = self.transaction.agreement, self.verdict
+            agreement, verdict = self.agreement, self.verdict
             flags = [decision == REFUSE, decision == CHECK, agreement.has_news]
             numbers = [*map(float, flags), *verdict[1:7]]
             sums = host.summed(numbers, "the verdict on a step")
             refuse, check, agreement.news = (number > 0 for number in sums[:3])
-            self.verdict = Verdict(False, *(number / agreement.count for number in sums[3:]))
+            means = (number / agreement.count for number in sums[3:])
+            self.verdict = Verdict.of((0.0, *means, 0.0, 0.0))
             decision = REFUSE if refuse else CHECK if check else COMMIT
         self.decision = decision
 
-    def _judge_previous(self, unread: Mapping[str, Sequence[float]]) -> None:
-        """Judge the state that the previous step has left, by norms that are read only now."""
-        state = self.parts.weights_and_slots
-        found = {site: reductions.norm_of(norms, state) for site, norms in unread.items()}
-        if not all(map(math.isfinite, found.values())):
-            self.left_by_previous = True
-            weights, slots = found["weights"], found["slots"]
-            self.verdict = self.verdict._replace(weights=weights, slots=slots)
-
-    def _written_statistics(self) -> list[Any]:
-        apart = self.parts.judged_elsewhere | self.transaction.tolerated
+    def _written_statistics(self, parts: Parts) -> list[Any]:
+        apart = parts.judged_elsewhere | self.carried.tolerated
         written = self.log.written
         return [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
 
-    def _tolerate_constants(self) -> None:
+    def _tolerate_constants(self, parts: Parts) -> None:
         """Exclude unwritten buffers that are infinite on purpose.
 
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
@@ -186,22 +273,7 @@ class Judgement:
         log = self.log
         for tensor in self.statistics:
             if id(tensor) in log.uncounted and not torch.isfinite(tensor).all():
-                before, nan = log.before(tensor), id(tensor) in self.parts.results
+                before, nan = log.before(tensor), id(tensor) in parts.results
                 if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
-                    self.constants.add(id(tensor))
-        self.statistics = [t for t in self.statistics if id(t) not in self.constants]
-
-    def _read_update(self, state: Mapping[str, Sequence[Any]]) -> None:
-        read = reductions.read({site: reductions.norms(t) for site, t in state.items()})
-        weights, slots = (reductions.norm_of(read[site], t) for site, t in state.items())
-        self.verdict = self.verdict._replace(weights=weights, slots=slots)
-        self.update_is_read = True
-
-    def _updated(self, gradients: float) -> dict[str, list[Any]]:
-        """Return the updated `weights` and `slots` to read, given half the sum of squares of the
-        gradients.
-        """
-        weights = self.transaction.verdict.weights  # their norm, after the previous step
-        bound = gradients + 0.5 * weights * weights
-        due = rules.full_read_is_due(rules.NUMBERS, self.transaction.steps, bound)
-        return self.parts.updated(self.seen.records, due, self._rewritten)
+                    self.carried.tolerated.add(id(tensor))
+        self.statistics = self._written_statistics(parts)

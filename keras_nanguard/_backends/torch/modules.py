@@ -13,7 +13,10 @@ import keras
 import numpy as np
 import torch
 
-from keras_nanguard._backends.torch.tensors import local
+
+def local(tensor: Any) -> Any:
+    """Return the part of a tensor that this process has: all of it, or its shard."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -50,9 +53,14 @@ class TensorVariable:
         path, name: its name in the module or optimizer.
     """
 
-    def __init__(self, tensor: Any, path: str, trainable: bool = False):
-        self.of, self.value, self.path, self.trainable = tensor, local(tensor), path, trainable
+    def __init__(self, tensor: Any, path: str):
+        self.of, self.value, self.path = tensor, local(tensor), path
         self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it requires a gradient."""
+        return bool(self.of.requires_grad)
 
     @property
     def dtype(self) -> str:
@@ -70,6 +78,17 @@ class TensorVariable:
             self.value.copy_(keras.ops.convert_to_tensor(value))
 
 
+class Variables(dict[int, TensorVariable]):
+    """The variable of each tensor, created once, by the `id` of the tensor."""
+
+    def of(self, tensor: Any, path: str) -> TensorVariable:
+        """Return the variable of a tensor."""
+        known = self.get(id(tensor))
+        if known is None or known.of is not tensor:
+            known = self[id(tensor)] = TensorVariable(tensor, path)
+        return known
+
+
 class TorchModule:
     """A module as a model: its parameters are weights, its buffers are statistics.
 
@@ -80,7 +99,7 @@ class TorchModule:
     def __init__(self, module: Any):
         self.of, self.name = module, type(module).__name__
         self.stop_training = False
-        self._known: dict[int, TensorVariable] = {}
+        self._known = Variables()
 
     @property
     def variables(self) -> list[TensorVariable]:
@@ -88,15 +107,8 @@ class TorchModule:
         for module in self.of.modules():  # a pass without a backward pass leaves whole parameters
             if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
                 module.reshard()
-        named = [*self.of.named_parameters(), *self.of.named_buffers()]
-        found = []
-        for name, tensor in named:
-            known = self._known.get(id(tensor))
-            if known is None or known.of is not tensor:
-                known = self._known[id(tensor)] = TensorVariable(tensor, name)
-            known.trainable = tensor.requires_grad
-            found.append(known)
-        return found
+        named = (*self.of.named_parameters(), *self.of.named_buffers())
+        return [self._known.of(tensor, name) for name, tensor in named]
 
     @property
     def trainable_variables(self) -> list[TensorVariable]:
@@ -161,25 +173,24 @@ class TorchOptimizer:
         self.of, self.name, self._paths = optimizer, type(optimizer).__name__, paths
         self._learning_rate = Rate(optimizer)
         LIVE.add(self)
-        self._known: dict[int, TensorVariable] = {}
+        self._known = Variables()
 
     @property
     def variables(self) -> list[TensorVariable]:
         """The tensors in its state."""
-        found = []
-        for p, slots in self.of.state.items():
-            for key, tensor in slots.items():
-                if isinstance(tensor, torch.Tensor):
-                    known = self._known.get(id(tensor))
-                    if known is None or known.of is not tensor:
-                        path = f"{self.name}/{self.path_of(local(p))}/{key}"
-                        known = self._known[id(tensor)] = TensorVariable(tensor, path)
-                    found.append(known)
-        return found
+        return [
+            self._known.of(tensor, f"{self.name}/{self._path_of(p)}/{key}")
+            for p, slots in self.of.state.items()
+            for key, tensor in slots.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
 
-    def path_of(self, tensor: Any) -> str:
-        """Return the path of a parameter, given the part of it that this process has."""
-        return self._paths.get(id(tensor), "a parameter")
+    def variable_of(self, parameter: Any) -> TensorVariable:
+        """Return a parameter as a variable."""
+        return self._known.of(parameter, self._path_of(parameter))
+
+    def _path_of(self, parameter: Any) -> str:
+        return self._paths.get(id(local(parameter)), "a parameter")
 
     def trains_any(self, tensors: Container[int]) -> bool:
         """Whether the `id` of a parameter that it trains is among these."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._backends.torch.reductions import can_be_bad
-from keras_nanguard._backends.torch.tensors import storage, written_by
+from keras_nanguard._backends.torch.undo_log import storage, written_by
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables

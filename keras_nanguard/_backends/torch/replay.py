@@ -26,8 +26,7 @@ from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.update_queue import UpdateQueue
-from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._backends.torch.updates import Update, UpdateQueue
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 NAMESPACES = (
@@ -131,16 +130,22 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _binary_cross_entropy(
-    real: Any, _: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any
+    real: Any,
+    _: Any,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
 ) -> Any:
     if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
-        return real(input, target, weight, *args, **kwargs)
+        return real(input, target, weight, size_average, reduce, reduction)
     losses = -(
         target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100)
     )
     losses = losses if weight is None else losses * weight
-    reduction = kwargs.get("reduction", "mean")
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    return losses if reduction == "none" else getattr(losses, reduction)()
 
 
 def _total_norm(
@@ -162,6 +167,10 @@ if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
     _WITHOUT_ERROR.append(ThreadOverrides(clip_grad, {"_get_total_norm": _total_norm}))
 
 
+def _log(kept: Iterable[Any]) -> UndoLog:
+    return UndoLog(kept, (), note_created=lambda variable: None)
+
+
 class Replay(interface.Replay):
     """Replays a step and records its operations. A diagnosis always runs eagerly."""
 
@@ -178,23 +187,18 @@ class Replay(interface.Replay):
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
-        entered = object()
-        for overrides in _WITHOUT_ERROR:
-            overrides.enter(entered)
+        queue = UpdateQueue(_log(()), ())
 
         def on_update(record: Update) -> None:
             if immediate or record.is_immediate:
-                queue.run(record)
-            else:
-                queue.watch()
+                queue.run(record, keep=False)
+            queue.watch(stack)
 
-        try:
-            intercept = Intercept(model, optimizers)
-            with intercept.running(on_update) as seen, UpdateQueue() as queue:
-                yield seen
-        finally:
+        with contextlib.ExitStack() as stack:
             for overrides in _WITHOUT_ERROR:
-                overrides.leave(entered)
+                overrides.enter(queue)
+                stack.callback(overrides.leave, queue)
+            yield stack.enter_context(Intercept(model, optimizers).running(on_update))
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -205,7 +209,7 @@ class Replay(interface.Replay):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
         natives = [getattr(v, "value", v) for v in variables]
         natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
-        undo_log = UndoLog(natives, lambda variable: None)
+        undo_log = _log(natives)
         ours = {id(tensor) for tensor in natives}
         states = [
             optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)

@@ -17,18 +17,38 @@ of the written tensors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import keras
+import numpy as np
+import torch
+
 from keras_nanguard._backends import interface
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
-from keras_nanguard._backends.torch.arguments import Given, as_tensors
-from keras_nanguard._backends.torch.execution import StepRun
-from keras_nanguard._backends.torch.intercept import Compiled, Intercept
-from keras_nanguard._backends.torch.judging import NO_VERDICT
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch import host, reductions
+from keras_nanguard._backends.torch.intercept import Intercept, is_numeric
+from keras_nanguard._backends.torch.judging import (
+    CHECK,
+    NO_VERDICT,
+    REFUSE,
+    Carried,
+    Judgement,
+    Parts,
+)
+from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.updates import Update, UpdateQueue
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 FRESH = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
@@ -42,121 +62,365 @@ REFRESH = 100
 """Steps between two later readings of the train state."""
 
 
+class Given:
+    """The arguments of one step, kept until later steps need them.
+
+    A tensor that shares its memory with a NumPy array, or with another process, is copied, because
+    its owner may overwrite it unnoticed. So is a tensor of `torch.inference_mode`, which counts no
+    writes. Any other tensor counts the writes to it, so changes are detected.
+
+    Attributes:
+        tensors: the arguments as they are now.
+    """
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, args: Any):
+        self._versions: list[tuple[Any, int]] = []
+        self.tensors = self._structure(args)
+
+    def _structure(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._held(value)
+        kind = type(value)  # one of these, nearly always; `keras.tree` takes ten times as long
+        if kind is tuple or kind is list:
+            return kind([self._structure(part) for part in value])
+        if kind is dict:
+            return {key: self._structure(part) for key, part in value.items()}
+        return keras.tree.map_structure(self._held, value)
+
+    def _held(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return owned(value)
+        if value.is_inference() or not value.untyped_storage().resizable():
+            return value.detach().clone()
+        self._versions.append((value, value._version))
+        return value
+
+    @property
+    def args(self) -> Any:
+        """The arguments, or `None` if one of them was written since."""
+        unchanged = all(value._version == version for value, version in self._versions)
+        return self.tensors if unchanged else None
+
+
+def _as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a step with arrays converted to tensors."""
+    converted: tuple[Any, ...] = keras.tree.map_structure(_as_tensor, tuple(args))
+    return converted
+
+
+def _as_tensor(value: Any) -> Any:
+    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return keras.ops.convert_to_tensor(value) if has_numbers else value
+
+
 class Transaction(interface.Transaction):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        train_state: callable that returns the current `TrainState`.
-        model: the model whose `compute_loss` returns the loss, or `None`.
-        logs: whether the body returns Keras logs.
+        run: the facts of the run.
+        of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
+            `compute_loss` returns the loss.
         stock: whether the body is Keras' own train step, in which nothing can fail after the
             update.
         jit: whether to compile the body, once its writes are known.
-        compiled: the compiled body of an earlier run.
-        note_created: called with each variable that is created inside the step, and its first
-            value.
-        refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
-        agreement: the agreement of processes that train together; `None` for one process.
+        compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
-        verdict: the verdict of the last step.
+        carried: what the steps so far have shown.
         parts: the train state, as it was read last.
-        stale: whether the train state has to be read again before the next step.
-        adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
-            kept before each step.
-        slot_versions: those of `Parts` after the last step.
-        unread: `StepResult.unread` of the last step.
+        verdict: the verdict of the last step.
     """
 
     def __init__(
         self,
         body: Callable[..., Any],
-        train_state: Callable[[], TrainState],
+        run: interface.Run,
         *,
-        model: Any = None,
-        logs: bool = False,
-        stock: bool = False,
-        jit: bool = False,
-        compiled: Compiled | None = None,
-        note_created: Callable[[Any, Any], None] = lambda variable, value: None,
-        refuse: bool = True,
-        agreement: interface.Agreement | None = None,
+        of_trainer: bool,
+        stock: bool,
+        jit: bool,
+        compiled: Intercept | None,
     ):
         self.body = self.replayed = body
-        self.read_train_state, self.model = train_state, model
-        self.stock, self.note_created = stock, note_created
-        self.refuse, self.agreement = refuse, agreement
-        self.jit, self.compiled = jit, compiled
-        self._reports: list[Report] = []
-        self.losses = losses_in_logs if logs else scalars
-        self.tolerated: set[int] = set()
-        self.untracked: dict[int, Any] = {}
-        self.keeps_undo = self.adds_to_gradients = False
-        self.steps = 0
+        self.run, self.stock, self.jit, self.compiled = run, stock, jit, compiled
+        self.model = run.model if of_trainer else None
+        self.losses = losses_in_logs if of_trainer else scalars
+        self.refuses, self.agreement = run.refuses, run.agreement
+        self.carried = Carried()
         self.verdict = NO_VERDICT
         self.given: Any = None
-        self.slot_versions: Mapping[int, Sequence[int]] = {}
-        self.unread: Mapping[str, Sequence[Any]] = {}
-        self.stale = True
-        self._intercept: Intercept | None = None
+        self.reports: list[Report] = []
 
     def __call__(self, *args: Any) -> Any:
-        if self.stale or self.is_fresh or self.steps % REFRESH == 0:
+        carried = self.carried
+        if carried.stale or self.is_fresh or carried.steps % REFRESH == 0:
             self.read_parts()
-            self.stale = False
+            carried.stale = False
         self.given = Given(args)
-        run = StepRun(self, args)
+        step = StepRun(self, args)
         try:
-            result = run.complete()
+            return step.complete()
         finally:
-            self.stale |= run.has_created
-            self.steps += 1
-            run.close()
-        self.verdict, self.unread = result.verdict, result.unread
-        self.slot_versions = result.slot_versions
-        self.untracked.update({id(tensor): tensor for tensor in result.untracked})
-        self.tolerated |= result.constants
-        self.adds_to_gradients |= result.adds_to_gradients
-        self.keeps_undo |= result.needed_undo
-        if result.report is not None:
-            self._reports.append(result.report)
-        return result.outputs
+            carried.steps += 1
+            step.close()
 
     def read_parts(self) -> None:
         """Read the train state."""
-        self.parts = Parts(self.read_train_state())
+        self.parts = Parts(self.run.read_train_state())
 
     @property
     def is_fresh(self) -> bool:
         """Whether it is not known yet what the body writes."""
-        return self.steps < FRESH
+        return self.carried.steps < FRESH
 
     def intercept(self) -> Intercept:
-        """Return what records the calls of a step, that of the last step if possible."""
+        """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers
-        if self.jit and not self.is_fresh:
-            self.compiled = self.compiled or Compiled(self.body, self.model, optimizers)
-            return self.compiled
-        if self._intercept is None or self._intercept.optimizers != list(optimizers):
-            self._intercept = Intercept(self.model, optimizers)
-        return self._intercept
+        if not self.jit or self.is_fresh:
+            return Intercept(self.model, optimizers)
+        self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
+        return self.compiled
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.untracked, self.tolerated = other.untracked, other.tolerated
-        self.keeps_undo, self.adds_to_gradients = other.keeps_undo, other.adds_to_gradients
-        self.steps = min(other.steps, 1)
+        self.carried = other.carried
+        self.carried.steps, self.carried.stale = min(self.carried.steps, 1), True
+
+    @property
+    def untracked(self) -> Mapping[int, Any]:  # type: ignore[override]
+        return self.carried.untracked
+
+    @property
+    def tolerated(self) -> set[int]:  # type: ignore[override]
+        return self.carried.tolerated
+
+    @property
+    def keeps_undo(self) -> bool:  # type: ignore[override]
+        return self.carried.keeps_undo
 
     def batch(self, given: Given) -> Any:
-        return None if given.args is None else as_tensors(given.args)
+        return None if given.args is None else _as_tensors(given.args)
 
     def take_reports(self) -> list[Report]:
-        reports, self._reports = self._reports, []
+        reports, self.reports = self.reports, []
         return reports
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        self.tolerated |= {id(v.value) for v in variables}
+        self.carried.tolerated |= {id(v.value) for v in variables}
 
     def release_run(self) -> None:
         self.given = None
+
+
+class StepRun:
+    """One run of the transaction.
+
+    Args:
+        transaction: the transaction.
+        args: the arguments of the body.
+
+    Attributes:
+        seen: the calls of optimizers and loss.
+        is_compiled: whether the body is compiled, so that its writes are not recorded.
+        log: what a refusal restores.
+        queue: the updates, of which some wait for the verdict.
+        judgement: the verdict and the decision.
+        error: the exception about a bad number that ended the body, if any.
+    """
+
+    def __init__(self, transaction: Transaction, args: Sequence[Any]):
+        self.transaction, self.args = transaction, args
+        carried, parts = transaction.carried, transaction.parts
+        self.error: BaseException | None = None
+        self.seen = transaction.intercept()
+        self.is_compiled = self.seen.body is not None
+        everything, own = transaction.is_fresh, not transaction.stock
+        adds = own and transaction.refuses and (everything or carried.adds_to_gradients)
+        found = [(t, t.grad) for t in parts.holders] if adds else []
+        # What a step finds stays alive until its end.
+        self._gradients = [(t, grad) for t, grad in found if grad is not None]
+        kept = [*carried.untracked.values(), *(local(grad) for _, grad in self._gradients)]
+        if everything:
+            kept += parts.other
+            kept += parts.weights_and_slots if own and transaction.refuses else ()
+        if self.is_compiled:
+            self.log = UndoLog((), [*parts.unlisted, *parts.small_state, *kept], self._note_created)
+        else:
+            self.log = UndoLog(kept, parts.unlisted, self._note_created)
+        attributes = parts.attributes(everything)
+        self.log.at_undo("attributes", partial(keras_layers.give_back_tensors, attributes))
+        self.log.at_undo("gradients", self._restore_gradients)
+        self._versions = [(t, t._version) for t in (parts.all if own else parts.small_state)]
+        self.queue = UpdateQueue(self.log, parts.other)
+        self.judgement = Judgement(
+            carried, transaction.agreement, transaction.losses, self.seen, self.log
+        )
+
+    def complete(self) -> Any:
+        """Run the step; commit or refuse it. Return its outputs, `None` if it raised an exception
+        about a bad number.
+        """
+        transaction, carried, judgement = self.transaction, self.transaction.carried, self.judgement
+        outputs = self._run_body()
+        if judgement.decision is None:
+            self._judge(outputs)
+        carried.adds_to_gradients |= any(self.log.counted(local(g)) for _, g in self._gradients)
+        carried.untracked.update({id(tensor): tensor for tensor in self._untracked()})
+        carried.unread = {}
+        if judgement.decision == CHECK:
+            self.queue.flush(keep=True)
+            self._judge(outputs)
+        else:
+            carried.keeps_undo |= self.queue.early
+        if judgement.decision == REFUSE:
+            self._report()
+        if judgement.decision == REFUSE and transaction.refuses:
+            self._refuse()
+        else:
+            self._commit()
+        transaction.verdict = judgement.verdict
+        return outputs
+
+    def close(self) -> None:
+        """Release the gradients. A run and what records it refer to each other and would wait for
+        the garbage collector.
+        """
+        self.seen.release()
+        vars(self).clear()
+
+    # Running the body
+
+    def _run_body(self) -> Any:
+        body = self.seen.body or self.transaction.body
+        try:
+            with contextlib.ExitStack() as self._stack:
+                if not self.is_compiled:
+                    self._stack.enter_context(self.log)
+                self._stack.enter_context(self.seen.running(self._on_update))
+                return body(*self.args)
+        except Exception as error:
+            if not (self._can_be_undone and is_numeric(error)):
+                self._abandon(error)
+                raise
+            self.error = error
+            return None
+
+    def _on_update(self, record: Update) -> None:
+        """Run an update now if it may or must run before the end of the step."""
+        transaction, queue, judgement = self.transaction, self.queue, self.judgement
+        # The optimizer is built now, as Keras would, so that its variables are noted.
+        record.build()
+        if not transaction.refuses:
+            queue.run(record, keep=False)
+        elif transaction.stock:
+            if judgement.decision is None:
+                self._judge(None)
+            if judgement.decision != REFUSE:
+                queue.run(record, keep=judgement.decision == CHECK)
+        elif self.is_compiled or record.is_immediate:
+            queue.run(record, keep=True)
+        else:
+            queue.defer(record)
+        if not (transaction.stock or self.is_compiled):
+            queue.watch(self._stack)
+
+    def _note_created(self, variable: Any) -> None:
+        tensor = variable.value
+        if not tensor.is_meta:
+            self.transaction.carried.stale = True
+            self.transaction.run.note_created(tensor, keras_variables.read(variable))
+
+    @property
+    def _can_be_undone(self) -> bool:
+        """Whether the step may still be refused: no decision has let its updates take effect."""
+        return self.transaction.refuses and self.judgement.decision in (None, REFUSE)
+
+    def _abandon(self, error: Exception) -> None:
+        """Undo a step that ends in an exception. After its update nothing is kept and nothing can
+        be undone.
+        """
+        if self._can_be_undone:
+            self.log.give_back()
+        if self.judgement.is_shared:
+            host.leave(error)
+
+    def _restore_gradients(self) -> None:
+        """Restore the gradients of a body that accumulates them; for any other leave none."""
+        for tensor in self.transaction.parts.holders:
+            tensor.grad = None
+        for tensor, grad in self._gradients:
+            tensor.grad = grad
+
+    def _untracked(self) -> list[Any]:
+        """Return the tensors of the train state that were written past Keras so far."""
+        transaction, log = self.transaction, self.log
+        recorded = log.old if self.is_compiled else log.writers
+        changed = [t for t, version in self._versions if t._version != version]
+        changed = [tensor for tensor in changed if id(tensor) not in recorded]
+        if changed:
+            run = [record for record in self.seen.records if record not in self.queue.waiting]
+            updated = {id(t) for record in run for t in record.state()}
+            changed = [t for t in changed if id(t) not in updated]
+        # A compiled step does not show what it assigns to.
+        if transaction.jit and not self.is_compiled:
+            kept = transaction.parts.all if transaction.stock else transaction.parts.small_state
+            keys = log.writers.keys() - {id(tensor) for tensor in kept}
+            changed += [log.old[key].tensor for key in keys]
+        return changed
+
+    # The end of the step
+
+    @property
+    def _is_updated(self) -> bool:
+        """Whether an update has run before the verdict."""
+        return self.queue.early or not self.transaction.refuses
+
+    def _judge(self, outputs: Any) -> None:
+        if self.transaction.carried.stale:
+            self.transaction.read_parts()
+        parts, raised = self.transaction.parts, self.error is not None
+        self.judgement.judge(parts, outputs, raised, self._is_updated)
+
+    def _commit(self) -> None:
+        """Run the deferred updates, and read the updated state, now or with the next step."""
+        transaction, records = self.transaction, self.seen.records
+        is_read = self._is_updated and not self.queue.waiting
+        self.queue.flush(keep=False)
+        created = [found for record in records for found in record.created()]
+        for tensor, value in created:
+            transaction.run.note_created(tensor, value)
+        if created:
+            transaction.carried.stale = True
+            transaction.read_parts()
+        if records and transaction.refuses and not (is_read and not created):
+            transaction.carried.unread = self.judgement.read_update(transaction.parts)
+
+    def _refuse(self) -> None:
+        """Undo the step; each loss scale is updated."""
+        self.log.give_back()
+        verdict = self.judgement.verdict
+        for optimizer in self.transaction.parts.train_state.optimizers:
+            if keras_optimizers.is_loss_scaled(optimizer) and optimizer.built:
+                scale, counter = optimizer.dynamic_scale, optimizer.step_counter
+                before = float(scale.value), int(counter.value), optimizer.initial_scale
+                after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
+                scale.assign(after[0])
+                counter.assign(after[1])
+        self.judgement.verdict = verdict._replace(refused=True)
+
+    def _report(self) -> None:
+        """Report a bad step, with the numbers of this process. No argument is copied."""
+        transaction, judgement = self.transaction, self.judgement
+        raised = self.error is not None
+        places = judgement.places(transaction.parts, self._is_updated, raised)
+        report = Report(
+            judgement.own._replace(refused=transaction.refuses),
+            tuple((site, path) for site, path, _ in places),
+            reductions.counts([tensor for _, _, tensor in places]),
+            _as_tensors(self.args),
+            left_by_previous=judgement.left_by_previous,
+        )
+        transaction.reports.append(report)

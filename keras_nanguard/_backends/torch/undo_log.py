@@ -21,14 +21,14 @@ places that write the value of a variable on this backend; there is no public ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from keras_nanguard._backends.torch.modules import kept_settings
-from keras_nanguard._backends.torch.tensors import storage
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -49,8 +49,6 @@ class UndoLog:
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
         note_created: called with each Keras variable that is created meanwhile.
-        watch: whether writes of Keras are recorded; a compiled step makes them in another way.
-        writes: called with each tensor that Keras is about to write.
 
     Attributes:
         old: what is kept of each tensor, by its `id`.
@@ -61,21 +59,15 @@ class UndoLog:
     def __init__(
         self,
         kept: Iterable[Any],
+        uncounted: Iterable[Any],
         note_created: Callable[[Any], None],
-        uncounted: Iterable[Any] = (),
-        watch: bool = True,
-        writes: Callable[[Any], None] | None = None,
     ):
-        self.note_created, self.watch, self.writes = note_created, watch, writes
+        self.note_created = note_created
         self.old: dict[int, Kept] = {}
-        self._updated: set[int] = set()
         self.writers: dict[int, Any] = {}
-        self._restores: list[Callable[[], None]] = []
-        self._schedulers: set[int] = set()
-        self._outside: dict[Any, tuple[Any, Any]] = {}
-        self._scalers: dict[int, list[tuple[Any, Any]]] = {}
-        self._learning: set[int] = set()
-        self._generators = generators()
+        self._updated: set[int] = set()
+        self._restores: dict[Any, Callable[[], None]] = {"generators": generators_restorer()}
+        self._scales: dict[Any, Callable[[], None]] = {}
         self.uncounted = self.keep(uncounted)
         self.keep(kept)
 
@@ -92,34 +84,25 @@ class UndoLog:
                 self.old[key] = Kept(tensor, tensor.detach().clone(), tensor._version)
         return keys
 
-    def keep_updated(self, tensors: Iterable[Any], restore: Callable[[], None] | None) -> None:
-        """Copy what an update is about to write. Torch does not count the writes of a fused one.
-
-        Args:
-            tensors: the tensors.
-            restore: restores state of the optimizer that is in no tensor, if there is any.
+    def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
+        """Copy what an update of an optimizer is about to write: these tensors, whose writes torch
+        does not count if it is a fused one, and its state outside of tensors, if it has any.
         """
         self._updated |= self.keep(tensors)
-        if restore is not None:
-            self._restores.append(restore)
+        if hasattr(optimizer, "held") and id(optimizer) not in self._restores:
+            self._restores[id(optimizer)] = optimizer.held(copies=False)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
-        if tensor.is_inference():
-            return
-        place = storage(tensor)
-        key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if id(tensor) not in self.old and key not in self._outside and place not in self._learning:
-            with torch.no_grad():
-                self._outside[key] = (tensor, tensor.detach().clone())
+        key = _place(tensor)
+        known = id(tensor) in self.old or key in self._restores or key in self._scales
+        if not (known or tensor.is_inference()):
+            self._restores[key] = partial(tensor.copy_, tensor.detach().clone())
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a learning rate scheduler that is about to change, and the settings of
         its optimizer that it may change: rates, momentum.
         """
-        if id(scheduler) in self._schedulers:
-            return
-        self._schedulers.add(id(scheduler))
         attributes = dict(vars(scheduler))
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
         restore_settings = kept_settings(groups)
@@ -129,21 +112,28 @@ class UndoLog:
             vars(scheduler).update(attributes)
             restore_settings()
 
-        self._restores.append(restore)
+        self.at_undo(id(scheduler), restore)
 
     def keep_scaler(self, scaler: Any) -> None:
         """Keep the tensors of a gradient scaler that are about to change. A replay restores them; a
         refused step does not, because they are to be updated.
         """
-        held = [getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")]
-        tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
-        self._learning |= {storage(tensor) for tensor in tensors}
-        self._scalers.setdefault(id(scaler), [(t, t.clone()) for t in tensors])
+        for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
+            if isinstance(tensor, torch.Tensor):
+                self._scales.setdefault(_place(tensor), partial(tensor.copy_, tensor.clone()))
+
+    def at_undo(self, key: Any, restore: Callable[[], None]) -> None:
+        """Call a function when the writes are undone, unless there is one of this key."""
+        self._restores.setdefault(key, restore)
 
     def before(self, tensor: Any) -> Any:
         """Return the value of a tensor before the step."""
         kept = self.old.get(id(tensor))
         return tensor.detach() if kept is None else kept.value
+
+    def counted(self, tensor: Any) -> bool:
+        """Return whether torch has counted a write of a tensor since it was kept."""
+        return bool(tensor._version != self.old[id(tensor)].version)
 
     @property
     def written(self) -> list[Any]:
@@ -156,39 +146,31 @@ class UndoLog:
         ]
 
     def __enter__(self) -> UndoLog:
-        if self.watch:
-            WRITES.enter(self)
+        WRITES.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self.watch:
-            WRITES.leave(self)
+        WRITES.leave(self)
 
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that is about to be written."""
         tensor = variable.value
-        if self.writes is not None:
-            self.writes(tensor)
         if id(tensor) not in self.writers and not tensor.is_meta:
             self.writers[id(tensor)] = variable
             self.keep([tensor])
 
     def give_back(self, unseen: bool = False) -> None:
         """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
-        dispatch mode).
+        dispatch mode), and those of gradient scalers.
         """
-        for restore in reversed(self._restores):
-            restore()
         silent = self.uncounted | self._updated
-        scalers = [pair for pairs in self._scalers.values() for pair in pairs] if unseen else []
+        restores = [*self._restores.values(), *(self._scales.values() if unseen else ())]
         with torch.no_grad():
-            for tensor, value in (*self._outside.values(), *scalers):
-                tensor.copy_(value)
+            for restore in reversed(restores):
+                restore()
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in silent or tensor._version != version:
                     _without_repeats(tensor).copy_(_without_repeats(value, tensor))
-        for give, state in self._generators:
-            give(state)
 
 
 def _without_repeats(tensor: Any, of: Any = None) -> Any:
@@ -210,20 +192,18 @@ def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
     """Return a replacement of a method that writes its object. It keeps the object first."""
 
     def write(
-        real: Callable[..., Any], journals: list[UndoLog], target: Any, *args: Any, **kwargs: Any
+        real: Callable[..., Any], logs: list[UndoLog], target: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        for undo_log in journals:
+        for undo_log in logs:
             keep(undo_log, target)
         return real(target, *args, **kwargs)
 
     return write
 
 
-def _initialize(
-    real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any
-) -> None:
+def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, value: Any) -> None:
     real(variable, value)
-    for undo_log in journals:
+    for undo_log in logs:
         undo_log.note_created(variable)
 
 
@@ -254,18 +234,45 @@ WRITES = ThreadOverrides(
 """The override through which the undo logs record writes."""
 
 
-def generators() -> list[tuple[Callable[[Any], None], Any]]:
-    """Return the states of torch's global generators, each with its setter.
+def generators_restorer() -> Callable[[], None]:
+    """Return a function that restores the current states of torch's global generators.
 
     Unseeded dropout and noise use them. A copy takes a microsecond and does not wait for a device.
     """
-    held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    state, device = torch.get_rng_state(), None
     if torch.cuda.is_initialized():
         device = torch.cuda.current_device()
-        held.append(
-            (
-                lambda state: torch.cuda.set_rng_state(state, device),
-                torch.cuda.get_rng_state(device),
-            )
-        )
-    return held
+        of_device = torch.cuda.get_rng_state(device)
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        if device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+
+    return restore
+
+
+def storage(tensor: Any) -> int:
+    """Return the address of the memory of a tensor."""
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
+        return id(tensor)
+
+
+def _place(tensor: Any) -> Any:
+    """Return what is the same only for a tensor and its aliases of the same shape."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes in place: tensors, and lists of them."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -1,4 +1,5 @@
-"""Updates of a step on torch, by a Keras or a torch optimizer, to run now or later.
+"""Updates of a step on torch, by a Keras or a torch optimizer, and when they run: at once, or after
+the verdict on the step.
 
 A deferred update must have the same effect as an immediate one. So a record holds everything that
 the call depended on and that may change meanwhile: the gradients, whether autograd was on, and the
@@ -7,15 +8,17 @@ rates of a torch optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import TensorVariable, first_value, settings_of
-from keras_nanguard._backends.torch.tensors import local, local_parts
+from keras_nanguard._backends.torch.modules import first_value, local, settings_of
+from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog, storage, written_by
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 
@@ -25,36 +28,31 @@ class Update:
     Attributes:
         optimizer: the optimizer.
         gradients: the gradients.
-        tensors: the variables that it will write, one for each gradient, without slots.
+        variables: the variables that it will write, one for each gradient, without slots; each has
+            a `path`.
         is_immediate: whether it cannot be deferred, because it evaluates the loss itself.
     """
 
     is_immediate = False
     optimizer: Any
     gradients: list[Any]
-    tensors: list[Any]
+    variables: list[Any]
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """`(gradient, variable)` of each gradient; the variable has a `path`."""
-        raise NotImplementedError
+        """`(gradient, variable)` of each gradient."""
+        return list(zip(self.gradients, self.variables))
 
     def state(self) -> list[Any]:
         """Return every tensor that the update reads and writes, or writes."""
-        raise NotImplementedError
+        updated = [*self.variables, *self.optimizer.variables]
+        return [keras_variables.stored(variable) for variable in updated]
 
-    def held(self) -> Callable[[], None] | None:
-        """Return a function that restores the optimizer's state outside of tensors, or `None` if
-        there is no such state.
-        """
-        return None
-
-    def build(self) -> bool:
-        """Build the optimizer as the update itself would; return whether it was not built yet."""
-        return False
+    def build(self) -> None:
+        """Build the optimizer as the update itself would."""
 
     def run(self) -> None:
         """Run the update."""
@@ -91,29 +89,19 @@ class KerasUpdate(Update):
         super().__init__()
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        self._variables = [v for g, v in zip(grads, asked) if g is not None]
+        self.variables = [v for g, v in zip(grads, asked) if g is not None]
         self.gradients = [g for g, _ in zip(grads, asked) if g is not None]
-        self.tensors = [keras_variables.stored(v) for v in self._variables]
-
-    @property
-    def pairs(self) -> list[tuple[Any, Any]]:
-        return list(zip(self.gradients, self._variables))
 
     def state(self) -> list[Any]:
-        optimizer, variables = self.optimizer, self._variables
-        if optimizer.built:  # an average of the weights may write all of them
-            variables = [*keras_optimizers.trained_by(optimizer), *optimizer.variables]
-        tensors = [*map(keras_variables.stored, variables), *self.tensors]
-        return list({id(tensor): tensor for tensor in tensors}.values())
+        trained = keras_optimizers.trained_by(self.optimizer)  # an average may write all of them
+        return [*map(keras_variables.stored, trained), *super().state()]
 
-    def build(self) -> bool:
+    def build(self) -> None:
         optimizer = self.optimizer
-        if optimizer.built or not self.given:
-            return False
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(self.given)
-        optimizer.built = True  # where `build` leaves that to `apply`
-        return True
+        if self.given and not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(self.given)
+            optimizer.built = True  # where `build` leaves that to `apply`
 
     def _call(self) -> None:
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
@@ -135,39 +123,25 @@ class TorchUpdate(Update):
         self,
         optimizer: Any,
         real: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ):
         super().__init__()
         self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
-        self._args, self._kwargs, self.result = args, kwargs or {}, None
+        self._args, self._kwargs, self.result = args, kwargs, None
         self.is_immediate = bool(args or kwargs)
-        self.groups = settings_of(self.torch.param_groups)
-        self._read_gradients()
+        self._read()
         if self.is_immediate:  # it computes the gradients of all of them
-            self.tensors = local_parts([p for p, _ in self.grads])
+            self.variables = [optimizer.variable_of(p) for p, _ in self.grads]
 
-    def _read_gradients(self) -> None:
+    def _read(self) -> None:
+        """Read what the update depends on."""
         groups = self.torch.param_groups
+        self.groups = settings_of(groups)
         self.grads = [(p, p.grad) for group in groups for p in group["params"]]
-        self.gradients = local_parts([g for _, g in self.grads if g is not None])
-        self.tensors = local_parts([p for p, g in self.grads if g is not None])
-
-    @property
-    def pairs(self) -> list[tuple[Any, Any]]:
-        variables = [TensorVariable(p, self.optimizer.path_of(p)) for p in self.tensors]
-        return list(zip(self.gradients, variables))
-
-    def state(self) -> list[Any]:
-        slots = [slot for slots in self.torch.state.values() for slot in slots.values()]
-        return [*self.tensors, *local_parts([s for s in slots if isinstance(s, torch.Tensor)])]
-
-    def held(self) -> Callable[[], None]:
-        """All state of the optimizer but the values of its tensors, also entries that do not exist
-        yet.
-        """
-        restore: Callable[[], None] = self.optimizer.held(copies=False)
-        return restore
+        written = [(p, g) for p, g in self.grads if g is not None]
+        self.gradients = [local(g) for _, g in written]
+        self.variables = [self.optimizer.variable_of(p) for p, _ in written]
 
     def created(self) -> list[tuple[Any, Any]]:
         """Return the slots that the update has created, each with its first value."""
@@ -185,7 +159,7 @@ class TorchUpdate(Update):
         self._names = [tuple(slots) for slots in self.torch.state.values()]  # slots by parameter
         if self.is_immediate:
             self.result = self.real(*self._args, **self._kwargs)
-            self._read_gradients()
+            self._read()
             return
         now = [(p, p.grad) for p, _ in self.grads]
         groups = settings_of(self.torch.param_groups)
@@ -204,3 +178,84 @@ class TorchUpdate(Update):
                 p.grad = grad
         for group, values in zip(self.torch.param_groups, groups):
             group.update(values)
+
+
+class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
+    """The updates of one step, and a mode of torch that watches the code after the first of them.
+
+    An eager step may read its weights after the update (a GAN, a metric of the learning rate, a
+    slow copy of the weights). Before the first operation on a tensor that a deferred update reads
+    or writes, or on a view of one, it runs the update, with the old values kept. It also keeps
+    each tensor that the user's code writes in place.
+
+    Args:
+        log: keeps what an update writes that runs before the verdict, if it has to be undone.
+        readable: further tensors that an update may read, such as a rate that a layer has.
+
+    Attributes:
+        waiting: the deferred updates that have not run yet.
+        early: whether an update had to run before the verdict, with the old values kept.
+    """
+
+    def __init__(self, log: UndoLog, readable: Sequence[Any]):
+        super().__init__()
+        self.log, self._readable = log, readable
+        self.waiting: list[Update] = []
+        self.early = self._watching = self._updating = False
+        self._storages: set[int] = set()
+
+    def watch(self, stack: contextlib.ExitStack) -> None:
+        """Watch from now on, until the stack ends."""
+        if not self._watching:
+            self._watching = True
+            stack.enter_context(self)
+
+    def run(self, record: Update, keep: bool) -> None:
+        """Run an update now; `keep`: keep the old values first."""
+        if record.is_immediate:
+            self.flush(keep=True)
+        if keep:
+            self.early = True
+            self.log.keep_updated(record.optimizer, record.state())
+        self._updating = True
+        try:
+            record.run()
+        finally:
+            self._updating = False
+
+    def defer(self, record: Update) -> None:
+        """Run an update in `flush`, or before the first operation that depends on it."""
+        self.waiting.append(record)
+        self._storages = set()
+
+    def flush(self, keep: bool) -> None:
+        """Run the deferred updates; `keep`: keep the old values first."""
+        waiting, self.waiting[:] = list(self.waiting), []
+        for record in waiting:
+            self.run(record, keep)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        if self.waiting and not self._storages:
+            used = [t for record in self.waiting for t in (*record.state(), *record.gradients)]
+            self._storages = set(map(storage, (*used, *self._readable)))
+        if self.waiting:
+            given = _tensors((*args, *kwargs.values()))
+            if any(storage(local(tensor)) in self._storages for tensor in given):
+                self.flush(keep=True)
+        # Gradients that a backward pass adds up are not kept.
+        if not self._updating and torch._C._current_graph_task_id() == -1:
+            for tensor in _tensors(written_by(func, args, kwargs)):
+                for undo_log in WRITES.inside():
+                    undo_log.keep_outside(local(tensor))
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors among these values and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

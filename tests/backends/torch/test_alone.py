@@ -11,7 +11,6 @@ import torch
 from keras import layers, ops
 from support.torch_steps import (
     TrainState,
-    Transaction,
     X,
     Y,
     alone,
@@ -255,16 +254,13 @@ def test_a_variable_that_a_step_creates_is_reported_once(bad):
     """
     model, noted, read, wanted, made = network(), [], [], [], []
 
-    def train_state():
-        read.append(True)
-        return TrainState.of(model)
-
     def body(data):
         logs = model.train_step(data)
         made.extend(keras.Variable(wanted.pop()) for _ in list(wanted))
         return logs
 
-    step = Transaction(body, train_state, model=model, logs=True, note_created=lambda tensor, value: noted.append((tensor, float(value))))
+    step = alone(model, body, note_created=lambda tensor, value: noted.append((tensor, float(value))))
+    step.run.read_train_state = lambda: read.append(True) or TrainState.of(model)
     model.optimizer.build(model.trainable_variables)
     for _ in range(3):
         step((X, Y))

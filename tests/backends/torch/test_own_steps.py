@@ -14,11 +14,11 @@ from keras import layers, ops
 from support.torch_steps import (
     BODIES,
     TrainState,
-    Transaction,
     X,
     Y,
     adapted,
     alone,
+    in_loop,
     network,
     own,
     same,
@@ -75,13 +75,13 @@ def test_gradients_that_a_refused_step_leaves(kind, good):
     """
     model = network()
     model.optimizer.build(model.trainable_variables)
-    step = Transaction(own(model), lambda: TrainState.of(model)) if kind == "loop" else alone(model, BODIES[kind](model))
+    step = in_loop(own(model), model) if kind == "loop" else alone(model, BODIES[kind](model))
     for _ in range(good):
         step((X, Y))
     found = [v.value.grad for v in model.trainable_variables]
     assert all(grad is not None for grad in found)
     step((BAD, Y))
-    assert step.verdict.refused and not step.adds_to_gradients
+    assert step.verdict.refused and not step.carried.adds_to_gradients
     given_back = kind != "stock" and good == 1
     assert all(v.value.grad is (grad if given_back else None) for v, grad in zip(model.trainable_variables, found))
 
@@ -135,9 +135,7 @@ def loop(make):
         of.step()
         return loss
 
-    step = Transaction(
-        body, lambda: TrainState.of(module, optimizers), note_created=lambda tensor, value: noted.__setitem__(id(tensor), value)
-    )
+    step = in_loop(body, module, optimizers, note_created=lambda tensor, value: noted.__setitem__(id(tensor), value))
     return step, of, noted
 
 
@@ -148,17 +146,17 @@ def test_slots_that_an_optimizer_of_torch_creates():
     step, of, noted = loop(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
     for late in (False, False, False, True):
         step(late)
-        assert step.stale is (late or step.steps == 1)
+        assert step.carried.stale is (late or step.carried.steps == 1)
         assert set(noted) == {id(t) for slots in of.state.values() for t in slots.values()}
     assert len(noted) == 6 and not any(map(np.any, noted.values()))
     step(True)
-    assert not step.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
+    assert not step.carried.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
 
 
 def test_bad_slots_are_seen_in_the_step_that_creates_them():
     step, _, _ = loop(Broken)
     step(False)
-    assert not step.verdict.refused and not math.isfinite(step.verdict.weights)
+    assert not step.verdict.refused and not math.isfinite(step.verdict.slots)
 
 
 # Scales and rates
@@ -304,7 +302,7 @@ def test_frozen_parameters_of_torch_are_not_statistics():
         of.step()
         return loss
 
-    step = Transaction(body, lambda: TrainState.of(module, optimizers))
+    step = in_loop(body, module, optimizers)
     for _ in range(3):
         step(X)
         assert step.verdict.statistics == pytest.approx(math.sqrt(12.0))

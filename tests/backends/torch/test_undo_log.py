@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keras_nanguard._backends.torch.undo_log import UndoLog, generators
+from keras_nanguard._backends.torch.undo_log import UndoLog, generators_restorer
 
 VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
@@ -23,7 +23,7 @@ def nothing(variable):
 def test_writes_to_kept_tensors_are_undone():
     """In place, outside of Keras; a tensor without writes is not written by the log."""
     changed, same = torch.tensor(VALUES), torch.tensor(VALUES)
-    log = UndoLog([changed, same, changed], nothing)
+    log = UndoLog([changed, same, changed], (), nothing)
     before = same._version
     changed.mul_(2.0)
     assert [id(t) for t in log.written] == [id(changed)]
@@ -38,7 +38,7 @@ def test_writes_that_torch_does_not_count_are_undone(how):
     own layers.
     """
     tensor = torch.tensor(VALUES)
-    log = UndoLog(*(((), nothing, [tensor]) if how == "uncounted" else ([tensor], nothing)))
+    log = UndoLog(*(((), [tensor]) if how == "uncounted" else ([tensor], ())), nothing)
     tensor.numpy()[:] = 0.0
     assert [id(t) for t in log.written] == ([id(tensor)] if how == "uncounted" else [])
     log.give_back(unseen=how == "unseen")
@@ -47,7 +47,7 @@ def test_writes_that_torch_does_not_count_are_undone(how):
 
 def test_an_uncounted_write_stays_unless_requested():
     tensor = torch.tensor(VALUES)
-    log = UndoLog([tensor], nothing)
+    log = UndoLog([tensor], (), nothing)
     tensor.numpy()[:] = 0.0
     log.give_back()
     np.testing.assert_array_equal(values(tensor), np.zeros((2, 3)))
@@ -61,7 +61,7 @@ def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
     for base in (torch.full((1,) * len(shape), 4.0), torch.arange(1.0, shape[-1] + 1.0)):
         expanded = base.expand(shape)
         before = values(expanded)
-        log = UndoLog([expanded], nothing)
+        log = UndoLog([expanded], (), nothing)
         base.mul_(-3.0)
         log.give_back(unseen=True)
         np.testing.assert_array_equal(values(expanded), before)
@@ -69,7 +69,7 @@ def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
 
 def test_a_tensor_without_strides_is_given_back():
     sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,)).coalesce()
-    log = UndoLog([sparse], nothing)
+    log = UndoLog([sparse], (), nothing)
     sparse.mul_(5.0)
     log.give_back(unseen=True)
     np.testing.assert_array_equal(values(sparse.to_dense()), [1.0, 2.0, 0.0])
@@ -78,7 +78,7 @@ def test_a_tensor_without_strides_is_given_back():
 def test_a_variable_without_memory_has_nothing_to_be_kept():
     with keras.device("meta"):
         variable = keras.Variable(VALUES)
-    log = UndoLog((), nothing)
+    log = UndoLog((), (), nothing)
     log.note(variable)
     assert log.writers == {} and log.old == {}
 
@@ -86,7 +86,7 @@ def test_a_variable_without_memory_has_nothing_to_be_kept():
 def test_a_variable_that_was_kept_is_still_known_to_be_written():
     """Its earlier value is already stored; the log also has to know its variable."""
     variable = keras.Variable(VALUES)
-    log = UndoLog([variable.value], nothing)
+    log = UndoLog([variable.value], (), nothing)
     with log:
         variable.assign(np.zeros((2, 3), "float32"))
     assert list(log.writers.values()) == [variable]
@@ -100,10 +100,7 @@ def test_generators_of_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for started, number in ((False, 1), (True, 2)):
+    for started in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
-        found = generators()
-        assert len(found) == number
-        for give, state in found[1:]:
-            give(state)
-    assert given == [("state of 1", 1)]
+        generators_restorer()()
+        assert given == [("state of 1", 1)] * started
