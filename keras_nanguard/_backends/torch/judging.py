@@ -40,6 +40,8 @@ class Carried:
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
+        weights: the norm of the weights after the last step, 0 if it was not read.
+        slot_writes: `Parts.slot_writes` after the last step.
         untracked: tensors that the body writes in place outside of Keras, by `id`; they are kept
             before each step.
         tolerated: the `id` of tensors that may be infinite or NaN.
@@ -51,6 +53,8 @@ class Carried:
     steps: int = 0
     stale: bool = True
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    weights: float = 0.0
+    slot_writes: int = 0
     untracked: dict[int, Any] = field(default_factory=dict)
     tolerated: set[int] = field(default_factory=set)
     keeps_undo: bool = False
@@ -61,8 +65,9 @@ class Parts:
     """A train state, and the tensors in it by role.
 
     Attributes:
-        updated: what updates write, by site: `weights` and `slots`.
-        weights_and_slots: the same in one list.
+        weights, slots: what updates write.
+        weights_and_slots: both in one list.
+        unproven: the slots that are read after every update.
         other: statistics, frozen weights, seeds and states of recurrent layers.
         small_state: `other`, and the tensors of metrics.
         all: all of these tensors.
@@ -75,8 +80,10 @@ class Parts:
 
     def __init__(self, train_state: TrainState):
         self.train_state = train_state
-        self.updated = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
-        self.weights_and_slots = [*self.updated["weights"], *self.updated["slots"]]
+        self.weights, self.slots = _of(train_state.trainable), _of(train_state.slots)
+        self.weights_and_slots = [*self.weights, *self.slots]
+        waiting = {id(v) for o in train_state.optimizers if _may_wait(o) for v in o.variables}
+        self.unproven = _of(v for v in train_state.slots if id(v) not in waiting)
         self.other, metrics = _of(train_state.other), _of(train_state.metrics)
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
@@ -94,6 +101,15 @@ class Parts:
             for held, name, value in keras_layers.attributes_of(train_state.layers)
             if isinstance(value, torch.Tensor)
         ]
+
+    def slot_writes(self) -> int:
+        """Return how often torch has written the slots.
+
+        If other code has written one since the last update, all are read after the next one. So
+        they need not be read after each update, unlike the slots of small networks on other
+        backends.
+        """
+        return sum([slot._version for slot in self.slots])
 
     def gradients(self) -> list[tuple[str, Any]]:
         """Return the current gradients, each with the path of its weight."""
@@ -113,6 +129,13 @@ def _of(variables: Iterable[Any]) -> list[Any]:
     return [variable.value for variable in variables]
 
 
+def _may_wait(optimizer: Any) -> bool:
+    """Whether the slots of an optimizer need not be read after every update."""
+    held = filter(reductions.can_be_bad, _of(optimizer.variables))
+    sizes = [(tensor.numel(), tensor.dtype.itemsize) for tensor in held]
+    return rules.slots_may_wait(optimizer, sizes, small=0)
+
+
 def _is_buffer(variable: Any) -> bool:
     """Whether this is a buffer of a torch module, which torch itself writes."""
     of_keras = isinstance(variable, keras.Variable)
@@ -124,6 +147,7 @@ class Judgement:
 
     Args:
         carried: what earlier steps have shown.
+        parts: the train state before the step.
         agreement: the agreement of processes that train together.
         find_losses: returns the losses among the outputs of a body that calls no `compute_loss`.
         seen: the calls of optimizers and loss.
@@ -141,6 +165,7 @@ class Judgement:
     def __init__(
         self,
         carried: Carried,
+        parts: Parts,
         agreement: Agreement,
         find_losses: Callable[[Any], list[Any]],
         seen: Intercept,
@@ -153,6 +178,7 @@ class Judgement:
         self.statistics: list[Any] = []
         self.left_by_previous = False
         self.is_shared = agreement.count > 1
+        self._rewritten = parts.slot_writes() != carried.slot_writes
 
     def judge(self, parts: Parts, outputs: Any, raised: bool, updated: bool) -> None:
         """Read all numbers and decide. The only place where the host waits for the device.
@@ -169,7 +195,7 @@ class Judgement:
         if raised and not seen.records:  # what was left before the first update
             gradients = [gradient for _, gradient in parts.gradients()]
         self.statistics = self._written_statistics(parts)
-        state = parts.updated if updated and seen.records else {}
+        state = self._updated(parts, math.inf) if updated and seen.records else {}
         scales = [scale.value for scale, _ in parts.train_state.scales]
         read = reductions.read(
             {
@@ -187,10 +213,8 @@ class Judgement:
         loss = reductions.sum_of(read["losses"], losses)
         squares = reductions.squares_of(read["gradients"], gradients)
         norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
-        previous = {
-            site: reductions.norm_of(read[f"previous {site}"], parts.updated[site])
-            for site in unread
-        }
+        both = parts.weights_and_slots
+        previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in unread}
         if not all(map(math.isfinite, previous.values())):
             self.left_by_previous, norms = True, previous
         self.verdict = self.own = Verdict(
@@ -215,11 +239,12 @@ class Judgement:
         the verdict of the next step: if the host would wait for the device again, or if other
         processes need them.
         """
-        norms = {site: reductions.norms(tensors) for site, tensors in parts.updated.items()}
-        if self.is_shared or reductions.is_away(parts.updated["weights"]):
+        state = self._updated(parts, self.verdict.gradients)
+        norms = {site: reductions.norms(tensors) for site, tensors in state.items()}
+        if self.is_shared or reductions.is_away(parts.weights):
             return norms
         read = reductions.read(norms)
-        weights, slots = (reductions.norm_of(read[s], t) for s, t in parts.updated.items())
+        weights, slots = (reductions.norm_of(read[site], t) for site, t in state.items())
         self.verdict = self.verdict._replace(weights=weights, slots=slots)
         return {}
 
@@ -243,6 +268,15 @@ class Judgement:
             found += [("weights", v.path, v.value) for v in state.trainable]
             found += [("slots", v.path, v.value) for v in state.slots]
         return found
+
+    def _updated(self, parts: Parts, gradients: float) -> dict[str, list[Any]]:
+        """Return the updated `weights` and `slots` to read, given half the sum of squares of the
+        gradients.
+        """
+        bound = gradients + 0.5 * self.carried.weights * self.carried.weights
+        due = rules.full_read_is_due(rules.NUMBERS, self.carried.steps, bound)
+        every = due or self._rewritten
+        return {"weights": parts.weights, "slots": parts.slots if every else parts.unproven}
 
     def _decide(self, decision: int) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict

@@ -256,7 +256,7 @@ class StepRun:
         self._versions = [(t, t._version) for t in (parts.all if own else parts.small_state)]
         self.queue = UpdateQueue(self.log, parts.other)
         self.judgement = Judgement(
-            carried, transaction.agreement, transaction.losses, self.seen, self.log
+            carried, parts, transaction.agreement, transaction.losses, self.seen, self.log
         )
 
     def complete(self) -> Any:
@@ -281,7 +281,8 @@ class StepRun:
             self._refuse()
         else:
             self._commit()
-        transaction.verdict = judgement.verdict
+        transaction.verdict, carried.weights = judgement.verdict, judgement.verdict.weights
+        carried.slot_writes = transaction.parts.slot_writes()
         return outputs
 
     def close(self) -> None:
