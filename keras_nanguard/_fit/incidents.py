@@ -23,11 +23,9 @@ from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.perform import Effect, perform
-from keras_nanguard._fit.poles import Found, Poles
+from keras_nanguard._fit.perform import PERFORMERS, perform
 from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.replay import Replay
-from keras_nanguard._fit.rollback import advance_generators
+from keras_nanguard._fit.rollback import Found, Replay
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import Trial, trial
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -86,8 +84,7 @@ class Incidents:
         after: Callable[[Verdict], object],
     ):
         self._run, self._report_now, self._explain = run, report, explain
-        self._bad_rows, self._poles = bad_rows, Poles(run)
-        self.replay = Replay(run, self._poles, after)
+        self._bad_rows, self.replay = bad_rows, Replay(run, after)
         self._waiting: list[Incident] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_observed = -2  # the last bad step under a policy that refuses nothing
@@ -127,7 +124,7 @@ class Incidents:
             again = step - 1 == self._last_unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
-                advance_generators(run)  # else the next step draws the same noise once more
+                run.advance_generators()  # else the next step draws the same noise once more
             self._last_unexplained = step
         same_state = self._diverged == state  # which is still bad, for any batch
         if "divergence" in incident.causes:
@@ -266,8 +263,7 @@ class Incidents:
             decision, state = decide(run.policy, run.recovery.policy_state, incident)
             run.recovery.policy_state = state
             incident = incident.with_(decision=decision)
-            effect = perform(run, incident, report, self.replay.rollbacks)
-            incident = self._applied(incident, effect, poles)
+            incident = self._answered(incident, report, poles)
         self._report(incident)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
@@ -303,7 +299,7 @@ class Incidents:
         self._bad_rows.note(incident, report)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
-        poles = self._poles.find(incident)
+        poles = self.replay.poles.find(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
@@ -312,20 +308,24 @@ class Incidents:
             incident = incident.with_(bundle=self._explain.bundle(run, incident, report, evidence))
         return incident, poles
 
-    def _applied(self, incident: Incident, effect: Effect, poles: Found) -> Incident:
-        """Apply the effects of the actions of an incident; return it with their outcomes."""
-        run, outcomes = self._run, self._run.agreement.outcomes(effect.outcomes)
-        run.stopped |= effect.stopped
-        run.failed |= effect.failed
+    def _answered(self, incident: Incident, report: Report | None, poles: Found) -> Incident:
+        """Perform the decision of an incident; return it with the outcomes of its actions."""
+        run, decision = self._run, incident.decision
+        assert decision is not None
+        outcomes, rerun = perform(run, incident, report, self.replay.rollbacks)
+        outcomes = run.agreement.outcomes(outcomes)
+        run.stopped |= decision.terminal
+        run.failed |= any(action.get("log_worst_metrics", False) for action in decision.actions)
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         run.record_actions(outcomes)
-        if effect.rerun is not None and self.replay.rollbacks:
-            self.replay.pending = effect.rerun  # its steps reach the poles again
+        if rerun is not None and self.replay.rollbacks:
+            self.replay.pending = rerun  # its steps reach the poles again
         else:
-            if effect.rerun is not None:
-                outcomes = self._replayed(effect.rerun, incident.with_(outcomes=outcomes))
-            outcomes = self._poles.passed(poles, outcomes)
-        run.state_replaced |= effect.state_replaced
+            if rerun is not None:
+                outcomes = self._replayed(rerun, incident.with_(outcomes=outcomes))
+            outcomes = self.replay.poles.passed(poles, outcomes)
+        done = [PERFORMERS[o.action] for o in outcomes if o.status == "done"]
+        run.state_replaced |= any(performer.voids_started for performer in done)
         run.checks_fully |= run.recovery.active
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)

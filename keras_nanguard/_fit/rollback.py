@@ -1,74 +1,78 @@
-"""Restores a snapshot: selects it, writes it, and sets the counters of the run back.
+"""Restores a snapshot, and replays the steps that this has undone.
 
-The steps since then are replayed if their batches are remembered (see `replay`).
+If the batch of a step is remembered, the step can run again from a snapshot with the same compiled
+function, batch and seeds. It gives the same numbers unless something was changed in between, such
+as the learning rate. So a rollback loses no steps.
+
+A schedule can have a pole, as `rsqrt(step - warmup)` at the end of the warmup. No weights are
+finite after a step at such a rate. So the step is skipped and the iteration counter moves past the
+pole; otherwise the next step would have the same rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core.history import WINDOW, level_of
-from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._diagnose.causes import MAX_RATE
 from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.optimizers import scheduled_iteration
 from keras_nanguard._keras.variables import write_all
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
-_SEED_STEP = 7919
-"""Amount by which a rollback advances each seed: a prime, so that no number of Dropout layers
-aligns with it.
+MAX_PASSED = 10
+"""Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run
+by the bounds of the policy.
 """
 
+_UPDATED = frozenset({"state", "weights", "slots"})
 
-class Restored(NamedTuple):
-    """The result of a rollback.
-
-    Attributes:
-        snapshot: the restored state.
-        undone: number of committed steps since then.
-        rerun: the steps that are to be replayed, or `None`.
-    """
-
-    snapshot: Snapshot
-    undone: int
-    rerun: Rerun | None
+Found = Mapping[int, tuple[int, float]]
+"""Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
-def newest(run: Run, depth: int = 1) -> Snapshot | None:
-    """Return the `depth`-th newest verified snapshot."""
-    run.ring.promote(run.counts.good)
-    return run.ring.newest(depth)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """A rollback of a run because of an incident.
+@dataclass(slots=True)
+class Response:
+    """The response to one incident, which its actions share.
 
     Attributes:
         run: the run.
         incident: the incident, with its decision.
         report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began; 0 outside.
+        rates: the learning rate of each optimizer before the first action, by `id`; empty unless
+            an action lowers it.
+        rerun: the steps to replay from the snapshot that was restored last, or `None`.
     """
 
     run: Run
     incident: Incident
     report: Report | None
     replays: int
+    rates: Mapping[int, float]
+    rerun: Rerun | None = None
 
     # Which snapshot
+
+    def newest(self, depth: int = 1) -> Snapshot | None:
+        """Return the `depth`-th newest verified snapshot."""
+        self.run.ring.promote(self.run.counts.good)
+        return self.run.ring.newest(depth)
 
     def before_onset(self) -> Snapshot | None:
         """Return the newest snapshot from before the onset, or an older one if the last restored
@@ -105,25 +109,18 @@ class Rollback:
         found = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
         return found is not None and found.value < min(before, default=math.inf)
 
-    def rerun(self, snapshot: Snapshot, ends: bool = False) -> Rerun | None:
+    def since(self, snapshot: Snapshot) -> Rerun | None:
         """Return the steps since a snapshot, to be replayed; `None` if not all processes have all
         of their batches, or if replaying them has led to this incident.
-
-        Args:
-            snapshot: the snapshot.
-            ends: whether training ends.
         """
-        return self.run.agreement.rerun(self._rerun(snapshot, ends))
-
-    def _rerun(self, snapshot: Snapshot, ends: bool) -> Rerun | None:
         run, incident = self.run, self.incident
-        if self.replays and (ends or run.stopped or self.replays >= MOST_RERUNS):
-            return None
         ends = incident.decision is not None and incident.decision.terminal
+        if self.replays and (ends or run.stopped or self.replays >= MOST_RERUNS):
+            return run.agreement.rerun(None)
         bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
         if run.access.can_run_again and not incident.refused and (ends or bad):
             run.recent.blame(incident.step)  # this step was bad, and not the state that it came to
-        return self._known_since(snapshot)
+        return run.agreement.rerun(self._known_since(snapshot))
 
     def _known_since(self, snapshot: Snapshot) -> Rerun | None:
         """Return the steps since a snapshot; `None` if not all of their batches are available."""
@@ -134,8 +131,9 @@ class Rollback:
 
     # Restoring it
 
-    def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> Restored:
-        """Write a snapshot into the model, and continue to count from it.
+    def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
+        """Write a snapshot into the model, and continue to count from it; return how many committed
+        steps this has undone.
 
         Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
@@ -155,7 +153,7 @@ class Rollback:
         estimate = run.recovery.recalibration
         changed = initial_statistics(estimate.layers) if estimate is not None else []
         if reseed:
-            changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
+            changed += run.moved_seeds(run.counts.rollbacks + 1, snapshot)
         snapshot.write(variables, changed)
         if rerun is not None and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)
@@ -163,56 +161,192 @@ class Rollback:
             current.host().advance_generator()
         if estimate is not None:
             estimate.restart()
-        restored = Restored(snapshot, run.counts.good - snapshot.good + self._spoilt(), rerun)
-        self._count_from(restored)
-        self._record(restored)
-        return restored
-
-    def _spoilt(self) -> bool:
-        """Whether the step itself has committed, and is not counted as good."""
-        committed_bad = not self.incident.refused and self.report is not None
-        return committed_bad and any(f.kind == "nonfinite" for f in self.incident.findings)
-
-    def _count_from(self, restored: Restored) -> None:
-        """Continue from a restored snapshot: forget everything after it."""
-        run, snapshot = self.run, restored.snapshot
+        spoilt = not self.incident.refused and self.report is not None  # committed, but not good
+        spoilt = spoilt and any(f.kind == "nonfinite" for f in self.incident.findings)
+        undone = run.counts.good - snapshot.good + spoilt
         run.ring.forget_after(snapshot.step)
-        if restored.rerun is None:
+        if rerun is None:
             run.counts.good = snapshot.good
             run.recent.restart(run.step + 1, snapshot)
         else:
             run.recent.return_to(snapshot.step)
         run.history.undo(snapshot.step)
         run.counts.restored = snapshot.step
-
-    def _record(self, restored: Restored) -> None:
-        """Record that a snapshot was restored."""
-        run, (snapshot, undone, rerun) = self.run, restored
         batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
         again = frozenset(step for step, args in batches if args is not None)
         run.recorder.undo(snapshot.step, again)
         data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
         then = f"; {len(again)} steps replayed" if again else ""
         run.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+        self.rerun = rerun
+        return undone
 
 
-# Random generators
+class Replay:
+    """The replays of one run.
+
+    Args:
+        run: the run.
+        after: handles the verdict of a replayed step. This may lead to another rollback, whose
+            steps are then replayed first.
+
+    Attributes:
+        rollbacks: number of rollbacks since the first of these replays began; 0 outside.
+        poles: the iterations that are passed over.
+        pending: the steps since the last rollback, until their replay begins.
+    """
+
+    def __init__(self, run: Run, after: Callable[[Verdict], object]):
+        self._run, self.poles, self._after = run, Poles(run), after
+        self._batches: deque[Any] = deque()
+        self._metrics: list[tuple[Any, Any]] = []
+        self.rollbacks = 0
+        self.pending: Rerun | None = None
+
+    def run(self, rerun: Rerun) -> None:
+        """Replay the undone steps, with all handling after each. Afterwards the counters are the
+        same as before.
+        """
+        run, step, stopped = self._run, self._run.step, self._run.stopped
+        self.pending = rerun
+        try:
+            while self._batches or self.pending is not None:
+                if self.pending is not None:
+                    self._go_back()
+                    continue
+                self._step(self._batches.popleft())
+                if run.stopped and not stopped and self.pending is None:
+                    break  # in the state that the policy has restored
+        finally:
+            self.rollbacks, self.pending, run.counts.step = 0, None, step
+            self._batches.clear()
+        run.access.sync_variables()
+        for variable, value in self._metrics:
+            keras_variables.write(variable, value)
+
+    def _go_back(self) -> None:
+        """Continue with the pending steps, from their snapshot."""
+        run, rerun, self.pending = self._run, self.pending, None
+        assert rerun is not None
+        self.rollbacks += 1
+        self._metrics = self._metrics_from(rerun)
+        at, every = rerun.snapshot.step, run.policy.snapshot.every
+        run.counts.return_to(at, rerun.snapshot.good, rerun.refused)
+        run.recovery.return_to(at, run.counts.committed)
+        for task in ("checks", "proof"):  # they are due again
+            run.plan(task, at + 1)
+        run.plan("snapshot", at + every if every else math.inf)
+        self._batches.extendleft(reversed(rerun.batches))
+
+    def _step(self, args: Any) -> None:
+        """Replay one step; without arguments it is passed over."""
+        run = self._run
+        if run.step == run.counts.epoch_start and not self._metrics:
+            self._begin_metrics()
+        self.poles.pass_over()
+        if args is not None:
+            self._after(run.access.run_again(args))
+        else:
+            run.recent.push(run.step, None, refused=True)
+            run.counts.step += 1
+
+    def _metrics_from(self, rerun: Rerun) -> list[tuple[Any, Any]]:
+        """Restore the metrics of a snapshot. If they are unknown, return the values to write back
+        afterwards.
+        """
+        run, known = self._run, rerun.snapshot.metrics
+        metrics = run.train_state().metrics
+        if rerun.snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
+            self._begin_metrics()
+            return []
+        if not all(id(variable) in known for variable in metrics):
+            return [(variable, keras_variables.read(variable)) for variable in metrics]
+        for variable in metrics:
+            keras_variables.write(variable, known[id(variable)])
+        return []
+
+    def _begin_metrics(self) -> None:
+        """Reset the metrics, as at the start of an epoch. A torch module has none."""
+        if hasattr(self._run.model, "reset_metrics"):
+            self._run.access.sync_variables()
+            self._run.model.reset_metrics()
 
 
-def advance_generators(run: Run) -> None:
-    """Advance every random generator of the model, so that the next step draws other numbers."""
-    write_all(moved_seeds(run.train_state().other))
-    current.host().advance_generator()
+# Iterations without a usable rate
 
 
-def moved_seeds(
-    variables: Sequence[Any], times: int = 1, snapshot: Snapshot | None = None
-) -> list[tuple[Any, Any]]:
-    """Return the advanced seeds among variables, each with its new value."""
-    moved = []
-    for seed in keras_variables.seeds(variables):
-        known = snapshot.value(seed) if snapshot is not None else None
-        value = keras_variables.read(seed) if known is None else np.array(known)
-        value[..., -1] += np.asarray(_SEED_STEP * times, value.dtype)
-        moved.append((seed, value))
-    return moved
+class Poles:
+    """The poles of the schedules of one run."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._known: dict[int, set[int]] = {}
+
+    def find(self, incident: Incident) -> Found:
+        """Return the poles that an incident is about.
+
+        If the state was bad before the step, it is about the step that left it so. A rate that is
+        finite counts only if the diagnosis blames it.
+        """
+        if not incident.refused and _UPDATED.isdisjoint(incident.sites):
+            return {}
+        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
+        highest = MAX_RATE if culprit.endswith("/learning_rate") else math.inf
+        ago = 1 if not incident.refused or "state" in incident.sites else 0
+        found = {}
+        for optimizer in self._run.train_state().optimizers:
+            iteration = scheduled_iteration(optimizer, ago)
+            rate = 0.0 if iteration is None else _rate(optimizer, iteration)
+            if iteration is not None and not (math.isfinite(rate) and abs(rate) <= highest):
+                found[id(optimizer)] = iteration, rate
+                self._known.setdefault(id(optimizer), set()).add(iteration)
+        return found
+
+    def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Pass over the poles of an incident; return its outcomes, one of which reports this."""
+        run = self._run
+        if not found or run.stopped or not run.policy.refuse:
+            return outcomes
+        last = {key: iteration for key, (iteration, _) in found.items()}
+        self.pass_over(last)  # if the replay has not
+        optimizers = [o for o in run.train_state().optimizers if id(o) in found]
+        after = [(o, scheduled_iteration(o)) for o in optimizers]
+        past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
+        words = ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
+        main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
+        if not words or main is None:
+            return outcomes
+        told = replace(main, detail=f"{main.detail}; {words}")
+        return tuple(told if o is main else o for o in outcomes)
+
+    def pass_over(self, beyond: Mapping[int, int] | None = None) -> None:
+        """Move the iteration counters of optimizers past the poles that are known.
+
+        Args:
+            beyond: the iteration that a counter has to be past, by `id` of the optimizer.
+        """
+        for optimizer in self._run.train_state().optimizers if self._known else ():
+            known = self._known.get(id(optimizer), set())
+            first = scheduled_iteration(optimizer) if known else None
+            if first is None:
+                continue
+            # Accumulated gradients are applied at each of these.
+            every = keras_optimizers.accumulation_steps(optimizer)
+            last = (beyond or {}).get(id(optimizer), -1)
+            iteration = first + every * max(math.ceil((last + 1 - first) / every), 0)
+            poles = 0
+            while poles <= MAX_PASSED and (
+                iteration in known or not math.isfinite(_rate(optimizer, iteration))
+            ):
+                poles, iteration = poles + 1, iteration + every
+            if iteration > first and poles <= MAX_PASSED:
+                counter = keras_optimizers.iterations(optimizer)
+                write_all([(counter, np.asarray(iteration, str(counter.dtype)))])
+
+
+def _rate(optimizer: Any, iteration: int) -> float:
+    """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
+    try:
+        return keras_optimizers.scheduled_rate(optimizer, iteration)
+    except Exception:  # noqa: BLE001  a custom schedule may raise anything
+        return 0.0

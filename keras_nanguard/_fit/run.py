@@ -24,13 +24,14 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.recent_batches import RecentBatches
 from keras_nanguard._fit.recovery import GuardState, Recovery
-from keras_nanguard._fit.snapshots import Ring, SnapshotFolder, compact
+from keras_nanguard._fit.snapshots import Ring, Snapshot, SnapshotFolder, compact
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._keras.whole_writes import write_all
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import BUDGET_WINDOW
@@ -184,6 +185,10 @@ def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
 
 
 # The run
+
+_SEED_STEP = 7919
+"""Amount by which each seed advances: a prime, so that no number of Dropout layers aligns with it.
+"""
 
 
 class Run:
@@ -435,6 +440,24 @@ class Run:
                 if own != "statistics" or keras_variables.is_statistic(variable):
                     findings += beyond(limit, place, variable)
         return findings
+
+    def moved_seeds(
+        self, times: int = 1, snapshot: Snapshot | None = None
+    ) -> list[tuple[Any, Any]]:
+        """Return the seeds of the model, each with its value, or that in a snapshot, advanced."""
+        moved = []
+        for seed in keras_variables.seeds(self.train_state().other):
+            known = snapshot.value(seed) if snapshot is not None else None
+            value = keras_variables.read(seed) if known is None else np.array(known)
+            value[..., -1] += np.asarray(_SEED_STEP * times, value.dtype)
+            moved.append((seed, value))
+        return moved
+
+    def advance_generators(self) -> None:
+        """Advance every random generator of the model, so that the next step draws other numbers.
+        """
+        write_all(self.moved_seeds())
+        current.host().advance_generator()
 
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""

@@ -21,7 +21,6 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
-from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import (
@@ -129,7 +128,7 @@ class Trial:
         self._load(self.present)
         if math.isfinite(self._step(args)):
             return False
-        self._load({**self.present, **{id(v): value for v, value in moved_seeds(self._variables)}})
+        self._load({**self.present, **{id(v): value for v, value in self._run.moved_seeds()}})
         return math.isfinite(self._step(args))
 
     def _load(self, state: State) -> None:

@@ -111,10 +111,10 @@ def declared(monkeypatch):
         return {v.path: keras_variables.read(v).tobytes() for v in (*state.trainable, *state.statistics, *state.slots)}
 
     def watched(name, performer):
-        def perform(order):
-            before = values(order.run)
-            answer = performer.perform(order)
-            if values(order.run) != before and performer.writes == "nothing":
+        def perform(response, parameters):
+            before = values(response.run)
+            answer = performer.perform(response, parameters)
+            if values(response.run) != before and performer.writes == "nothing":
                 wrong.append(name)
             return answer
 

@@ -13,9 +13,8 @@ from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.learning_rates import Rate
-from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.replay import Replay
+from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.run import Counts
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
@@ -309,7 +308,7 @@ def replayed(stops_at):
     def after(verdict):
         run.stopped = run.stopped or len(ran) == stops_at
 
-    replay = Replay(run, Poles(run), after)
+    replay = Replay(run, after)
     replay.run(Rerun(Snapshot(0, 0), tuple("abcde")))
     return replay, ran
 
