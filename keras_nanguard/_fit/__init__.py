@@ -12,6 +12,6 @@ with one owner; all other files read them there. The files from top to bottom:
     lost runs     monitors, divergence, trial_schedule, trial
     results       results (of evaluate and predict), callbacks (what others receive), bad_rows
     the facts     run (with counters and recording), recovery (changes by the policy)
-                  learning_rates, snapshots, resume, recent_batches
+                  snapshots, resume, recent_batches
                   agreement (one decision in several processes)
 """

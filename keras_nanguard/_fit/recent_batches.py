@@ -8,11 +8,16 @@ exceed a fixed number of bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._fit.snapshots import Snapshot
+
+MAX_BATCHES = 1024
+"""Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
+which a run may have to return to its first state.
+"""
 
 MAX_APPROACH = 256
 """Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
@@ -84,11 +89,10 @@ class RecentBatches:
         if last is not None and last.given is given:
             size, entries[-1] = last.size, last._replace(size=0)
         else:
-            size = batch_memory.bytes_of(getattr(given, "tensors", given))
+            size = bytes_of(getattr(given, "tensors", given))
             self._bytes += size
         entries.append(_Entry(step, given, size, refused))
-        most = batch_memory.MAX_BATCHES
-        while entries and (self._bytes > batch_memory.MAX_BYTES or len(entries) > most):
+        while self._bytes > batch_memory.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
             self._cut = True
 
@@ -161,3 +165,25 @@ class RecentBatches:
             return None
         steps, batches = zip(*known)
         return Approach(origin, steps, batches, exact)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the arrays in a structure. Runs in every step."""
+    if isinstance(value, (tuple, list)):
+        total = 0
+        for part in value:
+            total += bytes_of(part)
+        return total
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
+    count = getattr(shape, "num_elements", None)
+    if count is None:
+        found = getattr(value, "nbytes", None)  # a sparse one of JAX has parts instead
+        return bytes_of((value.data, value.indices)) if found is None else int(found)
+    number = count()  # of TensorFlow
+    if hasattr(value, "flat_values"):  # ragged
+        return bytes_of((value.flat_values, value.nested_row_splits))
+    if number is None or not hasattr(value, "device"):  # sparse
+        return sum(bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
+    return int(number) * (int(value.dtype.size or 0) or 16)

@@ -31,7 +31,7 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._keras.whole_writes import write_all
+from keras_nanguard._keras.variables import write_all
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import BUDGET_WINDOW

@@ -13,7 +13,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._fit.recent_batches import bytes_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
@@ -174,7 +174,7 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
     def held(model):
         session = guard.session
         given = session.run.recent.last(200)
-        return sum(batch_memory.bytes_of(keras.tree.flatten(batch)) for batch in given)
+        return sum(bytes_of(keras.tree.flatten(batch)) for batch in given)
 
     guard, model, looks = NanGuard(verbose=0, diagnose=False), network(**MODES[mode]), zoo.After(held)
     source = batches()
@@ -192,15 +192,15 @@ def test_bytes_of_structures():
     array counts as 0.
     """
     array = np.zeros((3, 4), "float32")
-    assert batch_memory.bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
-    assert batch_memory.bytes_of(keras.ops.convert_to_tensor(array)) == 48
+    assert bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
+    assert bytes_of(keras.ops.convert_to_tensor(array)) == 48
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
         ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
-        assert batch_memory.bytes_of(ragged) == 3 * 4 + 3 * 8
-        assert batch_memory.bytes_of(tf.sparse.from_dense([[0.0, 2.0]])) == 4 + 2 * 8
-        assert batch_memory.bytes_of(tf.constant(["a", "b"])) == 32
+        assert bytes_of(ragged) == 3 * 4 + 3 * 8
+        assert bytes_of(tf.sparse.from_dense([[0.0, 2.0]])) == 4 + 2 * 8
+        assert bytes_of(tf.constant(["a", "b"])) == 32
 
 
 @pytest.mark.requires_backend("jax", "torch", reason="tf.data itself reads such a buffer too late, guarded or not")
