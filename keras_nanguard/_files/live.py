@@ -1,7 +1,5 @@
-"""The variables of a live model as arrays, and their repair.
-
-The caller has imported the backend of the model; only a repair imports Keras.
-"""
+"""The variables of a live model as arrays, and their repair. Keras is imported with the first
+model."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from keras_nanguard._files.stored import (
     float_name,
     named_dtype,
 )
-from keras_nanguard._keras.structure import children, walk
 
 
 @dataclass(slots=True)
@@ -121,8 +118,11 @@ def optimizers(model: Any) -> list[tuple[str, Any]]:
 
 
 def _of_layers(model: Any) -> Iterator[LiveArray]:
-    for outer, layer in [((), model), *walk(model)]:
-        inner = {id(variable) for child in children(layer) for variable in child.variables}
+    from keras_nanguard._keras import layers as keras_layers
+
+    for outer, layer in [((), model), *keras_layers.walk(model)]:
+        within = keras_layers.children(layer)
+        inner = {id(variable) for child in within for variable in child.variables}
         path, kind = "/".join(outer) or str(layer.name), type(layer).__name__
         settings = {"dtype": getattr(layer, "compute_dtype", "")}
         for variable in layer.variables:
@@ -130,17 +130,9 @@ def _of_layers(model: Any) -> Iterator[LiveArray]:
                 name = str(variable.name)
                 who = Identity(path, name, role_of(name, kind), kind, settings)
                 yield _live(who, _path(variable), variable, layer)
-        for place, state in enumerate(_states(layer)):
+        for place, state in enumerate(keras_layers.recurrent_states(layer)):
             who = Identity(path, f"states/{place}", "other", kind, settings)
             yield _live(who, who.path, state, layer)
-
-
-def _states(layer: Any) -> list[Any]:
-    """Return the states of a stateful recurrent layer, which no list of variables and no file
-    contains."""
-    states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
-    flat = states if isinstance(states, (list, tuple)) else [states]
-    return [state for state in flat if state is not None and hasattr(state, "dtype")]
 
 
 def _path(variable: Any) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
@@ -38,9 +37,6 @@ threads."""
 
 MEMORY_PER_BYTE = 16
 """Additional memory limit per byte of the file."""
-
-LINE_SECONDS = 0.2
-"""Seconds between two lines of progress."""
 
 
 def _scan(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str, Any]:
@@ -88,13 +84,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lines = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of a library must not mix with the answer
-    last = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS or done == total:
-            last = time.monotonic()
-            _write(lines, {"progress": [done, total]})
+        _write(lines, {"progress": [done, total]})
 
     _write(lines, {})
     request = json.loads(sys.stdin.buffer.readline())

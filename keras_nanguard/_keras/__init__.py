@@ -8,8 +8,8 @@ Each module names at its head the private names that it uses, and why.
 | `train_state` | the variables of a model and its optimizers, by role; the call of `compile` | |
 | `variables`, `arrays` | variables and data, as NumPy arrays | values: all or none |
 | `optimizers` | rate, loss scale, slots, the gradients in them | the rate, the strategy |
-| `layers`, `structure` | layers at any depth, the graph of a functional model | dtype policies |
-| `losses` | the losses given to `compile` | |
+| `layers` | layers at any depth, the graph of a functional model | dtype policies |
+| `losses` | the losses and metrics given to `compile` | |
 | `fitting` | callbacks, data, end of a running `fit` | methods of their list, first epoch |
 | `jax_trainer` | the state that `fit` passes from step to step on JAX | the same |
 | `overrides` | | attributes of instances; functions of classes, in one thread |

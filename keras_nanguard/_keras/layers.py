@@ -1,8 +1,13 @@
-"""The layers of a model: all of them at any depth, their names, dtype policies and states.
+"""The layers of a model: all of them at any depth, the graph of a functional model, names, dtype
+policies and states.
 
 Private Keras names used here, because there is no public API:
 
-- ``Layer._flatten_layers``: the layers at any depth; ``Model.layers`` lists only the first level.
+- ``Layer._flatten_layers``: the layers directly within a layer, or at any depth; only models have
+  ``layers``, of the first level.
+- ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic
+  tensor, and from what.
+- ``Sequential._functional``: the graph of a `Sequential`.
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
 - ``Layer._dtype_policy``: the public setter would quantize, or write into a shared
   `DTypePolicyMap`.
@@ -19,7 +24,7 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -34,6 +39,24 @@ def layers_of(model: Any) -> list[Any]:
     them.
     """
     return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def children(layer: Any) -> list[Any]:
+    """Return the layers directly within a layer."""
+    flatten = getattr(layer, "_flatten_layers", None)
+    if flatten is not None:
+        return list(flatten(include_self=False, recursive=False))
+    return list(getattr(layer, "layers", ()))
+
+
+def walk(layer: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each layer within a layer, at any depth, with its path: the names of the layers that
+    contain it, outermost first, and its own. A layer that is used twice has two paths.
+    """
+    for child in children(layer):
+        path = (*outer, str(child.name))
+        yield path, child
+        yield from walk(child, path)
 
 
 def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -72,7 +95,7 @@ def recurrent_states(layer: Any) -> list[Any]:
     for other layers.
     """
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
-    return [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)]
+    return [s for s in keras.tree.flatten(states) if hasattr(s, "dtype")]
 
 
 def batchnorms(model: Any) -> list[Any]:
@@ -111,6 +134,35 @@ def operations_of(model: Any) -> list[Any]:
     """
     found = [o for layer in layers_of(model) for o in getattr(layer, "operations", ())]
     return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))
+
+
+def graph_operations(layer: Any) -> list[Any]:
+    """Return the operations of the graph of a functional or sequential model, layers included; none
+    for other layers.
+    """
+    inner = getattr(layer, "_functional", None)
+    return list(getattr(layer, "operations", None) or getattr(inner, "operations", None) or ())
+
+
+def source_of(tensor: Any) -> tuple[Any, int, int] | None:
+    """Return the operation that computes a symbolic tensor, with the indices of its call and of the
+    output, or `None`.
+    """
+    history: Any = getattr(tensor, "_keras_history", None)
+    if history is None:
+        return None
+    return history.operation, history.node_index, history.tensor_index
+
+
+def arguments_of(operation: Any) -> list[Any]:
+    """Return the arguments of the first call of an operation in a graph, positional ones first."""
+    arguments = operation._inbound_nodes[0].arguments
+    return [*arguments.args, *arguments.kwargs.values()]
+
+
+def symbolic_arguments(operation: Any, call: int) -> list[Any]:
+    """Return the symbolic tensors that a call of an operation was given."""
+    return list(operation._inbound_nodes[call].input_tensors)
 
 
 def path_of(layer: Any, parent: str | None, model: Any) -> str:

@@ -3,6 +3,8 @@
 Private Keras names used here, because there is no public API from a compiled model to its loss
 objects:
 
+- ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
+- ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
 - ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
   ``flat_loss_weights``, ``inferred_output_names`` and ``output_names``.
 
@@ -21,7 +23,6 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
-from keras_nanguard._keras.structure import loss_options
 
 
 def _entries(model: Any) -> list[tuple[str, Any, Any]]:
@@ -75,6 +76,11 @@ def loss_weights(model: Any) -> list[tuple[str, float]]:
     return [(str(loss.name), float(weight)) for loss, weight in weighted]
 
 
+def given_metrics(model: Any) -> Any:
+    """Return the metrics that were passed to `compile`, or `None`."""
+    return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
+
+
 PROBABILITIES = frozenset(
     (
         *("categorical_crossentropy", "binary_crossentropy"),
@@ -104,7 +110,7 @@ def option_of(loss: Any, name: str) -> Any:
     """
     value = getattr(loss, name, None)
     if value is None:
-        value = loss_options(loss).get(name)
+        value = (getattr(loss, "_fn_kwargs", None) or {}).get(name)
     if value is None and isinstance(loss, functools.partial):
         value = loss.keywords.get(name)
     return value

@@ -84,7 +84,8 @@ class TrainState:
         trainable = _unique([*model.trainable_variables, *updated])
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
-        other = _unique([*model.non_trainable_variables, *states], trainable)
+        own = filter(keras_variables.is_variable, states)
+        other = _unique([*model.non_trainable_variables, *own], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]

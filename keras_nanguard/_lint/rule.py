@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._keras.structure import (
-    given_metrics,
-    graph_operations,
-    source_of,
-    symbolic_arguments,
-    walk,
-)
+from keras_nanguard._keras.layers import graph_operations, source_of, symbolic_arguments, walk
+from keras_nanguard._keras.losses import given_metrics
 
 Site = tuple[str, str]
 """Path of the layer, variable, loss or metric (`""` for the model as a whole), and the

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._files.live import live_arrays
 from keras_nanguard._files.scan import statistics
-from keras_nanguard._keras.structure import arguments_of, source_of
+from keras_nanguard._keras.layers import arguments_of, source_of
 from keras_nanguard._lint.rule import Placed, Site, Subject, activation_name, rule
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")

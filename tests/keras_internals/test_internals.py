@@ -21,7 +21,6 @@ from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
     optimizers as keras_optimizers,
-    structure,
     variables as keras_variables,
 )
 from keras_nanguard._keras.optimizers import SLOTS, gradient_slots, second_moments
@@ -306,12 +305,12 @@ def test_the_graph_of_a_model():
     inputs = keras.Input((3,))
     dense = layers.Dense(2)
     outputs = keras.ops.log(dense(inputs))
-    operation, call, index = structure.source_of(outputs)
-    (argument,) = structure.symbolic_arguments(operation, call)
-    assert index == 0 and structure.source_of(argument)[0] is dense
-    assert [id(a) for a in structure.arguments_of(dense)] == [id(inputs)]
+    operation, call, index = keras_layers.source_of(outputs)
+    (argument,) = keras_layers.symbolic_arguments(operation, call)
+    assert index == 0 and keras_layers.source_of(argument)[0] is dense
+    assert [id(a) for a in keras_layers.arguments_of(dense)] == [id(inputs)]
     sequential = keras.Sequential([keras.Input((3,)), dense])
-    assert dense in structure.graph_operations(sequential) and dense in structure.children(sequential)
+    assert dense in keras_layers.graph_operations(sequential) and dense in keras_layers.children(sequential)
 
 
 def test_compile_arguments():
@@ -321,8 +320,8 @@ def test_compile_arguments():
     rate = keras.optimizers.schedules.CosineDecay(0.5, 10)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
-    assert structure.given_metrics(model) == ["mae"] and keras_optimizers.given_rate(model.optimizer) is rate
-    assert structure.loss_options(keras.losses.BinaryCrossentropy(from_logits=True))["from_logits"] is True
+    assert keras_losses.given_metrics(model) == ["mae"] and keras_optimizers.given_rate(model.optimizer) is rate
+    assert keras_losses.option_of(keras.losses.BinaryCrossentropy(from_logits=True), "from_logits") is True
 
 
 def test_the_global_seed_generator():
