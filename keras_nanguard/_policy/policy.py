@@ -83,14 +83,9 @@ class Sections(TypedDict, total=False):
 SECTIONS = tuple(Sections.__annotations__)
 """The sections of a policy."""
 
-_Stages = Annotated[
-    tuple[Items, ...],
-    BeforeValidator(as_tuple, json_schema_input_type=Annotated[list[Items], Field(min_length=1)]),
-]
-_Limits = Annotated[
-    tuple[Limit, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Limit])
-]
-_Rules = Annotated[tuple[Rule, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Rule])]
+_Stages = Annotated[tuple[Items, ...], BeforeValidator(as_tuple)]
+_Limits = Annotated[tuple[Limit, ...], BeforeValidator(as_tuple)]
+_Rules = Annotated[tuple[Rule, ...], BeforeValidator(as_tuple)]
 
 _BACK_AND_SLOWER = (Rollback(), LowerLr())
 _ROUND: tuple[tuple[Action, ...], ...] = ((Skip(),), (Skip(),), _BACK_AND_SLOWER)

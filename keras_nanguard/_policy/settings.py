@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from keras_nanguard._core.incident import Finding, Incident
@@ -21,7 +21,7 @@ from keras_nanguard._policy.actions import (
     Rollback,
     as_file,
 )
-from keras_nanguard._policy.records import Causes, Globs, Kinds, Name, Record, Sites, Steps, listed
+from keras_nanguard._policy.records import Causes, Globs, Kinds, Name, Record, Sites, Steps, several
 
 HIGH_SCALE = 2.0**16
 """Loss scale above which a gradient of 1 overflows in float16, whose largest number is 65504."""
@@ -51,7 +51,7 @@ class Snapshot(Record):
 
 
 def _off(value: Any) -> Any:
-    return () if value in ("off", False) else listed(value)
+    return () if value in ("off", False) else value
 
 
 def _or_off(actions: tuple[Action, ...]) -> Any:
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     ItemsOrOff = tuple[Action, ...]
 else:
     ItemsOrOff = Annotated[
-        tuple[Item, ...],
+        several(Item, _or_off),
         BeforeValidator(_off, json_schema_input_type=Literal["off"] | Item | list[Item]),
-        PlainSerializer(_or_off, when_used="json"),
     ]
 """One action, a list of them, or `off`."""
 

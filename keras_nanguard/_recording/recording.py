@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,12 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
     check_header(file)
     connection = None
     try:
-        connection = _connected(file)
+        uri = f"{file.resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, timeout=10.0, isolation_level=None)
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        if hasattr(connection, "setlimit"):  # Python 3.11
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
         end = time.monotonic() + SECONDS
         connection.set_progress_handler(lambda: int(time.monotonic() > end), 100_000)
         connection.execute("BEGIN")
@@ -91,25 +96,6 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-
-
-def _connected(file: Path) -> sqlite3.Connection:
-    """Connect; without a lock if the folder cannot be written to and no run writes."""
-    for mode in ("mode=ro", "mode=ro&immutable=1"):
-        uri = f"{file.resolve().as_uri()}?{mode}"
-        connection = sqlite3.connect(uri, uri=True, timeout=10.0, isolation_level=None)
-        try:
-            connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA cell_size_check = ON")
-            if hasattr(connection, "setlimit"):  # Python 3.11
-                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            return connection
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # of a message that quotes the file
-            connection.close()
-            if not isinstance(error, sqlite3.OperationalError) or "immutable" in mode:
-                raise
-    raise AssertionError
 
 
 def check_header(file: Path) -> None:
@@ -291,13 +277,8 @@ Array = np.ndarray[Any, Any]
 _TRAINABLE, _STATISTICS = ("gradient_norm", "weight_norm", "update_ratio"), ("low", "high")
 """Names of the numbers of a trainable variable, and of any other."""
 
-_TABLES = {
-    "steps": tuple(STEP_COLUMNS),
-    "bins": tuple(BIN_COLUMNS),
-    "events": ("step", "epoch", "time", "kind", "text", "data"),
-    "samples": ("label", "index", "fingerprint", "times", "reason", "steps"),
-}
-"""Columns of the tables that become data frames."""
+_TABLES = {"steps": None, "bins": None, "events": Event, "samples": BadSample}
+"""The class of the rows of each table that becomes a data frame; `None` if it has columns."""
 
 
 def empty(columns: Mapping[str, type]) -> dict[str, Array]:
@@ -415,9 +396,10 @@ class Recording:
         if table not in _TABLES:
             wanted = f"table to be one of {', '.join(_TABLES)}"
             raise GuardError(expected(wanted, repr(table), "Correct the name."))
-        found = getattr(self, table)
-        if isinstance(found, tuple):
-            found = {name: [_cell(getattr(row, name)) for row in found] for name in _TABLES[table]}
+        found, kind = getattr(self, table), _TABLES[table]
+        if kind is not None:
+            names = [one.name for one in fields(kind)]
+            found = {name: [_cell(getattr(row, name)) for row in found] for name in names}
         return frames.DataFrame(dict(found))
 
 
