@@ -84,8 +84,7 @@ def scan(given: argparse.Namespace) -> int:
             print_error(error, given.words)
             codes.add(MISUSE)
             continue
-        codes.add(CLEAN if report.ok else FOUND)
-        _show(report, given.json)
+        codes.add(_show(report, given.json, report.ok))
         for entry in report.variables if given.notes and not given.json else ():
             for one in entry.problems:
                 if one.severity == "note":
@@ -106,8 +105,7 @@ def repair(given: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: getattr(given, name) for name in (*names, "only")}
     report = repair_file(given.path, given.output, **options, **_limits(given))
     changes = (replace(c, detail=in_options(c.detail, given.words)) for c in report.changes)
-    _show(replace(report, changes=tuple(changes)), given.json)
-    return CLEAN if report.ok else FOUND
+    return _show(replace(report, changes=tuple(changes)), given.json, report.ok)
 
 
 def recalibrate(given: argparse.Namespace) -> int:
@@ -153,8 +151,7 @@ def lint(given: argparse.Namespace) -> int:
     from keras_nanguard._lint import lint as lint_model
 
     report = lint_model(model, *data, ignore=tuple(given.ignore))
-    _show(report, given.json)
-    return CLEAN if report.ok else FOUND
+    return _show(report, given.json, report.ok)
 
 
 def check_policy(given: argparse.Namespace) -> int:
@@ -196,11 +193,11 @@ def diagnose(given: argparse.Namespace) -> int:
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    _show(found, given.json)
+    code = _show(found, given.json, found.healthy)
     if found.error and found.diagnosis.cause == "unknown":
         print(f"keras-nanguard: {found.error}.", file=sys.stderr)
         return MISUSE
-    return CLEAN if found.healthy else FOUND
+    return code
 
 
 def replay(given: argparse.Namespace) -> int:
@@ -222,8 +219,7 @@ def replay(given: argparse.Namespace) -> int:
         counterfactuals=not given.plain,
         custom_objects=_custom_objects(given.own),
     )
-    _show(found, given.json)
-    return FOUND if found.result == "bad" else CLEAN
+    return _show(found, given.json, found.result != "bad")
 
 
 def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
@@ -270,7 +266,7 @@ def _compared(given: argparse.Namespace) -> int:
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
-    from keras_nanguard._report import compare, files
+    from keras_nanguard._report import files, html
 
     runs, problems = [], []
     for path in given.paths:
@@ -285,13 +281,13 @@ def _compared(given: argparse.Namespace) -> int:
         what, remedy = "a path that ends in .html", "Write one report a run, or .html."
         raise GuardError(expected(f"{what} for several runs", f"-o {given.output}", remedy))
     if given.output:
-        print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
+        print(f"Written to {files.save(html.compared(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            row = {key: value for key, value in compare.row(run).items() if key != "spark"}
+            row = {key: value for key, value in html.row(run).items() if key != "spark"}
             _print_json({"format": COMPARED_RUNS, **row, "causes": dict(run.causes)})
     else:
-        print(compare.text(runs))
+        print(html.compared_text(runs))
     return FOUND if any(run.incidents for run in runs) else CLEAN
 
 
@@ -319,8 +315,9 @@ def _limits(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _show(report: Any, as_json: bool) -> None:
-    """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file."""
+def _show(report: Any, as_json: bool, ok: bool) -> int:
+    """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file;
+    and return the exit code."""
     if as_json:
         _print_json(report.to_dict())
     elif sys.stdout.isatty() and hasattr(report, "__rich__"):
@@ -329,6 +326,7 @@ def _show(report: Any, as_json: bool) -> None:
         Console().print(report)
     else:
         print(report)
+    return CLEAN if ok else FOUND
 
 
 def _print_json(document: Any) -> None:

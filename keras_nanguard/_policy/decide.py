@@ -84,9 +84,10 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
         choice = _Choice(deciding.name, deciding.do, reason)
     if choice is None:
         choice = _of_policy(policy, state, incident)
-        if state.times(_report_key(incident), REPORT_WINDOW) < _most_reports(incident):
+        kind, most = _reported(incident)
+        if state.times(kind, REPORT_WINDOW) < most:
             reports.append(Warn())
-            state = state.acted([_report_key(incident)])
+            state = state.acted([kind])
     choice = _within_budget(policy, state, choice)
     actions = _ordered(incident, [*reports, *choice.actions], policy.refuse)
     planned = tuple(_parameters(policy, state, incident, action) for action in actions)
@@ -100,15 +101,13 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
     ), state
 
 
-def _report_key(incident: Incident) -> str:
+def _reported(incident: Incident) -> tuple[str, int]:
+    """Return the kind of an incident for reports, and how often it is reported."""
     first = incident.first
-    if incident.refused or first is None:
-        return "report refused"
-    return f"report {first.kind} {first.site}"
-
-
-def _most_reports(incident: Incident) -> int:
-    return REPORTED_REFUSALS if incident.refused else REPORTED_OTHERS
+    if incident.refused:
+        return "report refused", REPORTED_REFUSALS
+    kind = "refused" if first is None else f"{first.kind} {first.site}"
+    return f"report {kind}", REPORTED_OTHERS
 
 
 def _in_a_row(count: int, what: str) -> str:

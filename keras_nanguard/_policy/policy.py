@@ -21,8 +21,7 @@ from keras_nanguard._policy.records import (
     as_tuple,
     nearest,
     problem,
-    problems_of,
-    raise_problems,
+    raise_invalid,
     safe_repr,
 )
 from keras_nanguard._policy.settings import (
@@ -181,7 +180,7 @@ class Policy(Record):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            raise_problems(problems_of(error, document, cls), name)
+            raise_invalid(error, document, cls, name)
             raise
 
     @property

@@ -37,15 +37,17 @@ def raise_problems(problems: Iterable[str], source: str = "the policy") -> None:
         raise PolicyError(f"{len(found)} problems in {source}:\n{lines}", found)
 
 
-def problems_of(error: ValidationError, document: Any, model: Any) -> list[str]:
-    """Return each error of pydantic as one problem.
+def raise_invalid(error: ValidationError, document: Any, model: Any, source: str) -> None:
+    """Raise one `PolicyError` with each error of pydantic as one problem.
 
     Args:
         error: the error of pydantic.
         document: the validated document.
         model: the model that validated it.
+        source: name of the document.
     """
-    return [_sentence(one, document, model) for one in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    raise_problems((_sentence(one, document, model) for one in found), source)
 
 
 def _sentence(error: Mapping[str, Any], document: Any, model: Any) -> str:
@@ -164,7 +166,7 @@ class _RaisesPolicyError(type(BaseModel)):  # type: ignore[misc]  # the metaclas
         try:
             return super().__call__(**given)
         except ValidationError as error:
-            raise_problems(problems_of(error, given, cls), cls.__name__)
+            raise_invalid(error, given, cls, cls.__name__)
 
 
 if TYPE_CHECKING:

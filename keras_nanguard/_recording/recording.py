@@ -70,8 +70,7 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
     check_header(file)
     connection = None
     try:
-        uri = f"{file.resolve().as_uri()}?mode=ro"
-        connection = sqlite3.connect(uri, uri=True, timeout=10.0, isolation_level=None)
+        connection = _connected(file)
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
         if hasattr(connection, "setlimit"):  # Python 3.11
@@ -96,6 +95,19 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+
+
+def _connected(file: Path) -> sqlite3.Connection:
+    """Connect; without a lock if the folder cannot be written to and no run writes."""
+    uri = f"{file.resolve().as_uri()}?mode=ro"
+    how: dict[str, Any] = {"uri": True, "timeout": 10.0, "isolation_level": None}
+    connection: sqlite3.Connection = sqlite3.connect(uri, **how)
+    try:
+        connection.execute("PRAGMA schema_version").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        connection = sqlite3.connect(f"{uri}&immutable=1", **how)
+    return connection
 
 
 def check_header(file: Path) -> None:

@@ -165,7 +165,7 @@ def _text(text: str, style: str = "") -> Text:
     return Text(console.printable(text), style=style)
 
 
-def frame(run: Run, width: int = 100, now: float | None = None, ascii_only: bool = False) -> Group:
+def frame(run: Run, width: int = 100, ascii_only: bool = False) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
     recording = run.recording
     room = max(width - 44, 16)
@@ -189,14 +189,15 @@ def frame(run: Run, width: int = 100, now: float | None = None, ascii_only: bool
         for title, table in panels
         if not isinstance(table, Table) or table.row_count
     ]
-    return Group(_head(run, time.time() if now is None else now), *shown)
+    return Group(_head(run), *shown)
 
 
-def _head(run: Run, now: float) -> Text:
+def _head(run: Run) -> Text:
     recording = run.recording
     meta, steps = recording.meta, recording.steps
     if not meta:
         return _text("Nothing is recorded yet; waiting.", "dim")
+    now = time.time()
     status, quiet = str(meta.get("status", "")), now - meta.get("written", now)
     at = "before the first step"
     if len(steps["step"]):
