@@ -121,6 +121,7 @@ class StateAccess:
 
     def variables_readable(self) -> AbstractContextManager[None]:
         """Return a context in which the variables read as the current state."""
+        self.sync_variables()
         return nullcontext()
 
     def resolve_pending(self) -> None:
@@ -151,7 +152,7 @@ class Replay:
     """`Origins(batch, variables, tolerated, rows)`, a `shared.origins.OriginTracker`."""
 
     Instrument: Any
-    """`Instrument(model, origins, keep)`, a `shared.instrument.Instrument`."""
+    """`Instrument(model, origins)`, a `shared.instrument.Instrument`."""
 
     def body_of(self, model: Any) -> Callable[..., Any]:
         """Return the train step of a model as a function of its batch, which reads and writes the

@@ -215,15 +215,15 @@ def _was_finite(run: Any, step: int) -> bool:
 
 def step_of(run: Any) -> ReplayableStep:
     """Return the step of a run, to be run again."""
-    transaction, train_state = run.transaction, run.train_state()
+    transaction = run.transaction
     return ReplayableStep(
         transaction.replayed,
         run.model,
-        train_state.optimizers,
+        run.train_state().optimizers,
         keeps_undo=transaction.keeps_undo,
         losses=transaction.losses,
         untracked=list(transaction.untracked.values()),
-        tolerated=[v for v in train_state.constants if id(v) in run.tolerated],
+        tolerated=run.tolerated,
         judged=transaction.judged,
     )
 

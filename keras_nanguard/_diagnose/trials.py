@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.compiled_replay import run_compiled
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
@@ -121,7 +120,7 @@ class Case:
 
 def compiled(step: ReplayableStep, batch: Any, mode: str) -> ReplayResult:
     """Run a step once as it was compiled."""
-    return run_compiled(step, batch, jit=mode == "xla")
+    return step.run_compiled(batch, jit=mode == "xla")
 
 
 def investigated(case: Case, obstacle: str = "") -> Case:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._fit.snapshots import Snapshot
 
 MAX_BATCHES = 1024
@@ -92,7 +92,7 @@ class RecentBatches:
             size = bytes_of(getattr(given, "tensors", given))
             self._bytes += size
         entries.append(_Entry(step, given, size, refused))
-        while self._bytes > batch_memory.MAX_BYTES or len(entries) > MAX_BATCHES:
+        while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
             self._cut = True
 

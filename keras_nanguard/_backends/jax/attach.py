@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,6 @@ class ModelAttachment(attach.Attachment):
     Attributes:
         pending: the step whose verdict has not been read yet, or `None`.
     """
-
-    END_OF_DATA = (StopIteration,)
 
     can_run_again = True
 
@@ -58,18 +56,15 @@ class ModelAttachment(attach.Attachment):
         jit = bool(model.jit_compile) and not model.run_eagerly
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(run.read_train_state, run.recovery)
+            transaction.rebind(run)
         else:
             transaction = Transaction(
                 self.body,
-                run.read_train_state,
+                run,
                 lambda: _trainer.variables(model),
                 lambda: _trainer.stored(model),
-                model=model,
                 of_trainer=True,
-                refuse=run.refuses,
                 jit=jit,
-                recovery=run.recovery,
                 shardings=_trainer.shardings(model),
             )
         if old is not None:
@@ -202,17 +197,14 @@ class LoopStep(attach.LoopStep):
         super().__init__(function, session)
 
     def _transaction(self) -> Transaction:
-        run, compiled = self.run, hasattr(self.function, "lower")
+        compiled = hasattr(self.function, "lower")
         return Transaction(
             getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
-            run.read_train_state,
+            self.run,
             lambda: self.variables or [],
             self._stored,
-            model=run.model,
             of_trainer=False,
-            refuse=run.refuses,
             jit=compiled,
-            recovery=run.recovery,
         )
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -224,21 +216,17 @@ class LoopStep(attach.LoopStep):
         if session.needs_variables(state is not given):
             self.sync_variables()
             session.before()
-        result = self._run(batch)
-        session.after(result.verdict)
-        return result.outputs, self._taken()
-
-    can_run_again = True
+        outputs, verdict = self._execute(batch, {})
+        session.after(verdict)
+        return outputs, self._taken()
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
-        verdict: Verdict = self._run(args).verdict
-        return verdict
+        return self._execute(args, {})[1]
 
-    def _run(self, args: Sequence[Any]) -> StepResult:
-        result: StepResult = self.run.transaction(self._taken(), *args)
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
+        result = self.run.transaction(self._taken(), *args)
         self.state, self.synced = result.state, False
-        return result
+        return result.outputs, result.verdict
 
     def held(self) -> Callable[[], None]:
         """Return a function that restores the loop's own keys, averages and counters, which exist
@@ -259,12 +247,6 @@ class LoopStep(attach.LoopStep):
         for variable, value in zip(self.variables or (), jax.tree_util.tree_leaves(self.state)):
             if variable is not None:
                 variable.assign(value)
-
-    @contextlib.contextmanager
-    def variables_readable(self) -> Iterator[None]:
-        """Write the current state into the variables."""
-        self.sync_variables()
-        yield
 
     def _taken(self) -> Any:
         """Return the current state."""

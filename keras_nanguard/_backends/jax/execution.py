@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from keras_nanguard._backends.jax import outputs, reductions
-from keras_nanguard._backends.jax.intercept import Intercept, calls_host
+from keras_nanguard._backends.jax import reductions
+from keras_nanguard._backends.jax.intercept import Intercept, calls_host, with_metrics
 from keras_nanguard._backends.shared import rules
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -95,7 +96,7 @@ class StepTrace:
     def __init__(self, owner: Any, state: Any, args: Sequence[Any], halt: Any):
         self.owner, self.args, self.halt = owner, args, halt
         self.old, self.tree = jax.tree_util.tree_flatten(state)
-        self.train_state = train_state = owner.train_state()
+        self.train_state = train_state = owner.run.read_train_state()
         self.dtype = reductions.kind(self.old)
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
@@ -109,7 +110,7 @@ class StepTrace:
     def complete(self) -> tuple[Any, ...]:
         """Return the first five fields of `step.StepResult`."""
         if not self.owner.jit:
-            return self._at_once(*self._call(None, self.old, self.args))
+            return self._at_once(*self._call(True, self.old, self.args))
         program, structure, found = self._traced()
         given = (*self.old, *jax.tree_util.tree_leaves(tuple(self.args)))
         losses, checked, *_ = (part.num_leaves for part in structure.children())
@@ -154,7 +155,7 @@ class StepTrace:
 
         def body(may_commit: Any, *arrays: Any) -> Values:
             args = jax.tree_util.tree_unflatten(tree, arrays[size:])
-            known = None if self.owner.keeps_undo else may_commit
+            known = True if self.owner.keeps_undo else may_commit
             values, found = self._call(known, arrays[:size], args)
             kept.append((jax.tree_util.tree_structure(values), found))
             return values
@@ -164,14 +165,20 @@ class StepTrace:
         return program, structure, replace(found, calls_host=calls_host(program.jaxpr))
 
     def _call(self, may_commit: Any, leaves: Any, args: Any) -> tuple[Values, Found]:
-        """Run the body on this flat state; `may_commit` is `None` if its updates take effect."""
+        """Run the body on this flat state; for `may_commit` see `Intercept`.
+
+        Raises:
+            GuardError: if the new state has not the structure of the old one.
+        """
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
         owner, optimizers = self.owner, self.train_state.optimizers
-        seen = Intercept(owner.model, optimizers, may_commit)
-        with outputs.MetricResults(owner.metrics()) as results, seen:
-            found, new = outputs.split(owner.body(state, *args))
+        with Intercept(owner.model, optimizers, may_commit, owner.metrics()) as seen:
+            found, new = split(owner.body(state, *args))
         flat, tree = jax.tree_util.tree_flatten(new)
-        outputs.check_structure(tree, self.tree)
+        if tree != self.tree:
+            remedy = "Return the new state in the structure of the state that the step is given."
+            what = f"a step that returns a state of the structure {self.tree}"
+            raise GuardError(expected(what, f"{tree}", remedy))
         changed = {i for i, (a, b) in enumerate(zip(flat, leaves)) if a is not b}
         statistics = [(self._path(i), flat[i]) for i in self._statistics(changed)]
         pairs = [pair for record in seen.records for pair in record.pairs]
@@ -185,7 +192,7 @@ class StepTrace:
             changed=changed,
             updated={i for i, array in enumerate(flat) if id(array) in seen.updated},
             selected={i for i, array in enumerate(flat) if id(array) in seen.selected},
-            sources=results.sources(found),
+            sources=seen.sources(found),
         )
 
     # The verdict
@@ -293,7 +300,7 @@ class StepTrace:
                 new[i] = reductions.select(~verdict.refused, new[i], old)
             known = [v for v in self.train_state.metrics if id(v) in self.place]
             metrics = [(v, new[self.place[id(v)]]) for v in known]
-            results = outputs.with_metrics(results, found.sources, metrics)
+            results = with_metrics(results, found.sources, metrics)
         else:
             verdict = Verdict(jnp.zeros((), bool), *verdict[1:])
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
@@ -320,6 +327,19 @@ class StepTrace:
             )
         # A halted step has no verdict on its own batch.
         return {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
+
+
+def split(result: Any) -> tuple[Any, Any]:
+    """Return outputs and state from the result of a step.
+
+    Raises:
+        GuardError: if it is not a pair.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        remedy = "Write a step as `def step(state, *batch): ...; return loss, state`."
+        found = type(result).__name__
+        raise GuardError(expected("a step that returns (outputs, state)", found, remedy))
+    return result
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_nanguard._backends.shared.faults import FaultHook, first_entries
+from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._keras import train_state as keras_state
 from keras_nanguard._keras.jax_trainer import over_lists, variables
 
@@ -26,36 +26,24 @@ class Hook(FaultHook):
         keras_state.on_making(
             self.model, self._making, self._overrides, default=over_lists
         )  # on Keras 3.6 in guarded steps only
-        for name in ("make_test_function", "make_predict_function"):
-            self._override(name, self._without(getattr(self.model, name)))
-        self._making_train = True
-
-    def _without(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            self._making_train = False
-            try:
-                return real(*args, **kwargs)
-            finally:
-                self._making_train = True
-
-        return make
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def make(step_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            step = self._around(step_function) if self._making_train else step_function
-            return real(step, *args, **kwargs)
+        def make(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return real(self._around(step), *args, **kwargs)
 
         return make
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def train_step(state: Any, data: Any) -> Any:
+        def with_fault(state: Any, data: Any) -> Any:
+            if len(state) < 4:  # of `evaluate` and `predict`, without that of the optimizer
+                return step(state, data)
             self.seen += 1
             data = self._spoiled(data, self._now)
             state = self._written(state)
             with self._inside():
                 return jax.block_until_ready(step(state, data))
 
-        return train_step
+        return with_fault
 
     def _bad(self, value: Any, chosen: Any, now: Any) -> Any:
         bad = super()._bad(value, chosen, now)
@@ -70,7 +58,7 @@ class Hook(FaultHook):
         leaves, tree = jax.tree_util.tree_flatten(state)
         for i, variable in enumerate(variables(self.model)):
             if id(variable) in wanted:
-                leaves[i] = self._bad(leaves[i], first_entries(variable, self.fault.entries), True)
+                leaves[i] = self._bad(leaves[i], self._mask(variable), True)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     @property

@@ -1,4 +1,4 @@
-"""Intercepts the optimizer calls and the loss of a JAX step while its body is traced.
+"""Intercepts the optimizer calls, the loss and the metrics of a JAX step while its body is traced.
 
 Every train step ends in `Optimizer.stateless_apply`. Overriding it on the instance gives the
 gradients of any train step, without changes to the optimizer's class, config and variables.
@@ -102,20 +102,21 @@ class Gate(Overrides):
         variable.assign(value)
 
 
-class Intercept:
-    """Context that records the calls of optimizers and the model's loss.
+class Intercept(Overrides):
+    """Context that records the calls of optimizers, the model's loss, and the results of metrics.
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
-        may_commit: whether the writes of an optimizer take effect; `None` lets all of them.
-        updates: whether optimizers run; otherwise they return the old state.
+        may_commit: whether their updates take effect: `True`, `False` (they do not even run), or a
+            truth value of the step.
+        metrics: the metrics whose results are to be recognized among the outputs.
 
     Attributes:
         records: the calls of `stateless_apply`, in order.
         losses: the results of `compute_loss`.
         outputs: `(name, array)` of the model's outputs that `compute_loss` received.
-        updated: the results of updates, by `id`.
+        updated: the results of gated updates, by `id`.
         selected: the `id` of those that are the old value if the step is refused.
     """
 
@@ -123,46 +124,41 @@ class Intercept:
         self,
         model: Any,
         optimizers: Iterable[Any],
-        may_commit: Any = None,
-        updates: bool = True,
+        may_commit: Any = True,
+        metrics: Iterable[Any] = (),
     ):
+        super().__init__()
         self.model, self.optimizers = model, list(optimizers)
-        self.may_commit, self.updates = may_commit, updates
+        self.may_commit, self.metrics = may_commit, metrics
         self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
         self.updated: dict[int, Any] = {}
         self.selected: set[int] = set()
-        self._overrides = Overrides()
+        self._results: dict[int, tuple[Any, Any, int]] = {}
 
     def __enter__(self) -> Intercept:
         self.trace = running_trace()
         for optimizer in self.optimizers:
-            self._overrides.set(
-                optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply)
-            )
+            self.set(optimizer, "stateless_apply", self._applier(optimizer))
         if hasattr(self.model, "compute_loss"):
-            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
+            self.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
+        for metric in self.metrics:
+            self.set(metric, "result", self._watching(metric, metric.result))
         return self
 
-    def __exit__(self, *details: Any) -> None:
-        self._overrides.give_back()
+    def _applier(self, optimizer: Any) -> Callable[..., Any]:
+        real = optimizer.stateless_apply
 
-    @property
-    def gradients(self) -> list[Any]:
-        """Every gradient that is not `None`."""
-        return [g for record in self.records for g in record.grads if g is not None]
-
-    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             record = Update(optimizer, real, optimizer_variables, grads, trainable_variables)
             arrays = [a for a in (*record.grads, *record.weights) if a is not None]
             if not all(primal(array, self.trace) is array for array in arrays):
                 return real(optimizer_variables, grads, trainable_variables)  # within a `grad`
             self.records.append(record)
-            if not self.updates:
-                return list(trainable_variables), list(optimizer_variables)
-            if self.may_commit is None:
+            if self.may_commit is False:
+                return record.weights, record.slots
+            if self.may_commit is True:
                 return real(optimizer_variables, grads, trainable_variables)
             with Gate(record, self.may_commit) as gate:
                 weights, slots = real(optimizer_variables, grads, trainable_variables)
@@ -184,6 +180,38 @@ class Intercept:
             return loss
 
         return compute_loss
+
+    def _watching(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            found = real()
+            for index, leaf in enumerate(jax.tree_util.tree_leaves(found)):
+                self._results[id(leaf)] = leaf, metric, index
+            return found
+
+        return result
+
+    def sources(self, outputs: Any) -> list[tuple[Any, int] | None]:
+        """Return for each output the metric, and the leaf of its result, that it is."""
+        found = (self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs))
+        return [None if one is None else one[1:] for one in found]
+
+
+def with_metrics(outputs: Any, sources: Sequence[tuple[Any, int] | None], values: Any) -> Any:
+    """Return the outputs, with results of metrics computed from other values of their variables.
+
+    Args:
+        outputs: the outputs of a step.
+        sources: those of `Intercept`.
+        values: `(variable, value)` of the metrics.
+    """
+    leaves, tree = jax.tree_util.tree_flatten(outputs)
+    metrics = {id(source[0]): source[0] for source in sources if source is not None}
+    with keras.StatelessScope(state_mapping=values):
+        results = {key: jax.tree_util.tree_leaves(m.result()) for key, m in metrics.items()}
+    for place, source in enumerate(sources):
+        if source is not None:
+            leaves[place] = results[id(source[0])][source[1]]
+    return jax.tree_util.tree_unflatten(tree, leaves)
 
 
 def running_trace() -> Any:

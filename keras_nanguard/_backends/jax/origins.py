@@ -70,8 +70,6 @@ class Origins(OriginTracker):
     array.
     """
 
-    available = EvalTrace is not None
-
     def __init__(self, *args: Any, **kwargs: Any):
         self._held: list[Any] = []
         super().__init__(*args, **kwargs)
@@ -120,9 +118,6 @@ class Origins(OriginTracker):
         if not _is_finite(tensor):
             self._arrays.append((np.asarray(tensor), origin))
             self._keep(tensor, origin)
-
-    def _key(self, tensor: Any) -> int:
-        return id(tensor)
 
     def _keep(self, tensor: Any, origin: Origin) -> None:
         self._held.append(tensor)  # so that no other array gets its number

@@ -46,32 +46,17 @@ class Instrument(instrument.Instrument):
     def returned(self, tensors: Iterable[Any]) -> list[Any]:
         return [t for t in tensors if primal(t, self.trace) is t]
 
-    def _push(self, call: Any) -> None:
-        if self.origins is not None and self.origins.phase == "backward":
+    def _plain(self, value: Any) -> Any:
+        return primal(value, self.trace)
+
+    def _inside(self, call: instrument.Call) -> Any:
+        if self.origins.phase == "backward":
             self.origins.phase, self.origins.frames = "forward", []
-        super()._push(call)
-
-    def _pop(self, call: Any) -> None:
-        if self.origins is not None and not self.origins.frames:
-            self.origins.frames.append(("", ""))
-        super()._pop(call)
-
-    def _note(self, call: Any, number: int) -> None:
-        for values in (call.inputs, call.outputs):
-            values[:] = [primal(value, self.trace) for value in values]
-        super()._note(call, number)
-
-    def _taken_in(self, call: Any, value: Any) -> Any:
-        if self._is_float(value) and self.origins is not None:
-            self.origins.entered((primal(value, self.trace),))
-        return super()._taken_in(call, value)
+        return super()._inside(call)
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
-        origins = self.origins
-
         def seen(_: Any, upstream: Any) -> Any:
-            if origins is not None:
-                origins.phase = "backward"
+            self.origins.phase = "backward"
             return (passed(upstream),)
 
         @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -100,7 +85,7 @@ class Replay(interface.Replay):
         return body
 
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
-        return Intercept(model, optimizers, updates=immediate)
+        return Intercept(model, optimizers, may_commit=immediate)
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -19,7 +19,6 @@ one whose verdict depends on an update, runs in one part; old or new is selected
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +29,9 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.execution import Facts, StepTrace
-from keras_nanguard._backends.jax.outputs import split
-from keras_nanguard._backends.shared.batch_memory import owned
-from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
+from keras_nanguard._backends.jax.execution import Facts, StepTrace, split
+from keras_nanguard._backends.shared.batches import held, losses_in_logs, scalars
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras.train_state import TrainState
 
 UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
 """The facts about a step before its first run."""
@@ -70,17 +66,14 @@ class Transaction(interface.Transaction):
 
     Args:
         body: the step.
-        train_state: callable that returns the `TrainState` at the time of tracing.
+        run: the run that it belongs to. Whether its policy refuses bad steps is built in.
         variables: callable that returns the Keras variable of each array of the flattened state (or
             `None`).
         stored: callable that returns the state with the current values of the variables.
-        model: the model whose `compute_loss` returns the loss, or `None`.
         of_trainer: whether a Keras trainer runs the step. Then its outputs are logs, and no other
             code uses the state, so that it may be overwritten.
-        refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
         jit: whether to compile the step.
         shardings: shardings of the arrays of the state; `None` if they are on one device.
-        recovery: the changes to learning rates; see `interface.Recovery`.
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
@@ -97,30 +90,28 @@ class Transaction(interface.Transaction):
     def __init__(
         self,
         body: Callable[..., Any],
-        train_state: Callable[[], TrainState],
+        run: interface.Run,
         variables: Callable[[], Sequence[Any]],
         stored: Callable[[], Any],
         *,
-        model: Any,
         of_trainer: bool,
-        refuse: bool,
         jit: bool,
-        recovery: Any,
         shardings: Any = None,
     ):
-        self.body, self.train_state, self.model = body, train_state, model
-        self.variables, self.stored, self.recovery = variables, stored, recovery
+        model = run.model
+        self.body, self.run, self.model = body, run, model
+        self.variables, self.stored = variables, stored
         self.metrics = (lambda: model.metrics) if of_trainer else tuple
         self.losses = losses_in_logs if of_trainer else scalars
-        self.refuse, self.jit, self.shardings = refuse, jit, shardings
-        self.donates = of_trainer and jit and refuse
+        self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
+        self.donates = of_trainer and jit and self.refuse
         self.tolerated: set[int] = set()
         self.unpublished: list[Any] = []
         self.facts = UNKNOWN
         self.given: Any = None
         self.mesh: Any = None
         self._bad: StepResult | None = None
-        self._compile(keeps_undo=not (jit and refuse))
+        self._compile(keeps_undo=not (jit and self.refuse))
 
     def _compile(self, keeps_undo: bool) -> None:
         """Create the program, which is compiled when it is first called."""
@@ -131,10 +122,10 @@ class Transaction(interface.Transaction):
             whole = jax.sharding.PartitionSpec()
             everywhere = jax.sharding.NamedSharding(first.mesh, whole)
             options["out_shardings"] = (self.shardings, None, *[everywhere] * 3)
-        self.keeps_undo, self._go = keeps_undo, _scalar(False, everywhere)
+        self.keeps_undo, self._go = keeps_undo, _go(everywhere)
 
         def complete(factors: dict[int, Any], state: Any, halt: Any, *args: Any) -> Any:
-            with self.recovery.with_adjustments(factors):
+            with self.run.recovery.with_adjustments(factors):
                 return StepTrace(self, state, args, halt).complete()
 
         self._program = jax.jit(complete, **options) if self.jit else complete
@@ -167,8 +158,7 @@ class Transaction(interface.Transaction):
             self.mesh = reductions.mesh_of(state)
         halt = self._go if after is None else after.halt
         new, outputs, vector, halt, counts = self._run(state, halt, *args)
-        own = jax.tree_util.tree_map(owned, args)
-        return StepResult(new, outputs, vector, halt, counts, own)
+        return StepResult(new, outputs, vector, halt, counts, held(args))
 
     def finish(self, result: StepResult) -> bool:
         """Wait for the verdict of a started step.
@@ -199,7 +189,7 @@ class Transaction(interface.Transaction):
         No byte code runs between the program, which donates the state, and the list that receives
         the new one, so a signal handler that raises cannot run in between.
         """
-        each = [[argument] for argument in (self.recovery.adjustments(), *args)]
+        each = [[argument] for argument in (self.run.recovery.adjustments(), *args)]
         self.unpublished.clear()
         self.unpublished.extend(map(self._program, *each))
         return self.unpublished[0]
@@ -244,13 +234,13 @@ class Transaction(interface.Transaction):
 
     def release_run(self) -> None:
         """Release everything of the finished run, and its last batch."""
-        self.train_state, self.recovery = lambda: TrainState.of(self.model), _Unchanged()
+        del self.run
         self.given = self._bad = None
         self.unpublished.clear()
 
-    def rebind(self, train_state: Callable[[], TrainState], recovery: Any) -> None:
+    def rebind(self, run: interface.Run) -> None:
         """Use the transaction for another run on the same model."""
-        self.train_state, self.recovery, self.reused = train_state, recovery, True
+        self.run, self.reused = run, True
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
@@ -263,19 +253,8 @@ class Transaction(interface.Transaction):
         self.tolerated |= {id(v) for v in variables}
 
 
-class _Unchanged:
-    """The `interface.Recovery` of no run: no learning rate is changed."""
-
-    def adjustments(self) -> dict[int, Any]:
-        return {}
-
-    def with_adjustments(self, numbers: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-def _scalar(value: bool, place: Any) -> Any:
-    """Return a truth value as an array in this place."""
-    array = np.asarray(value)
+def _go(place: Any) -> Any:
+    """Return the flag that halts no step, in this place."""
     if place is None:
-        return jnp.asarray(array)
-    return jax.make_array_from_callback((), place, lambda _: array)
+        return jnp.zeros((), bool)
+    return jax.make_array_from_callback((), place, lambda _: np.zeros((), bool))

@@ -96,7 +96,7 @@ class Attachment(StateAccess):
         session: the host side, which is `_fit.session.Session`.
     """
 
-    END_OF_DATA: tuple[type[BaseException], ...] = ()
+    END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
     """What an execution raises if there is no batch."""
 
     LOGS_RESTORED = False
@@ -322,6 +322,8 @@ class LoopStep(StateAccess):
     STATE_PASSES_THROUGH_STEP = False
     """Whether a step takes and returns the state of its optimizers."""
 
+    can_run_again = True
+
     @staticmethod
     def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Return model and optimizers in Keras' form; those of Keras are returned unchanged."""
@@ -350,6 +352,9 @@ class LoopStep(StateAccess):
         outputs, verdict = self._execute(args, kwargs)
         self.session.after(verdict)
         return outputs
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        return self._execute(*args)[1]
 
     def _transaction(self) -> Any:
         """Return a transaction around the function."""

@@ -1,4 +1,6 @@
-"""The batch of a step: inputs and targets by name, their faults, and parts of the batch."""
+"""The data of a step: its batch by name, the faults and parts of that, batches in memory, and the
+losses among the outputs of a step that never calls `compute_loss`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments
 from keras_nanguard._core.evidence import Constant, Spread
+from keras_nanguard._core.verdict import logged_losses
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""
+
+MAX_BYTES = 64 << 20
+"""Maximum bytes of remembered batches. A larger batch is not remembered."""
 
 
 @dataclass(frozen=True)
@@ -163,3 +169,37 @@ def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
     typical = float(np.median(largest[largest > 0.0]))
     rows = np.flatnonzero(largest > OUTLIER * typical)
     return tuple(int(i) for i in rows[np.argsort(-largest[rows])])
+
+
+# Batches in memory
+
+
+def held(args: Any) -> Any:
+    """Return arguments that later steps cannot change: writable NumPy arrays are copied."""
+    return keras.tree.map_structure(owned, args)
+
+
+def owned(value: Any) -> Any:
+    """Return a value, or a copy of a writable NumPy array."""
+    return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+
+
+# Outputs
+
+
+def scalars(outputs: Any) -> list[Any]:
+    """Return the scalars among the outputs of a loop's step, each of which counts as its loss."""
+    leaves = keras.tree.flatten(outputs)
+    return [keras.ops.convert_to_tensor(leaf) for leaf in leaves if _is_scalar(leaf)]
+
+
+def losses_in_logs(logs: Any) -> list[Any]:
+    """Return the losses among the logs of a Keras train step."""
+    return scalars(logged_losses(logs))
+
+
+def _is_scalar(leaf: Any) -> bool:
+    if isinstance(leaf, (float, np.floating)):
+        return True
+    is_tensor = keras.ops.is_tensor(leaf) and getattr(leaf, "ndim", None) == 0
+    return is_tensor and finiteness.is_real(leaf.dtype)

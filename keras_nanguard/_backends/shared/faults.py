@@ -19,6 +19,7 @@ from keras import ops
 
 from keras_nanguard._backends.shared.attach import forget_step
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.data import leaves
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
@@ -64,8 +65,7 @@ class FaultHook:
 
     def remove(self) -> None:
         """Remove the fault; the next fit creates its train function without it."""
-        if self in self.installed:
-            self.installed.remove(self)
+        self.installed.remove(self)
         self._overrides.give_back()
         self.model.train_function = None
         forget_step(self.model)
@@ -122,21 +122,9 @@ class FaultHook:
             return data
         parts = data if isinstance(data, tuple) else (data,)
         inputs = self.fault.site == "inputs"
-        chosen, found = (parts[:1] if inputs else parts[1:]), []
-
-        def spoil(path: str, value: Any) -> Any:
-            if isinstance(value, dict):
-                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
-            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
-            if not _is_float(value) or not self.fault.matches(path):
-                return value
-            found.append(path)
-            if now is False:
-                return value
-            return self._bad(value, _of_rows(value, self.fault.rows, self.fault.entries), now)
-
-        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
+        chosen = parts[:1] if inputs else parts[1:]
+        named = [pair for i, part in enumerate(chosen) for pair in leaves(str(i), part)]
+        found = {id(v) for path, v in named if _is_float(v) and self.fault.matches(path)}
         if not found:
             what = f"float {self.fault.site} that match path={self.fault.path!r}"
             types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
@@ -144,6 +132,15 @@ class FaultHook:
                 expected(what, types, "Cast the data to float32, or choose another path.")
             )
         self.reached = True
+        if now is False:
+            return data
+
+        def spoil(value: Any) -> Any:
+            if id(value) not in found:
+                return value
+            return self._bad(value, _of_rows(value, self.fault.rows, self.fault.entries), now)
+
+        spoiled = keras.tree.map_structure(spoil, chosen)
         if not isinstance(data, tuple):
             return spoiled[0]
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
@@ -154,8 +151,7 @@ class FaultHook:
         """Write the fault into the state before a step, as other code could."""
         for variable in self._in_state():
             if now is not False:
-                mask = first_entries(variable, self.fault.entries)
-                variable.assign(self._bad(variable.value, mask, now))
+                variable.assign(self._bad(variable.value, self._mask(variable), now))
 
     def _in_state(self) -> list[Any]:
         """Return the chosen variables at the site of the fault; none if it is elsewhere."""
@@ -172,6 +168,12 @@ class FaultHook:
         chosen = self._matching(variables, self.fault.site)
         self.reached = True
         return chosen
+
+    def _mask(self, variable: Any) -> np.ndarray[Any, Any]:
+        """Return a mask of the first entries of a variable."""
+        shape, entries = tuple(variable.shape), self.fault.entries
+        places = np.arange(math.prod(shape)).reshape(shape)
+        return places < (np.inf if entries is None else entries)
 
     def _matching(self, variables: Sequence[Any], what: str) -> list[Any]:
         """Return the variables that match the path of the fault.
@@ -209,9 +211,7 @@ class FaultHook:
             if self.fault.path == "*":
                 return _with_gradient(loss, factor, lambda v: v * 1, lambda g, f, _: g * f)
             for variable in self._matching(self.model.trainable_variables, "trainable variables"):
-                change = functools.partial(
-                    _bad_entries, first_entries(variable, self.fault.entries)
-                )
+                change = functools.partial(_bad_entries, self._mask(variable))
                 value = ops.convert_to_tensor(variable)
                 zero = _with_gradient(value, factor, lambda v: ops.zeros((), v.dtype), change)
                 loss = loss + ops.cast(zero, loss.dtype)
@@ -240,12 +240,6 @@ def _of_rows(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> A
         ops.reshape(in_rows, (-1, *(1 for _ in shape[1:]))),
         ops.reshape(in_entries, (1, *shape[1:])),
     )
-
-
-def first_entries(variable: Any, entries: int | None) -> np.ndarray[Any, Any]:
-    """Return a mask of the first entries of a variable."""
-    shape = tuple(variable.shape)
-    return np.arange(math.prod(shape)).reshape(shape) < (np.inf if entries is None else entries)
 
 
 def _bad_entries(mask: Any, upstream: Any, factor: Any, value: Any) -> Any:

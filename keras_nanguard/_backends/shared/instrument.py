@@ -7,16 +7,20 @@ inputs and outputs, an identity with its own gradient, shows which layer the bac
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.origins import OriginTracker, bad_rows, operand
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow
+from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -27,62 +31,63 @@ from keras_nanguard._keras.overrides import Overrides
 LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
 """Kinds of calls."""
 
-CALLS = 4
+CALLS, ROWS = 4, 5000
 """Maximum number of calls of one layer with their own rows (the cell of an RNN runs once per time
-step).
+step), and of all rows.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came
-    back.
+    """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came back.
+
+    `number` counts the calls of its target.
     """
 
     path: str
     layer_class: str
     parent: Call | None
     role: str
-    outer_phase: str = ""
+    number: int
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     gradients_out: list[Any] = field(default_factory=list)
     gradients_in: list[Any] = field(default_factory=list)
-    finished: int = -1
-
-    @property
-    def loss(self) -> bool:
-        """Whether it is the call of a loss."""
-        return self.role == LOSS
 
     @property
     def phase(self) -> str:
         """The phase of a step to which it belongs."""
         return "forward" if self.role == LAYER else self.role
 
+    def rows(self) -> list[LayerRow]:
+        """Return the row of each output in the table of layers."""
+        finite = all_finite(self.inputs)
+        arrays = map(keras_variables.dense, self.outputs)
+        return [layer_row(self.path, self.layer_class, array, finite) for array in arrays]
+
 
 class Instrument:
     """Context in which the calls of a model's layers and losses are recorded.
 
     Args:
-        model: the model.
-        origins: the tracker of bad values, which receives the running layers; or `None`.
-        keep: whether to keep the tensors of each call (which a compiled run has to return) instead
-            of statistics.
+        model: the model; `None` records nothing.
+        origins: the tracker of bad values, which receives the running layers. `None` keeps the
+            tensors of each call, which a compiled run has to return, instead of statistics.
 
     Attributes:
-        calls: the calls in the order in which they ended.
-        rows: the table of layers, empty with `keep`.
-        sample_losses: the result of each loss before its reduction, by name, empty with `keep`.
+        calls: the calls in the order in which they ended, if their tensors are kept.
+        rows: the table of layers, else.
+        sample_losses: the result of each loss before its reduction, by name, else.
     """
 
-    def __init__(self, model: Any, origins: Any = None, keep: bool = False):
-        self.model, self.origins, self.keep = model, origins, keep
+    def __init__(self, model: Any, origins: OriginTracker | None = None):
+        self.model, self.keep = model, origins is None
+        self.origins = origins or OriginTracker()
         self.calls: list[Call] = []
         self.rows: list[LayerRow] = []
         self.sample_losses: list[tuple[str, Any]] = []
         self._stack: list[Call] = []
-        self._counts: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
         self._overrides = Overrides()
 
     def __enter__(self) -> Instrument:
@@ -97,6 +102,8 @@ class Instrument:
 
     def _targets(self) -> list[tuple[Any, str, str]]:
         """Return the overridden methods: `(target, attribute, role)`."""
+        if self.model is None:
+            return []
         watched: dict[int, tuple[Any, str, str]] = {}
         layers = keras_layers.layers_of(self.model)
         for layer in (*layers, *keras_layers.operations_of(self.model)):
@@ -123,14 +130,12 @@ class Instrument:
     def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass. Its operations belong to no layer until a probe names one."""
         origins = self.origins
-        if origins is None:
-            return real(*args, **kwargs)
-        before, origins.phase = origins.phase, "backward"
-        frames, origins.frames = origins.frames, []
+        before = origins.phase, origins.frames
+        origins.phase, origins.frames = "backward", []
         try:
             return real(*args, **kwargs)
         finally:
-            origins.phase, origins.frames = before, frames
+            origins.phase, origins.frames = before
 
     def _here(self) -> bool:
         """Whether a call belongs to the recorded run."""
@@ -139,6 +144,10 @@ class Instrument:
     def _is_float(self, value: Any) -> bool:
         """Whether an object is a tensor that can be NaN."""
         raise NotImplementedError
+
+    def _plain(self, value: Any) -> Any:
+        """Return the tensor that is recorded for a value."""
+        return value
 
     def tensor_of(self, variable: Any) -> Any:
         """Return the value of a variable of Keras as a tensor."""
@@ -162,18 +171,16 @@ class Instrument:
             if not self._here():
                 return real(*args, **kwargs)
             parent = self._stack[-1] if self._stack else None
-            current = Call(self._path(target, role), watched, parent, role)
-            number = self._counts[id(target)] = self._counts.get(id(target), 0) + 1
-            self._push(current)
-            try:
+            self._counts[id(target)] += 1
+            number = self._counts[id(target)]
+            current = Call(self._path(target, role), watched, parent, role, number)
+            with self._inside(current):
                 args, kwargs = keras.tree.map_structure(
                     lambda t: self._taken_in(current, t), (args, kwargs)
                 )
                 outputs = real(*args, **kwargs)
                 outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
-            finally:
-                self._pop(current)
-            self._note(current, number)
+            self._note(current)
             return outputs
 
         return call
@@ -183,70 +190,59 @@ class Instrument:
             return str(getattr(target, "name", "") or COMPILE_LOSS)
         if isinstance(target, keras.Variable):  # a weight with a regularizer
             return str(target.path)
-        parent = next((c for c in reversed(self._stack) if not c.loss), None)
+        parent = next((c for c in reversed(self._stack) if c.role != LOSS), None)
         return keras_layers.path_of(target, parent.path if parent is not None else None, self.model)
 
-    def _push(self, call: Call) -> None:
+    @contextlib.contextmanager
+    def _inside(self, call: Call) -> Iterator[None]:
+        """Let a call be the innermost running one."""
+        origins, before = self.origins, self.origins.phase
         self._stack.append(call)
-        if self.origins is not None:
-            self.origins.frames.append((call.path, call.layer_class))
-            call.outer_phase = self.origins.phase
-            if self.origins.phase == "forward":
-                self.origins.phase = call.phase
-
-    def _pop(self, call: Call) -> None:
-        self._stack.pop()
-        if self.origins is not None:
-            self.origins.frames.pop()
-            if call.outer_phase == "forward" and self.origins.phase == call.phase:
-                self.origins.phase = "forward"
+        origins.frames = [*origins.frames, (call.path, call.layer_class)]
+        if before == "forward":
+            origins.phase = call.phase
+        try:
+            yield
+        finally:
+            self._stack.pop()
+            origins.frames = origins.frames[:-1]
+            if before == "forward" and origins.phase == call.phase:
+                origins.phase = "forward"
 
     def _taken_in(self, call: Call, value: Any) -> Any:
         if isinstance(value, keras.Variable) and call.role == REGULARIZER:
             value = self.tensor_of(value)
         elif not self._is_float(value):
             return value
-        call.inputs.append(value)
-        if self.origins is not None:
-            self.origins.entered((value,))
+        call.inputs.append(self._plain(value))
+        self.origins.entered(self._plain(value))
         return self._probe(call, value, call.gradients_in, False)
 
     def _given_out(self, call: Call, value: Any) -> Any:
         if not self._is_float(value):
             return value
-        call.outputs.append(value)
+        call.outputs.append(self._plain(value))
         return self._probe(call, value, call.gradients_out, True)
 
     def _probe(self, call: Call, value: Any, gradients: list[Any], entering: bool) -> Any:
         """Return the value, with a gradient that is recorded when it passes."""
-        origins, keep = self.origins, self.keep
 
         def passed(upstream: Any) -> Any:
-            if origins is not None:
-                origins.frames = _frames(call if entering else call.parent)
-            if keep:
+            self.origins.frames = _frames(call if entering else call.parent)
+            if self.keep:
                 gradients.append(upstream)
             return upstream
 
         return keras_layers.with_mask_of(value, self._identity(value, passed))
 
-    def _note(self, call: Call, number: int) -> None:
-        call.finished = len(self.calls)
+    def _note(self, call: Call) -> None:
         if self.keep:
             self.calls.append(call)
             return
-        if call.role == REGULARIZER:
-            return
-        if call.loss and call.path != COMPILE_LOSS:
+        if call.role == LOSS and call.path != COMPILE_LOSS:
             self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
-        bad = not all(finiteness.is_finite(keras_variables.dense(t)) for t in call.outputs)
-        if number <= CALLS or bad:
-            finite = all(finiteness.is_finite(keras_variables.dense(t)) for t in call.inputs)
-            if not call.loss and len(self.rows) < 5000:
-                self.rows += [
-                    layer_row(call.path, call.layer_class, keras_variables.dense(t), finite)
-                    for t in call.outputs
-                ]
+        elif call.role == LAYER and (call.number <= CALLS or not all_finite(call.outputs)):
+            self.rows += call.rows() if len(self.rows) < ROWS else []
         call.inputs, call.outputs = [], []
 
 
@@ -293,3 +289,77 @@ def layer_row(
         else float("nan"),
         inputs_finite=inputs_finite,
     )
+
+
+def all_finite(tensors: Iterable[Any]) -> bool:
+    """Whether every entry of these tensors is finite."""
+    return all(finiteness.is_finite(keras_variables.dense(t)) for t in tensors)
+
+
+class CallOrigins:
+    """The origins of bad values in a replay that has kept the tensors of each call: the first layer
+    with finite inputs and a bad result.
+
+    Args:
+        calls: the calls.
+        args: the arguments of the step.
+        gradients: each gradient with the path of its variable.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], args: Sequence[Any], gradients: Sequence[tuple[Any, str]]
+    ):
+        self.calls, self.count = calls, batches.row_count(args)
+        self.batch = [part for part in batches.parts(args) if not all_finite([part.value])]
+        self.bad = [path for gradient, path in gradients if not all_finite([gradient])]
+
+    def of(self, loss: Any, layer: str = "") -> Origin | None:
+        """Return the first bad place in the forward pass: a call, else this layer, else the
+        loss.
+        """
+        for call in self.calls:
+            if not all_finite(call.outputs) and all_finite(call.inputs):
+                return self._origin(call, call.phase, call.outputs)
+        if self.batch:
+            return Origin(0, "batch", self.batch[0].path, "forward")
+        for call in self.calls:
+            if layer and call.path == layer:
+                return self._origin(call, "forward", call.outputs)
+        return Origin(0, "operation", "", "loss", culprit="loss")
+
+    def written(self, variable: Any) -> Origin | None:
+        """Return the origin of a bad statistic."""
+        return self.of(None, variable.path.rpartition("/")[0])
+
+    def of_gradient(self, gradient: Any) -> Origin | None:
+        """Return the first bad layer in the backward pass: its incoming gradient is finite, its
+        outgoing one is not.
+        """
+        for call in reversed(self.calls):
+            if not all_finite(call.gradients_in) and all_finite(call.gradients_out):
+                return self._origin(call, "backward", call.gradients_in)
+        for call in reversed(self.calls):
+            own = any(path.startswith(f"{call.path}/") for path in self.bad)
+            if own and call.role != LOSS and all_finite(call.gradients_out):
+                return self._origin(call, "backward", call.gradients_out)
+        return None
+
+    def _origin(self, call: Call, phase: str, results: Sequence[Any]) -> Origin:
+        arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
+        nan, inf, size = map(sum, zip((0, 0, 0), *map(finiteness.counts, arrays)))
+        path = "" if call.path == COMPILE_LOSS else call.path
+        rows = (bad_rows(array, self.count)[0] for array in arrays if self.count > 1)
+        return Origin(
+            order=self.calls.index(call),
+            source="operation",
+            op="",
+            phase=phase,
+            frames=(call.path,),
+            culprit=path or "loss",
+            layer_class=call.layer_class,
+            nan=nan,
+            inf=inf,
+            size=size,
+            operands=tuple(operand(keras_variables.dense(t), t.dtype.name) for t in call.inputs),
+            rows=next(filter(None, rows), ()),
+        )

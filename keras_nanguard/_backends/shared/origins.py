@@ -22,10 +22,6 @@ from keras_nanguard._core.evidence import Operand, Origin
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
 
-MAX_ORIGINS = 20000
-"""Maximum number of origins in one run. A masked overflow inside a long loop can produce very many.
-"""
-
 STEEP: dict[str, Callable[..., Any] | None] = {
     "Acos": lambda x: np.abs(x) >= 1.0,
     "Acosh": lambda x: x <= 1.0,
@@ -77,29 +73,24 @@ class OriginTracker:
         frames: the running layers, outermost first, as `(path, class)`; set by the owner of the
             run.
         count: number of operations so far.
-        origins: the origins found, in order.
-        available: whether the operations of the backend can be recorded.
     """
-
-    available = True
 
     def __init__(
         self,
-        batch: Iterable[tuple[str, Any]] = (),
+        batch: Sequence[tuple[str, Any]] = (),
         variables: dict[int, str] | None = None,
         tolerated: Iterable[int] = (),
         rows: int = 0,
     ):
         self.phase, self.rows, self.count = "forward", rows, 0
         self.frames: list[tuple[str, str]] = []
-        self.origins: list[Origin] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Origin] = {}
         self._casts: dict[int, tuple[str, ...]] = {}
         self._steep: list[tuple[tuple[str, ...], str]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], Origin]] = []
         for place, (name, tensor) in enumerate(batch):
-            self._begin_with(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
+            self._begin_with(tensor, Origin(place - len(batch), "batch", name, "forward"))
 
     def of(self, tensor: Any) -> Origin | None:
         """Return the origin behind a tensor, or `None` if it is finite or unknown."""
@@ -114,17 +105,20 @@ class OriginTracker:
         """Return the number by which the backend identifies a variable, `None` if it has none."""
         raise NotImplementedError
 
-    def entered(self, tensors: Iterable[Any]) -> None:
-        """Record that the innermost layer receives these tensors as inputs.
+    def entered(self, tensor: Any) -> None:
+        """Record that the innermost layer receives this tensor as an input.
 
         A layer casts its inputs before its `call`, so an overflow in such a cast is its own.
         """
-        path = tuple(frame for frame, _ in self.frames)
-        for origin in (self._lineage.get(self._key(tensor)) for tensor in tensors):
-            if origin is not None and origin.op == "Cast" and origin.source == "operation":
-                before = self._casts.get(origin.order)
-                if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._casts[origin.order] = path
+        origin = self._lineage.get(self._key(tensor))
+        if origin is not None and origin.op == "Cast" and origin.source == "operation":
+            path, before = self._here(), self._casts.get(origin.order)
+            if before is None or (len(path) > len(before) and path[: len(before)] == before):
+                self._casts[origin.order] = path
+
+    def _here(self) -> tuple[str, ...]:
+        """Return the running layers, outermost first."""
+        return tuple(frame for frame, _ in self.frames)
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
         """Add an array of the batch, with its origin if it is bad."""
@@ -145,7 +139,7 @@ class OriginTracker:
 
     def _key(self, tensor: Any) -> int:
         """Return the number of a tensor."""
-        raise NotImplementedError
+        return id(tensor)
 
     def _completed(self, found: Origin | None) -> Origin | None:
         """Return an origin with the layer to which its cast belongs."""
@@ -159,11 +153,7 @@ class OriginTracker:
         values.
         """
         if self.phase not in ("backward", "update") and _is_steep(op, values):
-            self._steep.append((tuple(frame for frame, _ in self.frames), op))
-
-    def _steep_here(self) -> str:
-        here = tuple(frame for frame, _ in self.frames)
-        return next((op for frames, op in reversed(self._steep) if frames == here), "")
+            self._steep.append((self._here(), op))
 
     def _known(self, parents: Iterable[Origin | None], constant: bool) -> Origin | None:
         """Return the origin that a result inherits from its inputs, or `None` if the operation is
@@ -201,12 +191,13 @@ class OriginTracker:
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         path, layer_class = self.frames[-1] if self.frames else ("", "")
-        origin = Origin(
+        here = self._here()
+        return Origin(
             order=self.count,
             source="variable" if stored else "operation",
             op=op,
             phase=self.phase,
-            frames=tuple(frame for frame, _ in self.frames),
+            frames=here,
             culprit=path,
             layer_class=layer_class,
             nan=nan,
@@ -218,11 +209,8 @@ class OriginTracker:
             all_rows=every,
             variables=tuple(variables),
             line=users_line() if self.phase != "backward" else "",
-            steep=self._steep_here(),
+            steep=next((op for frames, op in reversed(self._steep) if frames == here), ""),
         )
-        if len(self.origins) < MAX_ORIGINS:
-            self.origins.append(origin)
-        return origin
 
 
 def _is_steep(op: str, values: Sequence[Any]) -> bool:

@@ -1,4 +1,7 @@
-"""Replays a step eagerly and records its operations, without side effects.
+"""Replays a step without side effects, and finds the first bad value.
+
+An eager replay can record every operation. One in the compiled mode of the step returns the tensors
+of all layers, for faults that an eager one does not show (a square root at 0 under XLA).
 
 At the end of `preserved` every variable that the step can reach, the seeds of Keras and TensorFlow,
 and the generators of Python and NumPy are restored.
@@ -12,13 +15,13 @@ import random
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.outputs import losses_in_logs
+from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._core.verdict import Verdict
@@ -91,10 +94,11 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+@dataclass(frozen=True, eq=False)
 class ReplayableStep:
     """One train step that can be replayed.
 
-    Args:
+    Attributes:
         body: the step, `body(*args) -> outputs`.
         model: the model.
         optimizers: the optimizers of the step.
@@ -102,30 +106,23 @@ class ReplayableStep:
             update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
         untracked: variables that the step writes and Keras does not track.
-        tolerated: variables that may be infinite or NaN.
+        tolerated: the `id` of each variable that may be infinite or NaN.
         judged: runs the compiled step, `judged(*args) -> verdict`, if that needs no new trace.
     """
 
-    def __init__(
-        self,
-        body: Callable[..., Any],
-        model: Any,
-        optimizers: Sequence[Any],
-        keeps_undo: bool = False,
-        losses: Callable[[Any], list[Any]] = lambda outputs: [],
-        untracked: Sequence[Any] = (),
-        tolerated: Sequence[Any] = (),
-        judged: Callable[..., Verdict] | None = None,
-    ):
-        self.body, self.model, self.optimizers = body, model, list(optimizers)
-        self.keeps_undo, self.losses, self.untracked = keeps_undo, losses, list(untracked)
-        self.tolerated, self.judged = {id(v) for v in tolerated}, judged
+    body: Callable[..., Any]
+    model: Any
+    optimizers: Sequence[Any]
+    keeps_undo: bool = False
+    losses: Callable[[Any], list[Any]] = batches.losses_in_logs
+    untracked: Sequence[Any] = ()
+    tolerated: Container[int] = ()
+    judged: Callable[..., Verdict] | None = None
 
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:
         """Return the train step of a model."""
-        body = current.replay().body_of(model)
-        return cls(body, model, optimizers, keeps_undo, losses_in_logs)
+        return cls(current.replay().body_of(model), model, optimizers, keeps_undo)
 
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
@@ -147,7 +144,24 @@ class ReplayableStep:
             update: whether to run the updates, and to check the resulting weights and slots.
         """
         with self.preserved():
-            return _Pass(self, observe, update).run(args)
+            return _eager(self, args, observe, update)
+
+    def run_compiled(self, args: Sequence[Any], jit: bool) -> ReplayResult:
+        """Run the step once in its compiled mode, without side effects; return its result.
+
+        The program that returns the tensors of all layers may be finite although the one of
+        training is not. The result is then that of the latter, without layers.
+
+        Args:
+            args: its arguments.
+            jit: whether to compile with XLA.
+        """
+        with self.preserved():
+            try:
+                run = _compiled(self, args, jit)
+            except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
+                return ReplayResult(error=f"{type(error).__name__}: {error}")
+        return self.rerun(args) if run.finite and self.judged is not None else run
 
     def rerun(self, args: Sequence[Any]) -> ReplayResult:
         """Run the step without updates and observation, in its compiled form if there is one."""
@@ -163,76 +177,137 @@ class ReplayableStep:
 
     def train(self, args: Sequence[Any]) -> float:
         """Run the step with its updates and keep them (inside of `preserved`); return its loss."""
-        with current.replay().intercepted(self.model, self.optimizers, True) as seen:
+        with self.recorded(args, immediate=True) as found:
+            return total(found.losses)
+
+    @contextlib.contextmanager
+    def recorded(self, args: Sequence[Any], immediate: bool) -> Iterator[Recorded]:
+        """Run the step inside of a context that records its losses and updates.
+
+        Args:
+            args: its arguments.
+            immediate: whether the updates run at once.
+        """
+        with current.replay().intercepted(self.model, self.optimizers, immediate) as seen:
             outputs = self.body(*args)
-        return total(seen.losses or self.losses(outputs))
+            losses = seen.losses or self.losses(outputs)
+            pairs = [(g, v.path) for r in seen.records for g, v in r.pairs if g is not None]
+            yield Recorded(losses, pairs, seen.records, seen.outputs)
+
+    def checked_statistics(self) -> list[Any]:
+        """Return the statistics that must be finite."""
+        statistics = TrainState.of(self.model, self.optimizers).statistics
+        return [v for v in statistics if id(v) not in self.tolerated]
 
 
-class _Pass:
-    """One replay."""
+class Recorded(NamedTuple):
+    """What one run of a step has shown.
 
-    def __init__(self, step: ReplayableStep, observe: bool, update: bool):
-        self.step, self.observe, self.update = step, observe, update
-        self.train_state = TrainState.of(step.model, step.optimizers)
+    Attributes:
+        losses: its losses.
+        gradients: each gradient with the path of its variable.
+        updates: its updates, which can be run.
+        outputs: the model's outputs, by name.
+    """
 
-    def run(self, args: Sequence[Any]) -> ReplayResult:
-        origins = self._origins(args) if self.observe else None
-        instrument = current.replay().Instrument(self.step.model, origins) if self.observe else None
-        try:
-            with contextlib.ExitStack() as stack:
-                if origins is not None and instrument is not None:
-                    stack.enter_context(instrument)
-                    stack.enter_context(origins)
-                self.seen = stack.enter_context(
-                    current.replay().intercepted(
-                        self.step.model, self.step.optimizers, self.step.keeps_undo
-                    )
-                )
-                outputs = self.step.body(*args)
-                losses = self.seen.losses or self.step.losses(outputs)
-                first, path, origin = self._first(losses, origins)
-        except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
-            return ReplayResult(
-                error=f"{type(error).__name__}: {error}",
-                rows=tuple(instrument.rows if instrument else ()),
-            )
-        if origin is not None and origin.culprit == COMPILE_LOSS and instrument is not None:
-            origin = _with_part(origin, instrument)
-        return ReplayResult(
-            first=first,
-            first_path=path,
-            origin=origin,
-            loss=total(losses),
-            rows=tuple(instrument.rows if instrument else ()),
-            outputs=tuple((name, keras_variables.dense(t)) for name, t in self.seen.outputs),
-            sample_losses=tuple(instrument.sample_losses if instrument else ()),
-        )
+    losses: Sequence[Any]
+    gradients: Sequence[tuple[Any, str]]
+    updates: Sequence[Any]
+    outputs: Sequence[tuple[str, Any]]
 
-    def _origins(self, args: Sequence[Any]) -> Any:
-        tolerated = [v for v in self.train_state.everything if id(v) in self.step.tolerated]
+
+def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: bool) -> ReplayResult:
+    """Run a step once eagerly; see `ReplayableStep.run`."""
+    train_state = TrainState.of(step.model, step.optimizers)
+    origins = _origins(step, args, train_state) if observe else None
+    instrument = current.replay().Instrument(step.model if observe else None, origins)
+    try:
+        with (
+            instrument,
+            origins or contextlib.nullcontext(),
+            step.recorded(args, step.keeps_undo) as found,
+        ):
+            statistics = ((v, keras_variables.view(v)) for v in step.checked_statistics())
+            first = first_bad(found.losses, found.gradients, statistics, origins)
+            if not first[0] and (update or step.keeps_undo):
+                if not step.keeps_undo:
+                    _update(found.updates, origins)
+                first = _first_written(train_state, origins)
+    except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
+        message = f"{type(error).__name__}: {error}"
+        return ReplayResult(error=message, rows=tuple(instrument.rows))
+    site, path, origin = first
+    if origin is not None and origin.culprit == COMPILE_LOSS:
+        origin = _with_part(origin, instrument.sample_losses)
+    return ReplayResult(
+        first=site,
+        first_path=path,
+        origin=origin,
+        loss=total(found.losses),
+        rows=tuple(instrument.rows),
+        outputs=tuple((name, keras_variables.dense(t)) for name, t in found.outputs),
+        sample_losses=tuple(instrument.sample_losses),
+    )
+
+
+def _origins(step: ReplayableStep, args: Sequence[Any], train_state: TrainState) -> Any:
+    """Return a tracker of the bad values of one run, with the names of its batch and variables."""
+    kind, paths, infinite = current.replay().Origins, {}, []
+    for variable in train_state.everything:
+        number = kind.number_of(variable)
+        if number is None:
+            continue
+        paths[number] = variable.path
         # The culprit is the place at which NaN enters the loss.
-        infinite = {id(v) for v in tolerated if not finiteness.counts(keras_variables.view(v))[0]}
-        return origins_of(args, self.train_state.everything, infinite)
+        if id(variable) in step.tolerated:
+            nan, _, _ = finiteness.counts(keras_variables.view(variable))
+            infinite += [] if nan else [number]
+    named = [(part.path, part.value) for part in batches.parts(args)]
+    return kind(named, paths, infinite, batches.row_count(args))
 
-    def _first(self, losses: Sequence[Any], origins: Any) -> tuple[str, str, Origin | None]:
-        """Return the first bad site in causal order, its path and its origin."""
-        pairs = [(g, v.path) for r in self.seen.records for g, v in r.pairs if g is not None]
-        checked = [v for v in self.train_state.statistics if id(v) not in self.step.tolerated]
-        statistics = ((v, keras_variables.view(v)) for v in checked)
-        found = first_bad(losses, pairs, statistics, origins)
-        if found[0] or not (self.update or self.step.keeps_undo):
-            return found
-        if not self.step.keeps_undo:
-            if origins is not None:
-                origins.phase, origins.frames = "update", []
-            for record in self.seen.records:
-                record.run()
-        sites = {"slots": self.train_state.slots, "weights": self.train_state.trainable}
-        for site, variables in sites.items():
-            for variable in variables:
-                if not finiteness.is_finite(keras_variables.view(variable)):
-                    return site, variable.path, origins.written(variable) if origins else None
-        return "", "", None
+
+def _update(updates: Sequence[Any], origins: Any) -> None:
+    """Run the deferred updates of a step."""
+    if origins is not None:
+        origins.phase, origins.frames = "update", []
+    for record in updates:
+        record.run()
+
+
+def _first_written(train_state: TrainState, origins: Any) -> tuple[str, str, Origin | None]:
+    """Return the first bad site of the state after the updates, its path and its origin."""
+    for site, variables in (("slots", train_state.slots), ("weights", train_state.trainable)):
+        for variable in variables:
+            if not finiteness.is_finite(keras_variables.view(variable)):
+                return site, variable.path, origins.written(variable) if origins else None
+    return "", "", None
+
+
+def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
+    """Run a step once as its trace is compiled; the origin of a bad value is a layer."""
+    statistics = step.checked_statistics()
+    traced: list[Any] = []
+
+    def body(args: Sequence[Any]) -> Any:
+        with (
+            current.replay().Instrument(step.model) as layers,
+            step.recorded(args, step.keeps_undo) as found,
+        ):
+            traced[:] = layers.calls, [path for _, path in found.gradients]
+        groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in layers.calls)
+        tensors = [tuple(map(layers.returned, group)) for group in groups]
+        gradients = layers.returned(gradient for gradient, _ in found.gradients)
+        return found.losses, gradients, list(map(layers.tensor_of, statistics)), tensors
+
+    losses, gradients, written, tensors = current.replay().compiled(body, step, args, jit)
+    calls, paths = traced
+    for call, found in zip(calls, tensors):
+        call.inputs, call.outputs, call.gradients_out, call.gradients_in = found
+    pairs = list(zip(gradients, paths))
+    origins = CallOrigins(calls, args, pairs)
+    first, path, origin = first_bad(losses, pairs, zip(statistics, written), origins)
+    rows = tuple(row for call in calls if call.role == LAYER for row in call.rows())
+    return ReplayResult(first=first, first_path=path, origin=origin, loss=total(losses), rows=rows)
 
 
 def first_bad(
@@ -277,27 +352,13 @@ def _squares(array: np.ndarray[Any, Any]) -> float:
         return own if math.isfinite(own) else float(np.dot(*[flat.astype(np.float64)] * 2))
 
 
-def origins_of(
-    args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()
-) -> Any:
-    """Return a tracker of the bad values of one run, with the names of its batch and variables."""
-    named = [(part.path, part.value) for part in batches.parts(args)]
-    kind = current.replay().Origins
-    known = [(kind.number_of(v), v) for v in variables]
-    paths = {number: v.path for number, v in known if number is not None}
-    infinite = [number for number, v in known if number is not None and id(v) in tolerated]
-    return kind(named, paths, infinite, batches.row_count(args))
-
-
-def _with_part(origin: Origin, instrument: Any) -> Origin:
+def _with_part(origin: Origin, sample_losses: Sequence[tuple[str, Any]]) -> Origin:
     """Blame the loss that was added when the sum of the losses became bad: the one that ran
     last.
     """
-    names = [name for name, _ in instrument.sample_losses]
-    if not names:
-        return origin
-    bad = [name for name, values in instrument.sample_losses if not finiteness.is_finite(values)]
-    return replace(origin, culprit=(bad or names[-1:])[0])
+    bad = [name for name, values in sample_losses if not finiteness.is_finite(values)]
+    last = [name for name, _ in sample_losses[-1:]]
+    return replace(origin, culprit=(bad or last or [origin.culprit])[0])
 
 
 def total(losses: Sequence[Any]) -> float:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared import attach
-from keras_nanguard._backends.shared.batch_memory import held
+from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow import step
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
@@ -230,12 +230,6 @@ class LoopStep(attach.LoopStep):
         how = {"autograph": False, "reduce_retracing": True}
         self.compiled = tf.function(transaction, **how) if compiled else transaction
         return transaction
-
-    can_run_again = True
-
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
-        return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         """Run one step; return its outputs and its verdict."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.decision import StepResult
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
@@ -27,7 +27,7 @@ Places = tuple[tuple[str, str], ...]
 class ReportQueue:
     """Stores the reports of refused steps until the host takes them.
 
-    Waiting batches take at most `batch_memory.MAX_BYTES`; the first one is always stored. A healthy
+    Waiting batches take at most `batches.MAX_BYTES`; the first one is always stored. A healthy
     step stores nothing.
 
     Args:
@@ -62,7 +62,7 @@ class ReportQueue:
 
             def enqueue() -> Any:
                 waiting = queue.size()
-                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batch_memory.MAX_BYTES
+                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batches.MAX_BYTES
                 kept = room | (waiting == 0)
                 head = [tf.cast(row, tf.float64), kept, number]
                 queue.enqueue([*head, counts, replicas, *(_if_kept(kept, t) for t in leaves)])

@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
+from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow.decision import StepResult, decide, places_of
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepTrace
 from keras_nanguard._backends.tensorflow.reports import CountedSteps, ReportQueue, UncountedSteps

@@ -130,11 +130,6 @@ class LoopStep(attach.LoopStep):
             compiled=None,
         )
 
-    can_run_again = True
-
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        return self._execute(*args)[1]
-
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         outputs = self.run.transaction(args, kwargs)
         return outputs, self.run.transaction.verdict

@@ -28,8 +28,7 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.batch_memory import owned
-from keras_nanguard._backends.shared.outputs import losses_in_logs, scalars
+from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept, is_numeric
 from keras_nanguard._backends.torch.judging import (
