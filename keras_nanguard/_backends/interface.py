@@ -15,8 +15,8 @@ The other direction is `Session`: what a backend calls around each step, as the 
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
 running step), `execution` (one run, or one trace, of the transaction; on PyTorch it is in `step`),
-`reductions` (the sums of a verdict) and `origins` (the first bad operation). A module of any other
-name is specific to its backend.
+`reductions` (the sums of a verdict) and `origins` (the first bad operation; on JAX it is in
+`replay`). A module of any other name is specific to its backend.
 
 `tests/backends/test_interface.py` tests each backend against it.
 """

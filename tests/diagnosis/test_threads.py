@@ -73,7 +73,7 @@ def test_another_thread_is_not_observed():
         ops.log(zeros)
         count = origins.count
         in_thread(lambda: ops.log(zeros))
-    assert origins.count == count > 0 and len(origins.origins) == 1
+    assert origins.count == count > 0
 
 
 def test_replays_run_one_after_the_other():

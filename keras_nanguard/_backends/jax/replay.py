@@ -2,11 +2,19 @@
 
 A step on JAX is a function from state to state. Here it runs eagerly as one that reads and writes
 the variables (`Transaction.replayed`), so that the variables have its results.
+
+To find the origin of a NaN or Inf, every primitive of an eager run is recorded, and each bad value
+is followed. Without compilation every primitive runs separately on arrays, including those of the
+backward pass, also below `jax.grad`. Values are identified by their array object.
+
+JAX evaluates a primitive in `jax._src.core.EvalTrace.process_primitive`. It has no public name.
+Without it, only the layer table is available.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,11 +25,54 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax.intercept import Intercept, primal, running_trace
-from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
+from keras_nanguard._keras.overrides import ThreadOverrides
+
+try:
+    from jax._src.core import EvalTrace
+except ImportError:
+    EvalTrace = None
+
+NAMES = {
+    "acos": "Acos",
+    "acosh": "Acosh",
+    "asin": "Asin",
+    "atan2": "Atan2",
+    "atanh": "Atanh",
+    "cholesky": "Cholesky",
+    "convert_element_type": "Cast",
+    "cosh": "Cosh",
+    "digamma": "Digamma",
+    "eigh": "SelfAdjointEig",
+    "div": "RealDiv",
+    "erf_inv": "Erfinv",
+    "exp": "Exp",
+    "exp2": "Exp",
+    "expm1": "Expm1",
+    "integer_pow": "Pow",
+    "lgamma": "Lgamma",
+    "log": "Log",
+    "log1p": "Log1p",
+    "mul": "Mul",
+    "pow": "Pow",
+    "qr": "Qr",
+    "rem": "FloorMod",
+    "rsqrt": "Rsqrt",
+    "sinh": "Sinh",
+    "sqrt": "Sqrt",
+    "svd": "Svd",
+    "tan": "Tan",
+}
+"""JAX's names of operations that `causes` knows by TensorFlow's names. All others keep JAX's name.
+"""
+
+FILLING = ("broadcast_in_dim", "full", "copy")
 
 
 class Instrument(instrument.Instrument):
@@ -65,6 +116,144 @@ class Instrument(instrument.Instrument):
 
         identity.defvjp(lambda x: (x, None), seen)
         return identity(value)
+
+
+class Origins(OriginTracker):
+    """Context that records every eager primitive. Variables are identified by the id of their
+    array.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._held: list[Any] = []
+        super().__init__(*args, **kwargs)
+
+    def __enter__(self) -> Origins:
+        self._still = jax.disable_jit()
+        self._still.__enter__()
+        _PRIMITIVES.enter(self)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        _PRIMITIVES.leave(self)
+        self._still.__exit__(*details)
+
+    def of(self, tensor: Any) -> Origin | None:
+        """Return the origin behind an array, or `None` if it is finite or unknown."""
+        found = self._lineage.get(id(tensor))
+        if found is None and id(tensor) in self._variables and not _is_finite(tensor):
+            found = self._stored(tensor)
+        return self._completed(found)
+
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable: that of its array at the beginning."""
+        return id(variable.value)
+
+    def of_gradient(self, gradient: Any) -> Origin | None:
+        """Return the origin behind a gradient, as one of the backward pass if the loss is finite.
+
+        JAX computes the slope of an operation (1 / x of a logarithm) in its forward pass, for a
+        multiplication in the backward pass. A bad value that begins there and does not reach the
+        loss is such a slope, or a value that is masked away.
+        """
+        origin = self.of(gradient)
+        if origin is None or origin.source != "operation" or origin.phase == "backward":
+            return origin
+        return dataclasses.replace(origin, phase="slope")
+
+    def written(self, variable: Any) -> Origin | None:
+        """Return the origin of the bad value that was last written into this variable, if any."""
+        return self.of(variable.value)
+
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        if not _is_finite(tensor):
+            self._arrays.append((np.asarray(tensor), origin))
+            self._keep(tensor, origin)
+
+    def _keep(self, tensor: Any, origin: Origin) -> None:
+        self._held.append(tensor)  # so that no other array gets its number
+        self._lineage[id(tensor)] = origin
+
+    def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Record one primitive."""
+        self.count += 1
+        name = NAMES.get(primitive, primitive)
+        if name in STEEP:
+            self._note_steep(name, inputs)
+        bad = [t for t in outputs if not _is_finite(t)]
+        if bad:
+            origin = self._inherited(name, inputs, bad)
+            for tensor in bad:
+                self._keep(tensor, origin)
+        elif (
+            primitive in ("convert_element_type", "copy")
+            and inputs
+            and id(inputs[0]) in self._variables
+        ):
+            self._held.append(outputs[0])
+            self._variables[id(outputs[0])] = self._variables[id(inputs[0])]
+
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
+        """Return the earliest origin behind a primitive's inputs, or its own."""
+        if name == "device_put" and (found := self._of_batch(np.asarray(bad[0]))) is not None:
+            return found
+        parents = [self._parent(t) for t in inputs]
+        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
+        constant |= name in FILLING and not any(map(_is_float, inputs))
+        return self._known(parents, constant) or self._from(name, inputs, bad[0])
+
+    def _parent(self, tensor: Any) -> Origin | None:
+        found = self._lineage.get(id(tensor))
+        if found is not None or not _is_float(tensor) or _is_finite(tensor):
+            return found
+        if id(tensor) in self._variables and id(tensor) not in self._tolerated:
+            return self._stored(tensor)
+        return CONSTANT
+
+    def _stored(self, tensor: Any) -> Origin:
+        """Return the origin of the initial value of a variable."""
+        origin = self._from(self._variables[id(tensor)], (), tensor, stored=True)
+        self._keep(tensor, origin)
+        return origin
+
+    def _from(self, name: str, inputs: Sequence[Any], result: Any, stored: bool = False) -> Origin:
+        array = np.asarray(result)
+        operands = [
+            operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)
+        ]
+        variables = [self._variables[id(t)] for t in inputs if id(t) in self._variables]
+        return self._add(name, array, array.dtype.name, operands, variables, stored)
+
+
+def _process_primitive(
+    real: Callable[..., Any],
+    running: Sequence[Origins],
+    trace: Any,
+    primitive: Any,
+    args: Any,
+    *rest: Any,
+) -> Any:
+    result = real(trace, primitive, args, *rest)
+    running[-1].see(primitive.name, args, result if primitive.multiple_results else (result,))
+    return result
+
+
+_PRIMITIVES = ThreadOverrides(
+    EvalTrace, {} if EvalTrace is None else {"process_primitive": _process_primitive}
+)
+
+
+def _is_float(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _is_finite(value: Any) -> bool:
+    return not _is_float(value) or finiteness.is_finite(np.asarray(value))
+
+
+def _has_nan(value: Any) -> bool:
+    return bool(np.isnan(finiteness.widen(np.asarray(value))).any())
 
 
 class Replay(interface.Replay):

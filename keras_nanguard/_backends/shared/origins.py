@@ -7,16 +7,15 @@ candidates is the culprit.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import BACKENDS
 from keras_nanguard._core.evidence import Operand, Origin
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
@@ -51,10 +50,8 @@ _LIBRARIES = (
     "functools.py",
 )
 
-_TRACKERS = tuple(
-    os.path.join("keras_nanguard", "_backends", room, "origins.py")
-    for room in ("shared", *BACKENDS)
-)
+_OURS = str(Path(__file__).parents[2])
+"""The folder of this package."""
 
 
 class OriginTracker:
@@ -261,9 +258,9 @@ def users_line() -> str:
     the stack called that function.
     """
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.endswith(_TRACKERS):
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
-    while frame is not None and "/keras_nanguard/" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         path = frame.f_code.co_filename
         if not any(part in path for part in _LIBRARIES) and not path.startswith("<"):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -5,8 +5,8 @@ The rules are arithmetic on the values of the backend: tensors of TensorFlow or 
 compiled step, or Python numbers on PyTorch.
 
 When slots are read: after every step the guard reads all gradients, all updated weights and all
-written statistics. Slots are as large as the weights or twice as large, so the guard may read large
-slots every 16 steps, if all of this holds:
+written statistics. On TensorFlow it reads the slots as well. They are as large as the weights or
+twice as large, so on JAX and PyTorch it may read large slots every 16 steps, if all of this holds:
 
 1. The optimizer is one of `PROVEN`, as Keras or `torch.optim` ships it.
 2. All of its slots are float32 or wider, and together take more than 8 MB.

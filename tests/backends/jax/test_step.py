@@ -18,7 +18,6 @@ from support import zoo
 from keras_nanguard import GuardError, NanGuard, NanGuardModel
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._diagnose import explain_step
-from keras_nanguard._keras import jax_trainer
 from keras_nanguard.testing import inject
 
 BAD = (3, 4, 8)
@@ -462,14 +461,6 @@ def test_no_nnx(monkeypatch):
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
     with pytest.raises(GuardError, match="NNX"):
         zoo.run(zoo.plain, zoo.regression(), guard=True)
-
-
-def test_an_execution_over_a_list():
-    """Keras 3.6 passes the batches of an execution as a list: each is a step, and the logs are
-    those of the last one.
-    """
-    run = jax_trainer.over_lists(lambda state, batch: ({"loss": batch}, state + batch))
-    assert run(1, [2, 3]) == ({"loss": 3}, 6)
 
 
 # Hand-written loops
