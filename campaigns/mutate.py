@@ -84,7 +84,7 @@ GROUPS = {
         (
             *("_backends/shared/rules.py", "_core/verdict.py", "_core/finiteness.py"),
             *(f"_policy/{name}.py" for name in ("decide", "state", "settings", "policy")),
-            *(f"_diagnose/{name}.py" for name in ("causes", "conclude")),
+            "_diagnose/causes.py",
         ),
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
     ),

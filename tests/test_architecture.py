@@ -23,7 +23,7 @@ from keras_nanguard import NanGuard, actions
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._diagnose import causes
-from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.words import conclude
 from keras_nanguard._fit.perform import PERFORMERS
 from keras_nanguard._report.console import CHANGES
 

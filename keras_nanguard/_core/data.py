@@ -86,8 +86,8 @@ def indices(
     rows: Sequence[int],
     x: Any,
     y: Any,
-    seconds: float = math.inf,
-    as_array: Callable[[Any], Array] = np.asarray,
+    seconds: float,
+    as_array: Callable[[Any], Array],
 ) -> list[tuple[int, ...]]:
     """Return the indices of each of these rows of a batch in the training arrays.
 

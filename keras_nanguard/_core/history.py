@@ -186,12 +186,8 @@ class History:
 
     def before(self, step: int) -> list[Measured]:
         """Return the last `BEFORE` steps before this one, oldest first."""
-        return [Measured(*entry) for entry in self._entries(step)]
-
-    def _entries(self, step: int) -> list[Entry]:
-        """Return the steps of `before` as plain tuples."""
         earlier = (entry for entry in reversed(self._recent) if entry[0] < step)
-        return list(islice(earlier, BEFORE))[::-1]
+        return [Measured(*entry) for entry in islice(earlier, BEFORE)][::-1]
 
     def first(self, step: int) -> list[Measured]:
         """Return the first good steps before this one."""
@@ -201,10 +197,9 @@ class History:
         """Return the largest rise of the loss over its lowest value before, and the step at which
         it occurred."""
         best, low = (1.0, 0), math.inf
-        entries = self._entries(step)
-        oldest = entries[0][0] if entries else step
-        first = [entry for entry in self._first[:START_STEPS] if entry[0] < oldest]
-        for number, loss, _, _ in first + entries:
+        entries = self.before(step)
+        oldest = entries[0].step if entries else step
+        for number, loss, _, _ in self.first(oldest) + entries:
             if loss < 0.0:  # a ratio of losses of different signs has no meaning
                 return 1.0, 0
             if not 0.0 < loss < math.inf:  # neither NaN nor zero
@@ -217,9 +212,8 @@ class History:
 
     def zeros(self, step: int, count: int) -> bool:
         """Whether each of the last `count` steps had a gradient of exactly zero, and a loss."""
-        entries = list(islice((e for e in reversed(self._recent) if e[0] < step), count))
-        zero = takewhile(lambda entry: entry[1] != 0.0 and entry[2] == 0.0, entries)
-        return len(entries) == count and sum(1 for _ in zero) == count
+        entries = self.before(step)[-count:]
+        return len(entries) == count and all(m.loss != 0.0 and m.squares == 0.0 for m in entries)
 
 
 def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -97,10 +97,6 @@ class Finding:
     size: Whole | None = None
     value: float | None = None
 
-    def __post_init__(self) -> None:
-        _one_of(self.site, SITES, "site")
-        _one_of(self.kind, KINDS, "kind")
-
     def __str__(self) -> str:
         """Return it in words: `gradients of dense/kernel: 96 NaN of 96`."""
         where = f"{self.site} of {self.path}" if self.path else self.site
@@ -143,7 +139,6 @@ class Diagnosis:
     diverged: bool = False
 
     def __post_init__(self) -> None:
-        _one_of(self.cause, CAUSES, "cause")
         object.__setattr__(self, "diverged", self.diverged or self.cause == "divergence")
 
     @property
@@ -222,11 +217,8 @@ class Outcome:
     __pydantic_config__ = STORED
 
     action: str
-    status: str
+    status: Literal["done", "skipped"]
     detail: str = ""
-
-    def __post_init__(self) -> None:
-        _one_of(self.status, ("done", "skipped"), "status")
 
     def __str__(self) -> str:
         what = self.action if self.status == "done" else f"{self.action} not done"
@@ -384,12 +376,6 @@ def needs_user(incident: Incident) -> bool:
     """Return whether training ends, or a result of `evaluate` or `predict` is bad."""
     terminal = incident.decision is not None and incident.decision.terminal
     return terminal or bool({"validation", "predictions"} & set(incident.sites))
-
-
-def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:
-    if value not in allowed:
-        what = f"{name} to be one of {', '.join(allowed)}"
-        raise ValueError(expected(what, repr(value), "Correct the name."))
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):

@@ -19,15 +19,15 @@ RESERVE = 256 << 20
 """Bytes that are kept free for later needs: a validation, a checkpoint, another compilation."""
 
 CGROUPS = (
-    ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("sys/fs/cgroup", "", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
+        *("sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         ("total_inactive_file", "total_active_file"),
     ),
 )
-"""Folder, limit, usage and cache of the cgroups of version 2 and 1; see Linux' cgroups(7)."""
+"""Folder, controller, limit, usage and cache of the cgroups of version 2 and 1; see Linux'
+cgroups(7).
+"""
 
 _EXHAUSTED = re.compile(
     r"RESOURCE_EXHAUSTED|ResourceExhausted|out of memory|not enough memory|bad_alloc"
@@ -84,44 +84,34 @@ def _of_cgroups(root: Path) -> Iterator[float]:
 
     The cache of files counts as free, because the kernel releases it if memory is needed.
     """
-    for version, (top, limit, usage, cache) in zip((2, 1), CGROUPS):
-        folders = {root / top}
-        for path in _paths(root, version):
-            own = root / top / path.strip("/")
-            folders |= {folder for folder in (own, *own.parents) if root / top in folder.parents}
-        for folder in folders:
-            most, used = _number(folder / limit), _number(folder / usage)
+    lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+    for name, controller, limit, usage, cache in CGROUPS:
+        top = root / name
+        paths = [line[2] for line in lines if line[2:] and controller in line[1].split(",")]
+        own = [top / path.strip("/") for path in paths]
+        above = {folder for one in own for folder in one.parents if top in folder.parents}
+        for folder in {top, *own, *above}:
+            most, used = (_numbers(folder / file).get("") for file in (limit, usage))
             if most is not None and used is not None:
                 stat = _numbers(folder / "memory.stat")
-                yield float(most - used + sum(stat.get(name, 0) for name in cache))
+                yield float(most - used + sum(stat.get(part, 0) for part in cache))
 
 
-def _paths(root: Path, version: int) -> Iterator[str]:
-    """Yield the cgroups of this process that limit its memory, as paths below their mount."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if (version == 2) if not controllers else (version == 1 and "memory" in controllers):
-            yield path
-
-
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8", "replace").splitlines()
+        return path.read_text("utf-8", "replace")
     except (OSError, ValueError):
-        return []
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file, `None` if there is none: no file, or no limit."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
+        return ""
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a file of names and values, in bytes."""
+    """Return the numbers in a file of names and values, in bytes; a single number has the name
+    `""`.
+    """
     found = {}
-    for line in _lines(path):
+    for line in _text(path).splitlines():
         words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[1].isdigit():
-            found[words[0]] = int(words[1]) << (10 if words[2:] == ["kB"] else 0)
+        name, value = words[:2] if len(words) > 1 else ("", *words, "")[:2]
+        if value.isdigit():
+            found[name] = int(value) << (10 if words[2:] == ["kB"] else 0)
     return found

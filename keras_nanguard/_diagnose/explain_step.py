@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import io
 import math
 import threading
+import types
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,7 +28,6 @@ from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.data import ARGUMENTS
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.references import reads_iterator
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.facts import (
@@ -49,9 +51,11 @@ ITERATOR = (
 )
 """Why the step of a loop is not replayed."""
 
+MAX_DEPTH = 4
+"""Maximum depth to which calls between functions of the user are followed."""
+
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
-
 
 SLOW = 1.0
 """Seconds after which a slow operation is announced."""
@@ -211,6 +215,48 @@ def _bad_before(incident: Incident) -> list[Finding]:
 def _was_finite(run: Any, step: int) -> bool:
     """Whether the whole state was finite after the step before this one."""
     return [good for good, _ in run.history.last(1)] == [step - 1]
+
+
+def reads_iterator(function: Any) -> bool:
+    """Whether a function, or one of the same module that it names, refers to an iterator: in its
+    closure, among the globals that it names, or as an attribute of the object whose method it is.
+
+    Each call of such a function takes the next item, so it cannot be called again with the same
+    data. Open files do not count.
+    """
+    return any(_is_data(value) for value in _referred(function, MAX_DEPTH, set()))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield the objects that a function refers to."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    function = getattr(function, "python_function", function)  # of a `tf.function`
+    function = getattr(function, "__wrapped__", function)
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType) or id(plain) in seen or not depth:
+        return
+    seen.add(id(plain))
+    names = [name for name in plain.__code__.co_names if name in plain.__globals__]
+    values = [plain.__globals__[name] for name in names]
+    for cell in plain.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        values += vars(owner).values() if hasattr(owner, "__dict__") else ()
+    for value in values:
+        yield value
+        own = str(plain.__module__).startswith("keras_nanguard.")  # the wrapper of a user's step
+        if own or getattr(value, "__module__", None) == plain.__module__:
+            yield from _referred(value, depth - 1, seen)
 
 
 def step_of(run: Any) -> ReplayableStep:

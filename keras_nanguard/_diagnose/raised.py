@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,11 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
-from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.words import conclude
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 LABEL = re.compile(
-    r"label value of (-?\d+) which is outside the valid range of \[(-?\d+), (-?\d+)\)"
+    r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"  # TensorFlow
 )
 LABELS = re.compile(r"Label values: ([-\d ]+)")
 NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
@@ -44,22 +45,25 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> Explained 
         batch: the arguments of the step, if they are known.
     """
     message = str(error)
-    if label := LABEL.search(message):
+    if found := LABEL.search(message):
         listed = LABELS.search(message)
         labels = [int(word) for word in listed[1].split()] if listed else []
-        return _label(model, labels, *map(int, label.groups()))
-    if bound := OUT_OF_BOUNDS.search(message):
-        return _class(model, batch, int(bound[1]))
-    if beyond := UNNAMED.search(message):
+        return _label(model, labels, int(found[1]), int(found[2]))
+    if found := OUT_OF_BOUNDS.search(message):
+        return _label(model, _class_indices(batch), int(found[1]), _classes(model))
+    if found := UNNAMED.search(message):
         labels = _class_indices(batch) if _labels_per_row(model) else []
-        wrong = [label for label in labels if not 0 <= label < int(beyond[1])]
-        return _class(model, batch, wrong[0]) if wrong else _lookup(model, batch)
+        wrong = [label for label in labels if not 0 <= label < int(found[1])]
+        if wrong:
+            return _label(model, labels, wrong[0], _classes(model))
+        return _lookup(model, batch)
     if OUT_OF_TABLE.search(message):
         return _lookup(model, batch)
-    if index := INDEX.search(message):
-        return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
-    broken = BROKEN.search(message)
-    return _broken(model, message, broken[0]) if broken else None
+    if found := INDEX.search(message):
+        return _index(model, int(found[1].split(",")[0]), int(found[2]), int(found[3]))
+    if found := BROKEN.search(message):
+        return _broken(model, message, found[0])
+    return None
 
 
 def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
@@ -71,15 +75,15 @@ def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
     return conclude(evidence) if found is None else found[1]
 
 
-def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -> Explained:
-    """A class index outside of `[low, high)`, among the labels of the batch if they are known."""
+def _label(model: Any, labels: Sequence[int], value: int, high: int) -> Explained:
+    """A class index outside of `[0, high)`, among the labels of the batch if they are known."""
     width = _labels_per_row(model)
-    wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
+    wrong = [i for i, label in enumerate(labels) if not 0 <= label < high] if width else []
     rows = tuple(dict.fromkeys(i // width for i in wrong))
     names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
     only = names[0] if len(names) == 1 else "loss"
     culprit = next((name for name in names if "sparse" in name), only)
-    valid = f"from {low} to {high - 1}"
+    valid = f"from 0 to {high - 1}"
     seen = (
         f"The targets contain the class index {value}; the model has {high} classes, {valid}.",
         "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
@@ -89,13 +93,10 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
     return finding, Diagnosis("target_out_of_range", culprit, rows, seen, (advice,), 0.97)
 
 
-def _class(model: Any, batch: Any, value: int) -> Explained:
-    """A class index that PyTorch reports without its row: the row is searched in the targets of the
-    batch.
-    """
+def _classes(model: Any) -> int:
+    """Return the number of classes of a model with one output, 0 if unknown."""
     shapes = keras_layers.output_shapes(model)
-    high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
-    return _label(model, _class_indices(batch), value, 0, high)
+    return int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
 
 
 def _class_indices(batch: Any) -> list[int]:
@@ -112,12 +113,7 @@ def _arrays(batch: Any, role: str) -> list[np.ndarray[Any, Any]]:
 def _labels_per_row(model: Any) -> int:
     """Return the number of labels per row of the batch, 0 if unknown."""
     shapes = keras_layers.output_shapes(model)
-    if len(shapes) != 1:
-        return 0
-    count = 1
-    for length in shapes[0][1:-1]:
-        count *= length or 0
-    return count
+    return math.prod(length or 0 for length in shapes[0][1:-1]) if len(shapes) == 1 else 0
 
 
 def _lookup(model: Any, batch: Any) -> Explained:

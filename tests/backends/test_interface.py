@@ -156,8 +156,8 @@ def test_no_backend_uses_undeclared_attributes():
 
 
 def test_one_module_reads_the_owner_of_a_method():
-    """That is `_backends.shared.attach`; `_core.references` does it for functions of the user."""
+    """That is `_backends.shared.attach`; `_diagnose.explain_step` does it for functions of the user."""
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
     assert {path for path, text in texts.items() if "__self__" in text} == {
-        *("_backends/shared/attach.py", "_core/references.py")
+        *("_backends/shared/attach.py", "_diagnose/explain_step.py")
     }

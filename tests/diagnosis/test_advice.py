@@ -16,8 +16,8 @@ from keras_nanguard._core.evidence import (
 )
 from keras_nanguard._core.literals import DERIVATIVE_HINTS
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.conclude import advice, conclude
 from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.words import advice, conclude
 
 LARGE = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
 

@@ -20,7 +20,7 @@ from keras_nanguard._core.evidence import (
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.words import conclude
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
 LARGE = Operand(1e30, False, False, "float32")

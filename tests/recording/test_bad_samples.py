@@ -5,6 +5,7 @@ otherwise by their values.
 from __future__ import annotations
 
 import csv
+import math
 
 import keras
 import numpy as np
@@ -272,14 +273,14 @@ def test_search(dtype, shape, set_limit):
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
         set_limit("values of a chunk of the row search", chunk)
-        assert indices(batch, [0, 250, 499], whole, None) == [
+        assert indices(batch, [0, 250, 499], whole, None, math.inf, np.asarray) == [
             tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
         ]
-        assert indices(batch, range(64), whole[::-1], None)[63] == tuple(
+        assert indices(batch, range(64), whole[::-1], None, math.inf, np.asarray)[63] == tuple(
             499 - number for number in reversed(same[flat[63].tobytes()])
         )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
-    assert dtype == "bool" or indices(other, [0], whole, None) == [()]
+    assert dtype == "bool" or indices(other, [0], whole, None, math.inf, np.asarray) == [()]
 
 
 @pytest.mark.slow
