@@ -224,7 +224,7 @@ class NanGuard(keras.callbacks.Callback):
             self.directory,
             self._reporter.line,
         )
-        explain = Explainer(bool(self.verbose)) if self.diagnose else None
+        explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, self._announce, explain, self._bad_rows)
         if self.session is not None and self.session.run.model is model:
             session.follow(self.session)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.changes import in_float32
-from keras_nanguard._diagnose.facts import lowest, optimizer_facts, roles
-from keras_nanguard._diagnose.trials import Case
+from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
+from keras_nanguard._diagnose.trials import Case, tensors
 from keras_nanguard._diagnose.words import conclude, table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (
@@ -129,15 +128,8 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     require_keras_3(model)
     if not isinstance(model, keras.Model):
         raise no_model(model, "diagnose {path} --data FILE")
-    x, y, sample_weight = (
-        keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight)
-    )
-    args = tuple(part for part in (x, y, sample_weight) if part is not None)
-    return _examined(model, (args,), trains=y is not None)
-
-
-def _tensor(value: Any) -> Any:
-    return None if value is None else keras.ops.convert_to_tensor(value)
+    data = tuple(tensors(part) for part in (x, y, sample_weight) if part is not None)
+    return _examined(model, (data,), trains=y is not None)
 
 
 class _Forward(NamedTuple):
@@ -171,10 +163,10 @@ def _examined(model: Any, batch: Any, trains: bool) -> Examination:
     error = next(failed, "")
     bad = next((run for run in runs.values() if not run.finite), None)
     shown = bad or (trained if trains else inference.run)
-    evidence = _evidence(step, batch, inference.run, training, shown)
-    if evidence.low_precision and shown.first:
-        evidence = replace(evidence, float32=_in_float32(step, batch, shown is trained))
-    found = conclude(evidence)
+    case = _case(step, batch, inference.run, training, shown)
+    if case.evidence.low_precision and shown.first:
+        case = case.with_(float32=_in_float32(step, batch, shown is trained))
+    evidence, found = case.evidence, conclude(case.evidence)
     if found.cause == "unknown" and evidence.replay_error:
         found = replace(found, advice=(_what_it_takes(model),))
     elif not (evidence.first or evidence.state or evidence.notes or error):
@@ -189,11 +181,14 @@ def _what_it_takes(model: Any) -> str:
     return f"Pass one batch, x and y as for fit{shapes}."
 
 
-def _evidence(
+def _case(
     step: ReplayableStep, batch: Any, inference: ReplayResult, training: _Forward, run: ReplayResult
-) -> Evidence:
-    """Return the evidence of one of the runs, of both modes and of the model's state."""
-    far, state = training.far, tuple(_bad_state(TrainState.of(step.model)))
+) -> Case:
+    """Return the case with one of the runs, and the evidence of both modes and of the state."""
+    far, held = training.far, TrainState.of(step.model)
+    checked = (*held.trainable, *held.statistics, *held.slots)
+    bad = (v.path for v in checked if not finiteness.is_finite(keras_variables.view(v)))
+    state = with_roles(held, bad)
     sites = ["predictions:nonfinite"] if not inference.finite or state else []
     sites += ["statistics:out_of_range"] if far else []
     path = far[0].split()[0] if far else ""
@@ -217,15 +212,7 @@ def _evidence(
     if case.evidence.inputs_bad and 0 < len(evidence.rows) < case.evidence.count:
         rest = _forward(step, batches.without(batch, evidence.rows), False).run
         case = case.with_(without_rows="finite" if rest.finite else "bad")
-    return case.evidence
-
-
-def _bad_state(state: TrainState) -> Iterator[tuple[str, str]]:
-    """Yield path and role of each variable that is not finite."""
-    role_of = roles(state)
-    for v in (*state.trainable, *state.statistics, *state.slots):
-        if not finiteness.is_finite(keras_variables.view(v)):
-            yield v.path, role_of.get(v.path, "weights")
+    return case
 
 
 def _in_float32(step: ReplayableStep, batch: Any, trains: bool) -> str:

@@ -35,7 +35,7 @@ from keras_nanguard._diagnose.facts import (
     known,
     negative_loss,
     optimizer_facts,
-    roles,
+    with_roles,
     wrote_otherwise,
 )
 from keras_nanguard._diagnose.trials import Case, investigated
@@ -78,20 +78,21 @@ class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
+        run: the run.
         says: whether to print a line if a diagnosis takes longer than a second.
     """
 
-    def __init__(self, says: bool = False) -> None:
-        self.says = says
+    def __init__(self, run: Any, says: bool) -> None:
+        self.run, self.says = run, says
         self._signature: Any = None
         self._repeats = self._last_step = 0
         self._known: dict[Any, Diagnosis] = {}
         self._full: Counter[Any] = Counter()
 
     @np.errstate(all="ignore")  # the values are not finite
-    def __call__(self, run: Any, incident: Incident, report: Report | None) -> Explanation:
+    def __call__(self, incident: Incident, report: Report | None) -> Explanation:
         """Return why an incident happened. Never raises."""
-        earlier = self._earlier(incident)
+        run, earlier = self.run, self._earlier(incident)
         try:
             with (
                 without_faults(run.model),
@@ -110,34 +111,35 @@ class Explainer:
 
     @np.errstate(all="ignore")  # the values are not finite
     def bundle(
-        self, run: Any, incident: Incident, report: Report | None, evidence: Evidence | None
+        self, incident: Incident, report: Report | None, evidence: Evidence | None
     ) -> str | None:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
         was written.
 
         Args:
-            run: the run.
             incident: the incident with its diagnosis.
             report: the report with its batch.
             evidence: the evidence of its `Explanation`.
         """
         batch = None if report is None else report.batch
-        if run.directory is None or batch is None or not incident.refused or evidence is None:
+        if evidence is None or batch is None or not incident.refused:
+            return None
+        if self.run.directory is None:
             return None
         from keras_nanguard._diagnose import bundle
 
         try:
-            return bundle.write(run, incident, batch, evidence)
+            return bundle.write(self.run, incident, batch, evidence)
         except Exception as error:  # noqa: BLE001  a full disk must not end training
             reason = f"{type(error).__name__}: {error}"
             processes.print_line(f"NanGuard: no bundle was written: {reason}")
             return None
 
-    def of_error(self, run: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+    def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
-            given = run.transaction.given
-            return raised.explained(run.model, error, getattr(given, "args", None))
+            given = self.run.transaction.given
+            return raised.explained(self.run.model, error, getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
@@ -180,11 +182,10 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     written = bool(state) and refused and _was_finite(run, incident.step)
     if first:
         written = wrote_otherwise(run, incident, train_state, facts)
-    role_of = roles(train_state)
     evidence = dataclasses.replace(
         known(run.model, incident),
         value=next((f.value for f in findings if f.value is not None), None),
-        state=tuple((f.path, role_of.get(f.path, "weights")) for f in state),
+        state=with_roles(train_state, (f.path for f in state)),
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
         growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),

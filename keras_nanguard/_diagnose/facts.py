@@ -131,12 +131,13 @@ def _factor(first: list[float], last: list[float]) -> float:
     return max(last) / start
 
 
-def roles(train_state: TrainState) -> dict[str, str]:
-    """Return the role of each variable by its path: `weights`, `statistics` or `slots`."""
-    statistics = {
-        v.path: "statistics" for v in train_state.other if keras_variables.is_statistic(v)
+def with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Return each path with the role of its variable: `weights`, `statistics` or `slots`."""
+    statistics = filter(keras_variables.is_statistic, train_state.other)
+    roles = {v.path: "statistics" for v in statistics} | {
+        v.path: "slots" for v in train_state.slots
     }
-    return statistics | {v.path: "slots" for v in train_state.slots}
+    return tuple((path, roles.get(path, "weights")) for path in paths)
 
 
 def optimizer_facts(

@@ -23,7 +23,7 @@ from keras_nanguard._core.plain_values import plain
 from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_changes
 from keras_nanguard._diagnose.facts import known, optimizer_facts
 from keras_nanguard._diagnose.raised import diagnosed
-from keras_nanguard._diagnose.trials import Case, compiled, investigated
+from keras_nanguard._diagnose.trials import Case, compiled, investigated, tensors
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.loaded import refuse_code_in_hdf5
@@ -136,7 +136,7 @@ def replay(
             stack.enter_context(keras.device(device))
         model = _model(found, model, custom_objects)
         step = _prepared(found, model)
-        batch = _tensors(found.batch)
+        batch = tensors(found.batch)
         if dtype == "float32":
             stack.enter_context(in_float32(step))
         run, evidence = _run(found, step, batch, mode)
@@ -157,16 +157,10 @@ def _check(mode: str, dtype: str | None) -> None:
         raise GuardError(expected(what, received, remedy))
 
 
-def _tensors(batch: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda a: None if a is None else keras.ops.convert_to_tensor(a), batch
-    )
-
-
 def _reruns(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
     """Yield `(change, result)` of each rerun of the steps up to the bad one."""
     before = found.about.get("before") or {}
-    sequence = [*map(_tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
+    sequence = [*map(tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
     steps = f"{STEPS_ALONE} steps on the batch"
     if found.before:
         since = int(before.get("snapshot", 0))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
@@ -116,6 +117,13 @@ class Case:
         if e.replay == "finite" and self.step.judged is None:  # bad in its compiled form alone
             return compiled(self.step, batch, e.mode)
         return self.step.rerun(batch)
+
+
+def tensors(batch: Any) -> Any:
+    """Return a batch with its arrays as tensors of the backend."""
+    return keras.tree.map_structure(
+        lambda value: None if value is None else keras.ops.convert_to_tensor(value), batch
+    )
 
 
 def compiled(step: ReplayableStep, batch: Any, mode: str) -> ReplayResult:

@@ -213,7 +213,7 @@ class Incidents:
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
         run, counts = self._run, self._run.counts
-        found = self._explain.of_error(run, error) if self._explain is not None else None
+        found = self._explain.of_error(error) if self._explain is not None else None
         if found is not None:
             place = (run.step, counts.epoch, counts.batch(run.step))
             self._report(Incident(*place, (found[0],), diagnosis=found[1]))
@@ -254,7 +254,7 @@ class Incidents:
         incident = incident.with_(committed=run.counts.committed)
         evidence = None
         if diagnosis is None and self._explain is not None:
-            diagnosis, evidence = self._explain(run, incident, report)
+            diagnosis, evidence = self._explain(incident, report)
         sites = {finding.site for finding in findings}
         chosen, ours = agreement.diagnosis(diagnosis, sites, report)
         own = report if ours else None
@@ -305,7 +305,7 @@ class Incidents:
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
         if self._explain is not None:
-            incident = incident.with_(bundle=self._explain.bundle(run, incident, report, evidence))
+            incident = incident.with_(bundle=self._explain.bundle(incident, report, evidence))
         return incident, poles
 
     def _answered(self, incident: Incident, report: Report | None, poles: Found) -> Incident:

@@ -260,7 +260,7 @@ def test_an_interrupted_fit_reports_its_last_step(monkeypatch):
     exception.
     """
     of_data = Finding("inputs", "nonfinite"), None
-    monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
+    monkeypatch.setattr(Explainer, "of_error", lambda self, error: of_data)
     guard = NanGuard(verbose=0)
     with pytest.raises(OSError, match="disk"):
         zoo.run(zoo.plain, lambda: ends(zoo.poison(zoo.regression(), 7), 8), guard=guard)
