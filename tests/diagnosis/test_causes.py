@@ -19,7 +19,6 @@ from keras_nanguard._core.evidence import (
 )
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._core.literals import CAUSE_WORDS
-from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.words import conclude
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
@@ -89,8 +88,8 @@ def test_values_that_the_update_cannot_have_made_were_there_before(written):
 def test_bfloat16_overflows_like_float32():
     """Its range is that of float32: a number that rounds to Inf is too large for both."""
     huge = replace(TABLE["input_scale"], float32="finite")
-    assert decide(replace(huge, low_precision="float16")).cause == "float16_overflow"
-    assert decide(replace(huge, low_precision="bfloat16")).cause == "input_scale"
+    assert conclude(replace(huge, low_precision="float16")).cause == "float16_overflow"
+    assert conclude(replace(huge, low_precision="bfloat16")).cause == "input_scale"
 
 
 def test_every_cause_has_advice():
@@ -98,4 +97,4 @@ def test_every_cause_has_advice():
 
 
 def test_nothing_is_guessed_from_nothing():
-    assert decide(Evidence()).cause == "unknown"
+    assert conclude(Evidence()).cause == "unknown"
