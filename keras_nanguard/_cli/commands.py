@@ -110,8 +110,9 @@ def repair(given: argparse.Namespace) -> int:
 
 def recalibrate(given: argparse.Namespace) -> int:
     """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
-    from keras_nanguard._files.loaded import data_arrays, load_model, save_model
+    from keras_nanguard._files.live import data_arrays, load_model
     from keras_nanguard._files.recalibrate import recalibrate as estimate
+    from keras_nanguard._files.repair import save_model
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
@@ -144,7 +145,7 @@ def _taking_data(path: str) -> Iterator[None]:
 
 def lint(given: argparse.Namespace) -> int:
     """Load a model and check it for hazards."""
-    from keras_nanguard._files.loaded import data_arrays, load_model
+    from keras_nanguard._files.live import data_arrays, load_model
 
     data = data_arrays(given.data) if given.data else (None, None)
     model = load_model(given.path)
@@ -185,7 +186,7 @@ def check_policy(given: argparse.Namespace) -> int:
 
 def diagnose(given: argparse.Namespace) -> int:
     """Load a model and diagnose it on the first rows of the data."""
-    from keras_nanguard._files.loaded import data_arrays, first_rows, load_model
+    from keras_nanguard._files.live import data_arrays, first_rows, load_model
 
     inputs, targets = data_arrays(given.data)
     model = load_model(given.path)

@@ -159,27 +159,23 @@ def in_float32(step: ReplayableStep) -> Iterator[None]:
     """Make the model of a step compute in float32, with float32 copies of all variables of the step
     that have a low dtype.
     """
-    undo: list[tuple[Any, str, Any]] = []
     twins: list[tuple[Any, Any]] = []
-    try:
+    with Overrides() as overrides:
         for layer in keras_layers.layers_of(step.model):
-            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, overrides)
         for tensor in keras_layers.symbolic_inputs(step.model):
-            keras_layers.exchange(tensor, "_dtype", "float32", undo)
+            overrides.set(tensor, "_dtype", "float32")
         for loss in keras_losses.losses_of(step.model):
             if str(getattr(loss, "dtype", "")) in LOW:
-                keras_layers.exchange(loss, "_dtype", "float32", undo)
+                overrides.set(loss, "_dtype", "float32")
         for variable in step.variables():
             if str(getattr(variable, "dtype", "")) not in LOW:
                 continue
             native, twin = getattr(variable, "value", None), current.replay().twin(variable)
             if twin is not None:
-                keras_layers.exchange(variable, "_value", twin, undo)
-                keras_layers.exchange(variable, "_dtype", "float32", undo)
+                overrides.set(variable, "_value", twin)
+                overrides.set(variable, "_dtype", "float32")
                 twins.append((native, twin))
         for optimizer in step.optimizers:
-            keras_optimizers.register_twins(optimizer, twins, undo)
+            keras_optimizers.register_twins(optimizer, twins, overrides)
         yield
-    finally:
-        for target, name, value in reversed(undo):
-            object.__setattr__(target, name, value)

@@ -26,7 +26,7 @@ from keras_nanguard._diagnose.raised import diagnosed
 from keras_nanguard._diagnose.trials import Case, compiled, investigated, tensors
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
-from keras_nanguard._files.loaded import refuse_code_in_hdf5
+from keras_nanguard._files.live import refuse_code_in_hdf5
 from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState

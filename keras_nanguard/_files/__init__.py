@@ -1,1 +1,14 @@
-"""Model files and live models: reading, scanning, repairing and recalibrating them."""
+"""Model files and live models: `scan`, `repair`, `recalibrate`; bundles and snapshots.
+
+| module | content |
+|---|---|
+| `scan`, `repair`, `recalibrate` | the public functions |
+| `reports`, `problems` | their results, and what counts as a problem |
+| `reading`, `worker` | a file is read in another process: the two ends of the pipe |
+| `opening` | a file of any kind as `stored.Contents`, whose arrays are read in pieces |
+| `hdf5`, `orbax`, `stored` | the readers, and their limits |
+| `names` | names of stored arrays as in the live model |
+| `live` | a live model as `stored.Contents`, and its repair; loading |
+| `repairs`, `repair_file` | the repair of any model, and of a file |
+| `bundles`, `snapshots` | the folders of an incident and of a resumable state |
+"""

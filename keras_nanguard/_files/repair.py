@@ -214,3 +214,30 @@ def _backup(path: str) -> str:
     except OSError:
         shutil.copy2(path, backup)
     return backup
+
+
+def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> str:
+    """Save a model next to the file that it was loaded from, atomically.
+
+    Args:
+        model: the model.
+        path: the file that it was loaded from.
+        output: path of the new file, by default as for a repair.
+        overwrite: allow the output to exist.
+
+    Returns:
+        The path of the new file.
+
+    Raises:
+        GuardError: if the output exists or is not a `.keras` file.
+    """
+    final = checked_output(path, output, in_place=False, overwrite=overwrite)
+    if not final.endswith(".keras"):
+        remedy = "Name another one."
+        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", remedy))
+    with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
+        model.save(unfinished)
+        atomic_files.flush_to_disk(unfinished)
+        if os.path.isfile(path):
+            shutil.copymode(path, unfinished)
+    return final

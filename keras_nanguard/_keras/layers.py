@@ -32,6 +32,7 @@ import numpy as np
 from keras.src.backend.common import masking
 
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.overrides import Overrides
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -190,21 +191,13 @@ def with_mask_of(source: Any, tensor: Any) -> Any:
     return tensor
 
 
-def exchange(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]]) -> None:
-    """Set an attribute without Keras' attribute tracking, and append its previous value to
-    `undo`.
-    """
-    undo.append((target, name, getattr(target, name)))
-    object.__setattr__(target, name, value)
-
-
 def replace_policy(
-    layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]
+    layer: Any, policy: Any, instead_of: tuple[str, ...], overrides: Overrides
 ) -> None:
     """Replace the dtype policy of a layer that computes or stores in one of these dtypes."""
     policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
     if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
-        exchange(layer, "_dtype_policy", policy, undo)
+        overrides.set(layer, "_dtype_policy", policy)
 
 
 def symbolic_inputs(model: Any) -> list[Any]:

@@ -36,7 +36,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 
@@ -139,9 +139,7 @@ def scales_of(optimizer: Any) -> tuple[Any, ...]:
     )
 
 
-def register_twins(
-    optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]
-) -> None:
+def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], overrides: Overrides) -> None:
     """Make an optimizer treat the float32 twin of a variable as the variable itself."""
     for part in {id(o): o for o in (optimizer, inner(optimizer))}.values():
         known = getattr(part, "_trainable_variables_indices", None)
@@ -151,7 +149,7 @@ def register_twins(
                 for old, twin in twins
             ]
             more = {twin: known[old] for old, twin in keys if old in known}
-            keras_layers.exchange(part, "_trainable_variables_indices", {**known, **more}, undo)
+            overrides.set(part, "_trainable_variables_indices", {**known, **more})
 
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:

@@ -24,6 +24,7 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.optimizers import SLOTS, gradient_slots, second_moments
+from keras_nanguard._keras.overrides import Overrides
 
 pytestmark = pytest.mark.filterwarnings(
     "error::DeprecationWarning",
@@ -293,11 +294,12 @@ def test_states_losses_and_arguments_of_custom_layers():
 def test_an_optimizer_finds_slots_by_a_key():
     """`Optimizer._var_key` and `_trainable_variables_indices`: an optimizer updates a registered twin as the variable."""
     variable, twin = keras.Variable([1.0]), keras.Variable([1.0])
-    optimizer, undo = keras.optimizers.SGD(0.5), []
+    optimizer = keras.optimizers.SGD(0.5)
     optimizer.build([variable])
-    keras_optimizers.register_twins(optimizer, [(variable, twin)], undo)
-    optimizer.apply([keras.ops.ones(1)], [twin])
-    assert len(undo) == 1 and twin.numpy().tolist() == [0.5] and variable.numpy().tolist() == [1.0]
+    with Overrides() as overrides:
+        keras_optimizers.register_twins(optimizer, [(variable, twin)], overrides)
+        optimizer.apply([keras.ops.ones(1)], [twin])
+    assert twin.numpy().tolist() == [0.5] and variable.numpy().tolist() == [1.0]
 
 
 def test_the_graph_of_a_model():
@@ -418,11 +420,10 @@ def test_operations_losses_and_inputs_are_found():
 
 
 def test_a_policy_is_exchanged_and_put_back():
-    layer, undo = layers.Dense(2, dtype="mixed_float16"), []
-    keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
-    assert layer.compute_dtype == "float32"
-    for target, name, value in reversed(undo):
-        object.__setattr__(target, name, value)
+    layer = layers.Dense(2, dtype="mixed_float16")
+    with Overrides() as overrides:
+        keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), ("float16",), overrides)
+        assert layer.compute_dtype == "float32"
     assert layer.compute_dtype == "float16"
 
 
