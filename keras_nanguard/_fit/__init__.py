@@ -7,10 +7,11 @@ with one owner; all other files read them there. The files from top to bottom:
                   reporter (console and trackers)
     a step        session: before and after it, and what is due between two
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
-                  perform (one function for each action), quarantine
+                  perform (one function for each action)
                   rollback (which snapshot, replays of undone steps)
-    lost runs     monitors, divergence, trial_schedule, trial
-    results       results (of evaluate and predict), callbacks (what others receive), bad_rows
+    lost runs     monitors, divergence, trial (steps that are undone, and when to run them)
+    data          bad_data (bad rows and batches), batchnorm (moving statistics)
+    callbacks     callbacks (what others receive, and results that are not finite)
     the facts     run (with counters and recording), recovery (changes by the policy)
                   snapshots, resume, recent_batches
                   agreement (one decision in several processes)

@@ -10,7 +10,6 @@ from typing import Any
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
 from keras_nanguard._policy.policy import SECTIONS, Policy
 from keras_nanguard._policy.records import nearest, problem, raise_problems, safe_repr
-from keras_nanguard._policy.settings import Snapshot
 
 ARGUMENTS = (
     *("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids"),
@@ -39,7 +38,17 @@ def policy(
     raise_problems(unknown, "the arguments of NanGuard")
     if resume and not _sets_storage(source, known):
         made = Policy.load(made, snapshot={"storage": "disk"})
-    _require_disk(made.snapshot, directory, resume)
+    kept, why = made.snapshot, "resume=True, with a policy whose snapshot"
+    on_disk, received = kept.storage == "disk", "with a policy whose snapshot.storage is 'disk'"
+    received = f"directory=None, {'resume=True' if resume else received}"
+    remedy = 'Write NanGuard(..., directory="run1").'
+    has_folder = directory is not None or not on_disk
+    _require(has_folder, "a directory to keep snapshots in", received, remedy)
+    what, remedy = "snapshots on disk to resume from", "Omit snapshot.storage."
+    _require(on_disk or not resume, what, f"{why}.storage is 'memory'", remedy)
+    remedy = 'Write NanGuard(..., snapshot={"every": 100}).'
+    takes = bool(kept.every) or not resume
+    _require(takes, "snapshots to resume from", f"{why}.every is 0", remedy)
     return made
 
 
@@ -50,27 +59,9 @@ def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
-def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
-    """Require a directory for snapshots on disk, and snapshots on disk for `resume`.
-
-    Raises:
-        GuardError: if it is missing.
-    """
-    if kept.storage == "disk" and directory is None:
-        why = "resume=True" if resume else "with a policy whose snapshot.storage is 'disk'"
-        what, remedy = "a directory to keep snapshots in", 'Write NanGuard(..., directory="run1").'
-        raise _error(what, f"directory=None, {why}", remedy)
-    policy = "resume=True, with a policy whose"
-    if resume and kept.storage != "disk":
-        received = f"{policy} snapshot.storage is 'memory'"
-        raise _error("snapshots on disk to resume from", received, "Omit snapshot.storage.")
-    if resume and not kept.every:
-        remedy = 'Write NanGuard(..., snapshot={"every": 100}).'
-        raise _error("snapshots to resume from", f"{policy} snapshot.every is 0", remedy)
-
-
-def _error(what: str, received: object, remedy: str) -> GuardError:
-    return GuardError(expected(what, received, remedy))
+def _require(holds: bool, what: str, received: object, remedy: str) -> None:
+    if not holds:
+        raise GuardError(expected(what, received, remedy))
 
 
 def _unknown(word: str, value: Any) -> str:
@@ -85,9 +76,9 @@ def verbosity(verbose: Any) -> int:
     Raises:
         GuardError: for anything else.
     """
-    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
-        remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
-        raise _error("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy)
+    remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
+    is_known = isinstance(verbose, int) and verbose in (0, 1, 2)
+    _require(is_known, "verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy)
     return int(verbose)
 
 
@@ -101,16 +92,14 @@ def folder(directory: Any) -> Path | None:
         return None
     what = "directory to be the path of a folder"
     remedy = 'Write directory="run1", or leave it out to write nothing.'
-    if not isinstance(directory, (str, os.PathLike)):
-        raise _error(what, f"directory={safe_repr(directory)}", remedy)
+    is_path = isinstance(directory, (str, os.PathLike))
+    _require(is_path, what, f"directory={safe_repr(directory)}", remedy)
     path = Path(directory)
+    received = f"directory={safe_repr(str(path))}, "
     try:
-        is_file = path.is_file()
+        _require(not path.is_file(), what, f"{received}a file", remedy)
     except OSError as error:  # a name that is too long
-        received = f"directory={safe_repr(str(path))}, {error}"
-        raise _error(what, received, remedy) from error
-    if is_file:
-        raise _error(what, f"directory={safe_repr(str(path))}, a file", remedy)
+        raise GuardError(expected(what, f"{received}{error}", remedy)) from error
     return path
 
 
@@ -120,9 +109,9 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         GuardError: for anything else.
     """
-    if not isinstance(value, (bool, int)) or value not in (0, 1):
-        received, remedy = f"{name}={safe_repr(value)}", f"Write {name}=True."
-        raise _error(f"{name} to be True or False", received, remedy)
+    received, remedy = f"{name}={safe_repr(value)}", f"Write {name}=True."
+    is_flag = isinstance(value, int) and value in (0, 1)
+    _require(is_flag, f"{name} to be True or False", received, remedy)
     return bool(value)
 
 
@@ -137,13 +126,11 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
     named = isinstance(given, Mapping) and all(
         isinstance(name, str) and callable(function) for name, function in given.items()
     )
-    if not named:
-        several = given if isinstance(given, (list, tuple, set)) else [given]
-        names = [getattr(one, "__name__", "") for one in several]
-        name = next((name for name in names if name.isidentifier()), "notify")
-        what, received = "functions to be a dict of names and functions", safe_repr(given)
-        remedy = f'Write functions={{"{name}": {name}}}.'
-        raise _error(what, f"functions={received}", remedy)
+    several = given if isinstance(given, (list, tuple, set)) else [given]
+    names = [getattr(one, "__name__", "") for one in several]
+    name = next((name for name in names if name.isidentifier()), "notify")
+    what, received = "functions to be a dict of names and functions", safe_repr(given)
+    _require(named, what, f"functions={received}", f'Write functions={{"{name}": {name}}}.')
     return dict(given)
 
 
@@ -155,10 +142,9 @@ def require_instance(guard: Any, kind: type[Any], model: Any) -> None:
         GuardError: in that case, or if the model is not one of Keras 3.
     """
     require_keras_3(model)
-    if not isinstance(guard, kind):
-        name = kind.__name__
-        received, remedy = f"the class {name} itself", f"Write callbacks=[{name}()]."
-        raise _error(f"a {name} among the callbacks", received, remedy)
+    name = kind.__name__
+    received, remedy = f"the class {name} itself", f"Write callbacks=[{name}()]."
+    _require(isinstance(guard, kind), f"a {name} among the callbacks", received, remedy)
 
 
 def sample_ids(value: Any) -> Any:
@@ -168,7 +154,8 @@ def sample_ids(value: Any) -> Any:
         GuardError: if the argument is neither a sequence nor a key.
     """
     is_sequence = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    if value is None or isinstance(value, str) or is_sequence:
+    if value is None or is_sequence:
         return value
     what = "sample_ids to be one name for each row of x, or the key of the batch with the names"
-    raise _error(what, repr(value), 'Write sample_ids=names or sample_ids="id".')
+    received, remedy = safe_repr(value), 'Write sample_ids=names or sample_ids="id".'
+    raise GuardError(expected(what, received, remedy))

@@ -53,10 +53,14 @@ UNDONE = 0.5
 """Minimum share of the difference that the estimated statistics remove."""
 
 
+def trained(model: Any) -> list[Any]:
+    """Return the BatchNormalization layers that are not frozen."""
+    return [layer for layer in keras_layers.batchnorms(model) if layer.trainable]
+
+
 def learning(model: Any) -> list[Any]:
     """Return the BatchNormalization layers whose statistics a train step updates."""
-    layers = keras_layers.batchnorms(model)
-    return [layer for layer in layers if layer.trainable and layer.momentum < 1.0]
+    return [layer for layer in trained(model) if layer.momentum < 1.0]
 
 
 def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:

@@ -51,8 +51,16 @@ from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
-from keras_nanguard._fit.trial_schedule import LONGEST, SHORTEST, Schedule
+from keras_nanguard._fit.trial import (
+    LONGEST,
+    SHORTEST,
+    Schedule,
+    State,
+    Trial,
+    clearly_lower,
+    trial,
+    with_inputs_of,
+)
 from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     train_state as keras_state,
@@ -97,29 +105,13 @@ change.
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """Proof that a run is lost, and the change that helps.
-
-    Attributes:
-        findings: the findings to report.
-        diagnosis: the cause, with the measurements as evidence.
-        values: `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
-            learning rate.
-    """
-
-    findings: tuple[Finding, ...]
-    diagnosis: Diagnosis
-    values: Mapping[str, float]
-
-
-@dataclass(slots=True)
-class _Probation:
+class Probation:
     """An action whose effect is not known yet.
 
     Attributes:
         abandoned: the state before the action.
         settings: the values in it that the action does not change; see `Trial.settings`.
-        onset: the step of the snapshot that it restored.
+        onset: the step of the snapshot that it restores.
         factors, lowering: how the learning rates were lowered before the action.
     """
 
@@ -131,24 +123,21 @@ class _Probation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arm:
-    """A trial: its initial snapshot, its factor of the rate, its last state, and the losses of that
-    state on the held-out batches.
+class Lost:
+    """Proof that a run is lost, and the change that helps.
+
+    Attributes:
+        findings: the findings to report.
+        diagnosis: the cause, with the measurements as evidence.
+        values: `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
+            learning rate.
+        probation: how its effect will be judged.
     """
 
-    snapshot: Snapshot
-    factor: float
-    state: State
-    losses: list[float]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.losses)
-
-    def explains(self, trying: Trial, held_out: Sequence[Any]) -> bool:
-        """Whether a tenth of the loss depends on the inputs."""
-        explained = _explained(trying, self.state, self.losses, held_out)
-        return WELL_EXPLAINED <= explained < math.inf
+    findings: tuple[Finding, ...]
+    diagnosis: Diagnosis
+    values: Mapping[str, float]
+    probation: Probation
 
 
 class Divergence:
@@ -166,7 +155,7 @@ class Divergence:
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
         self._schedule = Schedule()
-        self._probation: _Probation | None = None
+        self._probation: Probation | None = None
         self._rollbacks = 0
 
     def begin_epoch(self, step: int) -> None:
@@ -188,16 +177,17 @@ class Divergence:
         if processes.count() > 1 or not self._is_objective(run):
             return None
         if self._probation is not None:
-            self._end_probation(run)
+            self._end_probation(run, self._probation)
             return None
         if not self._schedule.end_window(run, began):
             return None
-        found, steps = self._found(run)
+        found, steps = _found(run)
         if isinstance(found, Lost):
+            self._probation = found.probation
             return found
         self._schedule.note(run.step, steps, found == LEARNED, run.recovery.lowering.diverged)
         if found not in (None, LEARNED):
-            self._adjust(run, found)
+            _adjust(run, found)
         return None
 
     def acted(self, run: Run, done: bool) -> None:
@@ -215,98 +205,11 @@ class Divergence:
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
-    def _found(self, run: Run) -> tuple[Lost | float | None, int]:
-        """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and
-        the number of steps of the trials.
-        """
-        batches = run.recent.last(BATCHES)
-        held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
-        batches = batches[: len(batches) - len(held_out)]
-        first = run.ring.start
-        if len(batches) < HELD_OUT or first is None or not first.at_hand:
-            return None, 0
-        with trial(run) as trying:
-            if trying is None:
-                return None, 0
-            return self._tried(run, trying, batches, held_out, first), trying.steps
-
-    def _tried(
-        self,
-        run: Run,
-        trying: Trial,
-        batches: list[Any],
-        held_out: Sequence[Any],
-        first: Snapshot,
-    ) -> Lost | float | None:
-        """Run the trials; see the module docstring."""
-        before = run.recovery.lowering.diverged
-        few = held_out[:HELD_OUT]
-        needs_all = before or len(few) == len(held_out)
-        after = trying.trained(trying.present, few)
-        settings = trying.settings(after)
-        start = trying.state_of(first, settings)
-        for some in (held_out,) if needs_all else (few, held_out):
-            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
-            present = trying.losses(trying.present, some)
-            learned = _has_learned(trying, trying.present, present, untrained.losses, some)
-            if before or not learned:
-                continue
-            if not _dead(run, trying.present, after):
-                return LEARNED if len(some) == HELD_OUT else None
-        growth, path = _growth(run, trying.present, start)
-        further: State | None = trying.present
-        again = batches * (math.ceil(TRIAL / len(batches)) - 1)
-        for more in (batches, again) if again else (batches,):
-            further = None if further is None else trying.trained(further, more)
-            goes_on = (
-                [math.inf] * len(held_out) if further is None else trying.losses(further, held_out)
-            )
-            dead = _dead(run, trying.present, further)
-            damaged = bool(dead) or growth >= GROWN
-            aim = untrained.losses if damaged else present
-            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
-            if progress and not dead and not before:
-                return None
-        further = None  # the trials at lower rates need the memory
-        batches = [*batches, *again]
-        others = (present, goes_on, untrained.losses)
-        least = min(map(fmean, others[:2] if before else others))
-        best, far, clear = None, False, False
-        for origin in _origins(run, trying, held_out, untrained, settings):
-            arm = _best_arm(trying, origin, batches, held_out)
-            if arm is None or (best is not None and best.mean <= arm.mean):
-                continue
-            best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            anew = origin is untrained and not learned
-            far = clear and (arm.mean <= HALF * least or (anew and arm.explains(trying, held_out)))
-            if far or before:
-                break
-        if best is None:
-            return None
-        if not (far or (clear and damaged)):
-            return _better_rate(run, trying, batches, held_out, goes_on) if before else None
-        lowered = (run.recovery.factors, run.recovery.lowering)
-        self._probation = _Probation(trying.present, settings, best.snapshot.step, *lowered)
-        return _lost(
-            run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead
-        )
-
-    def _adjust(self, run: Run, factor: float) -> None:
-        """Multiply the learning rate of a run that has diverged before."""
-        for optimizer in run.train_state().optimizers:
-            rate = run.recovery.rate(optimizer)
-            before = rate.value
-            rate.restore(rate.factor * factor)
-            run.say(
-                f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss"
-                " of the last batches further."
-            )
-
-    def _end_probation(self, run: Run) -> None:
+    def _end_probation(self, run: Run, probation: Probation) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
-        probation, self._probation = self._probation, None
+        self._probation = None
         batches = run.recent.last(MOST_HELD_OUT)
-        if probation is None or len(batches) < HELD_OUT:
+        if len(batches) < HELD_OUT:
             return
         with trial(run) as trying:
             if trying is None:
@@ -331,107 +234,250 @@ def _write(run: Run, state: State) -> None:
     write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
 
 
-def _origins(
-    run: Run, trying: Trial, held_out: Sequence[Any], untrained: _Arm, settings: State
-) -> Iterator[_Arm]:
-    """Yield the states to train from at a lower rate: the best snapshot if it has learned
-    something, and the first state.
+def _adjust(run: Run, factor: float) -> None:
+    """Multiply the learning rate of a run that has diverged before."""
+    for optimizer in run.train_state().optimizers:
+        rate = run.recovery.rate(optimizer)
+        before = rate.value
+        rate.restore(rate.factor * factor)
+        run.say(
+            f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss"
+            " of the last batches further."
+        )
+
+
+# The trials
+
+
+def _found(run: Run) -> tuple[Lost | float | None, int]:
+    """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and the
+    number of steps of the trials.
     """
-    kept = run.ring.with_least_loss()
-    if kept is not None and kept.at_hand:
-        state = trying.state_of(kept, settings)
-        losses = trying.losses(state, held_out)
-        if _has_learned(trying, state, losses, untrained.losses, held_out):
-            yield _Arm(kept, 1.0, state, losses)
-    yield untrained
+    batches = run.recent.last(BATCHES)
+    held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
+    batches = batches[: len(batches) - len(held_out)]
+    first = run.ring.start
+    if len(batches) < HELD_OUT or first is None or not first.at_hand:
+        return None, 0
+    with trial(run) as trying:
+        if trying is None:
+            return None, 0
+        return _Trials(run, trying, batches, held_out).found(first), trying.steps
 
 
-def _best_arm(
-    trying: Trial, origin: _Arm, batches: Sequence[Any], held_out: Sequence[Any]
-) -> _Arm | None:
-    """Return the trial at a lower rate with the lowest loss."""
-    best: _Arm | None = None
-    for factor in FACTORS:
-        end = trying.trained(origin.state, batches, factor)
-        if end is not None:
-            arm = _Arm(origin.snapshot, factor, end, trying.losses(end, held_out))
-            best = arm if best is None or arm.mean < best.mean else best
-    return best
-
-
-def _better_rate(
-    run: Run,
-    trying: Trial,
-    batches: Sequence[Any],
-    held_out: Sequence[Any],
-    goes_on: Sequence[float],
-) -> float | None:
-    """Return the factor by which the current rate should change, if it should."""
-    for factor in (TENFOLD, 1 / TENFOLD):
-        if factor > 1.0 and run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
-            continue  # training has diverged at that rate
-        end = trying.trained(trying.present, batches, factor)
-        losses = trying.losses(end, held_out) if end is not None else [math.inf] * len(held_out)
-        enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
-        if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
-            return factor
-    return None
-
-
-def _has_learned(
-    trying: Trial,
-    state: State,
-    losses: Sequence[float],
-    untrained: Sequence[float],
-    held_out: Sequence[Any],
-) -> bool:
-    """Whether a state with these losses is better than untrained, and depends on the inputs."""
-    if not clearly_lower(losses, untrained):
-        return False
-    return _explained(trying, state, losses, held_out) >= EXPLAINED
-
-
-def _explained(
-    trying: Trial, state: State, losses: Sequence[float], held_out: Sequence[Any]
-) -> float:
-    """Return the share of the loss of a state that depends on the inputs: by how much the loss
-    rises with the inputs of another batch.
-
-    0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """A trial: its initial snapshot, its factor of the rate, its last state, and the losses of that
+    state on the held-out batches.
     """
-    known = []
-    for number, (loss, args) in enumerate(zip(losses, held_out)):
-        others = [*held_out[number + 1 :], *held_out[:number]]
-        exchanged = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
-        known += [(loss, exchanged)] if exchanged is not None else []
-    if 2 * len(known) < len(held_out):
-        return math.inf
-    own, others = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
-    return 1.0 - fmean(own) / fmean(others) if clearly_lower(own, others) else 0.0
+
+    snapshot: Snapshot
+    factor: float
+    state: State
+    losses: list[float]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
 
 
-def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
-    """Return the kernels that are bit-identical in two states, if they are the majority."""
-    kernels = _kernels(run)
-    if after is None or len(kernels) < 2:
-        return ()
-    same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
-    return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
+class _Trials:
+    """The trials of one check.
 
+    Args:
+        run: the run.
+        trying: runs their steps.
+        batches: the batches to train on.
+        held_out: the batches on which states are compared.
+    """
 
-def _growth(run: Run, present: State, start: State) -> tuple[float, str]:
-    """Return the largest growth of a kernel since the first step, and the path of this kernel."""
-    found = [
-        (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path)) for v in _kernels(run)
-    ]
-    return max(found, default=(1.0, ""))
+    def __init__(self, run: Run, trying: Trial, batches: list[Any], held_out: Sequence[Any]):
+        self._run, self._trying = run, trying
+        self._batches, self._held_out = batches, held_out
+        self._kernels = [
+            v
+            for v in run.train_state().trainable
+            if len(v.shape) > 1 and finiteness.is_float(v.dtype)
+        ]
 
+    def found(self, first: Snapshot) -> Lost | float | None:
+        """Run the trials; see the module docstring. `first` is the snapshot before the first step.
+        """
+        trying, held_out = self._trying, self._held_out
+        before = self._run.recovery.lowering.diverged
+        few = held_out[:HELD_OUT]
+        needs_all = before or len(few) == len(held_out)
+        after = trying.trained(trying.present, few)
+        settings = trying.settings(after)
+        start = trying.state_of(first, settings)
+        for some in (held_out,) if needs_all else (few, held_out):
+            self._held_out = some
+            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
+            present = trying.losses(trying.present, some)
+            learned = self._has_learned(trying.present, present, untrained)
+            if before or not learned:
+                continue
+            if not self._dead(after):
+                return LEARNED if len(some) == HELD_OUT else None
+        growth, path = self._growth(start)
+        further: State | None = trying.present
+        batches = self._batches
+        again = batches * (math.ceil(TRIAL / len(batches)) - 1)
+        for more in (batches, again) if again else (batches,):
+            further = None if further is None else trying.trained(further, more)
+            goes_on = self._losses(further)
+            dead = self._dead(further)
+            damaged = bool(dead) or growth >= GROWN
+            aim = untrained.losses if damaged else present
+            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
+            if progress and not dead and not before:
+                return None
+        further = None  # the trials at lower rates need the memory
+        self._batches = [*batches, *again]
+        others = (present, goes_on, untrained.losses)
+        least = min(map(fmean, others[:2] if before else others))
+        best, far, clear = None, False, False
+        for origin in self._origins(untrained, settings):
+            arm = self._best_arm(origin)
+            if arm is None or (best is not None and best.mean <= arm.mean):
+                continue
+            best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
+            anew = origin is untrained and not learned
+            far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
+            if far or before:
+                break
+        if best is None:
+            return None
+        if not (far or (clear and damaged)):
+            return self._better_rate(goes_on) if before else None
+        grown = (growth, path) if growth >= GROWN else (1.0, "")
+        return self._lost(present, untrained, best, settings, grown, dead)
 
-def _kernels(run: Run) -> list[Any]:
-    """Return the trainable weights of more than one dimension."""
-    return [
-        v for v in run.train_state().trainable if len(v.shape) > 1 and finiteness.is_float(v.dtype)
-    ]
+    def _losses(self, state: State | None) -> list[float]:
+        """Return the losses of a state on the held-out batches, infinity if there is none."""
+        if state is None:
+            return [math.inf] * len(self._held_out)
+        return self._trying.losses(state, self._held_out)
+
+    def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
+        """Yield the states to train from at a lower rate: the best snapshot if it has learned
+        something, and the first state.
+        """
+        kept = self._run.ring.with_least_loss()
+        if kept is not None and kept.at_hand:
+            state = self._trying.state_of(kept, settings)
+            losses = self._losses(state)
+            if self._has_learned(state, losses, untrained):
+                yield _Arm(kept, 1.0, state, losses)
+        yield untrained
+
+    def _best_arm(self, origin: _Arm) -> _Arm | None:
+        """Return the trial at a lower rate with the lowest loss."""
+        best: _Arm | None = None
+        for factor in FACTORS:
+            end = self._trying.trained(origin.state, self._batches, factor)
+            if end is not None:
+                arm = _Arm(origin.snapshot, factor, end, self._losses(end))
+                best = arm if best is None or arm.mean < best.mean else best
+        return best
+
+    def _better_rate(self, goes_on: Sequence[float]) -> float | None:
+        """Return the factor by which the current rate should change, if it should."""
+        trying = self._trying
+        for factor in (TENFOLD, 1 / TENFOLD):
+            if factor > 1.0 and self._run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
+                continue  # training has diverged at that rate
+            losses = self._losses(trying.trained(trying.present, self._batches, factor))
+            enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
+            if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
+                return factor
+        return None
+
+    def _has_learned(self, state: State, losses: Sequence[float], untrained: _Arm) -> bool:
+        """Whether a state with these losses is better than untrained, and depends on the inputs."""
+        if not clearly_lower(losses, untrained.losses):
+            return False
+        return self._explained(state, losses) >= EXPLAINED
+
+    def _is_well_explained(self, arm: _Arm) -> bool:
+        """Whether a tenth of the loss depends on the inputs."""
+        return WELL_EXPLAINED <= self._explained(arm.state, arm.losses) < math.inf
+
+    def _explained(self, state: State, losses: Sequence[float]) -> float:
+        """Return the share of the loss of a state that depends on the inputs: by how much the loss
+        rises with the inputs of another batch.
+
+        0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+        """
+        held_out, own, exchanged = self._held_out, [], []
+        for number, (loss, args) in enumerate(zip(losses, held_out)):
+            others = (*held_out[number + 1 :], *held_out[:number])
+            found = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
+            if found is not None:
+                own.append(loss)
+                exchanged.append(found)
+        if 2 * len(own) < len(held_out):
+            return math.inf
+        rises = self._trying.losses(state, exchanged)
+        return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
+
+    def _dead(self, after: State | None) -> tuple[str, ...]:
+        """Return the kernels that are bit-identical in the current state and after training, if
+        they are the majority.
+        """
+        kernels, before = self._kernels, self._trying.present
+        if after is None or len(kernels) < 2:
+            return ()
+        same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
+        return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
+
+    def _growth(self, start: State) -> tuple[float, str]:
+        """Return the largest growth of a kernel since the first step, and the path of this kernel.
+        """
+        present = self._trying.present
+        found = [
+            (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
+            for v in self._kernels
+        ]
+        return max(found, default=(1.0, ""))
+
+    def _lost(
+        self,
+        present: list[float],
+        untrained: _Arm,
+        best: _Arm,
+        settings: State,
+        grown: tuple[float, str],
+        dead: tuple[str, ...],
+    ) -> Lost:
+        """Return a proof, with findings and sentences."""
+        run, now, (growth, path) = self._run, fmean(present), grown
+        found = [Finding("loss", "divergence", value=now)]
+        step = best.snapshot.step
+        start = f"step {step}" if step else "the first state"
+        notes = [
+            (
+                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before"
+                f" the first step it is {untrained.mean:.3g}."
+            ),
+            (
+                f"After a restart from {start} with {best.factor:g} times the learning rate it is"
+                f" {best.mean:.3g}."
+            ),
+        ]
+        if path:
+            found.append(Finding("weights", "divergence", path, value=growth))
+            notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
+        if dead:
+            found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
+            notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
+        (optimizer,) = run.train_state().optimizers
+        rate = keras_optimizers.learning_rate(optimizer) * best.factor
+        advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
+        diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
+        lowered = (run.recovery.factors, run.recovery.lowering)
+        probation = Probation(self._trying.present, settings, step, *lowered)
+        return Lost(tuple(found), diagnosis, {"onset": step, "rate_factor": best.factor}, probation)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:
@@ -439,37 +485,3 @@ def _gain(kernel: np.ndarray[Any, Any]) -> float:
     initially.
     """
     return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
-
-
-def _lost(
-    run: Run,
-    present: list[float],
-    untrained: _Arm,
-    best: _Arm,
-    grown: tuple[float, str],
-    dead: tuple[str, ...],
-) -> Lost:
-    """Return a proof, with findings and sentences."""
-    now, (growth, path) = fmean(present), grown
-    found = [Finding("loss", "divergence", value=now)]
-    start = f"step {best.snapshot.step}" if best.snapshot.step else "the first state"
-    notes = [
-        (
-            f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before the"
-            f" first step it is {untrained.mean:.3g}."
-        ),
-        (
-            f"After a restart from {start} with {best.factor:g} times the learning rate it is"
-            f" {best.mean:.3g}."
-        ),
-    ]
-    if path:
-        found.append(Finding("weights", "divergence", path, value=growth))
-        notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
-    if dead:
-        found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
-        notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
-    rates = [keras_optimizers.learning_rate(o) * best.factor for o in run.train_state().optimizers]
-    advice = (f"Lower the learning rate (try {rates[0]:.1g}), or use a warmup.",)
-    diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
-    return Lost(tuple(found), diagnosis, {"onset": best.snapshot.step, "rate_factor": best.factor})

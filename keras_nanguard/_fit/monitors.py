@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,15 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.batchnorm import trained
 from keras_nanguard._fit.run import HUGE, Run, beyond, checked
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import (
     layers as keras_layers,
     train_state as keras_state,
     variables as keras_variables,
 )
 from keras_nanguard._keras.optimizers import GradientSlot, gradient_slots, second_moments
-from keras_nanguard._policy.policy import Policy
 
 Array = np.ndarray[Any, Any]
 
@@ -85,22 +86,6 @@ ZEROS = 30
 # Layers
 
 
-class _Copies(NamedTuple):
-    """What a measurement compares with.
-
-    Attributes:
-        values: the values of weights, by `id`.
-        slots: for weights whose gradient follows from a slot, the slot and its value, by `id`.
-        updates: the counts of updates of these slots, by `id` of the counter.
-        at: the numbers of steps, committed steps and rollbacks.
-    """
-
-    values: dict[int, Array]
-    slots: dict[int, tuple[GradientSlot, Array]]
-    updates: dict[int, int]
-    at: tuple[int, int, int]
-
-
 class LayerLooks:
     """The measurements of one fit.
 
@@ -111,7 +96,10 @@ class LayerLooks:
     def __init__(self) -> None:
         self.next_step: float = 1
         self._next_time = self._cost = 0.0
-        self._copies: _Copies | None = None
+        self._at: tuple[int, int, int] | None = None
+        self._weights: dict[int, Array] = {}
+        self._slots: dict[int, tuple[GradientSlot, Array]] = {}
+        self._updates: dict[int, int] = {}
 
     def look(self, run: Run) -> float:
         """Copy the weights, or compare them with the copies.
@@ -120,87 +108,85 @@ class LayerLooks:
             The step at which to compare them, infinity if a measurement is complete, or would take
             too large a share of the time.
         """
-        began, alone = time.monotonic(), processes.count() == 1
-        copies, self._copies = self._copies, None
-        if alone and copies is None and began < self._next_time:
+        began, alone, begins = time.monotonic(), processes.count() == 1, self._at is None
+        if alone and begins and began < self._next_time:
             return inf
         try:
             with run.access.variables_readable():
-                if copies is None:
-                    self._copies = _copied(run)
+                if begins:
+                    self._copy(run)
                 else:
-                    _compare(run, copies)
+                    self._compare(run)
         except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
+            self.release()
             self.next_step = inf
             return inf
         self._cost += time.monotonic() - began
-        if self._copies is not None:
+        if begins:
             return run.step + 1
+        self.release()
         self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
         self.next_step = run.step + (MIN_STEPS if alone else TOGETHER)
         return inf
 
     def release(self) -> None:
         """Release the copies of a measurement that is not complete."""
-        self._copies = None
+        self._at, self._weights, self._slots = None, {}, {}
 
+    def _copy(self, run: Run) -> None:
+        """Copy the smallest weights, and the slots from which their gradients follow."""
+        train_state, counts = run.train_state(), run.counts
+        most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
+        left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
+        gradients = gradient_slots(train_state.optimizers)
+        for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
+            value, slot = keras_variables.view(variable), gradients.get(id(variable))
+            left -= 2 * value.nbytes
+            if left < 0:
+                break
+            copied = self._weights[id(variable)] = np.array(value)
+            if slot is not None:
+                same = slot.variable is variable
+                own = copied if same else keras_variables.read(slot.variable)
+                self._slots[id(variable)] = slot, own
+        self._updates = self._counted()
+        self._at = (counts.step, counts.committed, counts.rollbacks)
 
-def _copied(run: Run) -> _Copies:
-    """Copy the smallest weights, and the slots from which their gradients follow."""
-    train_state, counts = run.train_state(), run.counts
-    most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
-    left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
-    gradients = gradient_slots(train_state.optimizers)
-    values: dict[int, Array] = {}
-    slots: dict[int, tuple[GradientSlot, Array]] = {}
-    for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
-        value, slot = keras_variables.view(variable), gradients.get(id(variable))
-        left -= 2 * value.nbytes
-        if left < 0:
-            break
-        copied = values[id(variable)] = np.array(value)
-        if slot is not None:
-            same = slot.variable is variable
-            slots[id(variable)] = slot, copied if same else keras_variables.read(slot.variable)
-    at = (counts.step, counts.committed, counts.rollbacks)
-    return _Copies(values, slots, _counted(slots), at)
+    @np.errstate(all="ignore")  # the values may not be finite
+    def _compare(self, run: Run) -> None:
+        """Record what has changed since the copies were made, unless a step in between was refused
+        or undone.
+        """
+        assert self._at is not None
+        counts, (step, committed, rollbacks) = run.counts, self._at
+        steps = counts.step - step
+        if steps < 1 or (counts.committed - committed, counts.rollbacks) != (steps, rollbacks):
+            return
+        counted = self._counted()
+        variables, values = [], []
+        for variable in run.train_state().trainable:
+            value, before = keras_variables.view(variable), self._weights.get(id(variable))
+            norm, moved, gradient = sizes(value)[0], np.nan, np.nan
+            if before is not None:
+                moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
+            if id(variable) in self._slots:
+                slot, own = self._slots[id(variable)]
+                if counted[id(slot.updates)] == self._updates[id(slot.updates)] + 1:
+                    gradient = float(slot.norm(own, keras_variables.view(slot.variable)))
+            variables.append((str(getattr(variable, "path", "")), "trainable"))
+            values.append((gradient, norm, moved / norm if norm else np.nan))
+        for layer in keras_layers.batchnorms(run.model):
+            for variable in (layer.moving_mean, layer.moving_variance):
+                value = finiteness.widen(keras_variables.view(variable))
+                variables.append((str(variable.path), "statistics"))
+                values.append((float(value.min()), float(value.max()), np.nan))
+        measured = np.array(values).reshape(-1, 3)
+        run.recorder.layers(run.step - 1, tuple(variables), measured)
 
-
-@np.errstate(all="ignore")  # the values may not be finite
-def _compare(run: Run, copies: _Copies) -> None:
-    """Record what has changed since the copies were made, unless a step in between was refused or
-    undone.
-    """
-    step, committed, rollbacks = copies.at
-    steps, counts = run.counts.step - step, run.counts
-    undisturbed = counts.committed - committed == steps and counts.rollbacks == rollbacks
-    if steps < 1 or not undisturbed:
-        return
-    counted = _counted(copies.slots)
-    variables, values = [], []
-    for variable in run.train_state().trainable:
-        value, before = keras_variables.view(variable), copies.values.get(id(variable))
-        norm, moved, gradient = sizes(value)[0], np.nan, np.nan
-        if before is not None:
-            moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
-        slot, own = copies.slots.get(id(variable), (None, None))
-        number = id(slot.updates) if slot is not None else 0
-        if slot is not None and own is not None and counted[number] == copies.updates[number] + 1:
-            gradient = float(slot.norm(own, keras_variables.view(slot.variable)))
-        variables.append((str(getattr(variable, "path", "")), "trainable"))
-        values.append((gradient, norm, moved / norm if norm else np.nan))
-    for layer in keras_layers.batchnorms(run.model):
-        for variable in (layer.moving_mean, layer.moving_variance):
-            value = finiteness.widen(keras_variables.view(variable))
-            variables.append((str(variable.path), "statistics"))
-            values.append((float(value.min()), float(value.max()), np.nan))
-    run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))
-
-
-def _counted(slots: Mapping[int, tuple[GradientSlot, Array]]) -> dict[int, int]:
-    """Return the counts of updates of copied slots, by `id` of the counter."""
-    counters = {id(slot.updates): slot.updates for slot, _ in slots.values()}
-    return {number: int(keras_variables.read(v)) for number, v in counters.items()}
+    def _counted(self) -> dict[int, int]:
+        """Return the counts of updates of the copied slots, by `id` of the counter."""
+        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
+        return {number: int(keras_variables.read(v)) for number, v in counters.items()}
 
 
 # Finite faults
@@ -209,9 +195,6 @@ def _counted(slots: Mapping[int, tuple[GradientSlot, Array]]) -> dict[int, int]:
 class Monitors:
     """The checks between two steps of one fit.
 
-    Args:
-        policy: the policy.
-
     Attributes:
         due: step of the next check.
         ceiling: sum over the moving statistics of a step (`Run.statistics`) above which the next
@@ -219,11 +202,10 @@ class Monitors:
         highest: the same for weights and slots (`Run.updated`).
     """
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self) -> None:
         self.due: float = LOOKS[0]
         self.ceiling = self.highest = HUGE
-        self._reported: set[str] = set()
+        self._reported: set[Callable[[Run], Iterator[Finding]]] = set()
         self._statistics: dict[int, float] = {}
         self._rollbacks = self._since = self._seen = 0
         self._gradient = 0.0
@@ -244,27 +226,21 @@ class Monitors:
             self._reported.clear()
         coming = (self._since + at for at in LOOKS if self._since + at > step)
         self.due = next(coming, step + LOOK_INTERVAL)
-        found: list[Finding] = []
-        watches = {
-            "range": self._range,
-            "zero": self._zero,
-            "stuck": self._stuck,
-            "leap": self._leap,
-            "scale": self._scale,
-        }
+        watches = [self._range, self._zero, self._stuck, self._leap, self._scale]
         if is_huge:
-            watches["moments"] = self._moments
-        for name, watch in watches.items():
+            watches.append(self._moments)
+        found: list[Finding] = []
+        for watch in watches:
             findings = list(watch(run))
-            if findings and name not in self._reported:
-                self._reported.add(name)
+            if findings and watch not in self._reported:
+                self._reported.add(watch)
                 found += findings
         return found
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
-        for site, variable in checked(run.train_state()) if self.policy.limits else ():
-            limit = self.policy.max_abs(variable.path, site)
+        for site, variable in checked(run.train_state()) if run.policy.limits else ():
+            limit = run.policy.max_abs(variable.path, site)
             if limit is not None and finiteness.is_finite(keras_variables.view(variable)):
                 yield from beyond(limit, site, variable)
 
@@ -282,12 +258,12 @@ class Monitors:
         """Find BatchNorm statistics that still have their initial values although the layer
         learns.
         """
-        patience = self.policy.statistics.stuck_after
-        if not patience or run.counts.committed < min(MIN_COMMITTED, patience):
-            return
+        patience = run.policy.statistics.stuck_after
         first = next(iter(run.ring.snapshots), None)
-        for layer in _learning(run.model) if first is not None else ():
-            if _never_moved(run, layer, first):
+        if not patience or run.counts.committed < min(MIN_COMMITTED, patience) or first is None:
+            return
+        for layer in trained(run.model):
+            if _never_moved(layer, first):
                 path, size = layer.moving_mean.path, int(layer.moving_mean.shape[0])
                 yield Finding("statistics", "stuck", path, 0, 0, size, 0.0)
 
@@ -295,7 +271,7 @@ class Monitors:
         """Find settled moving statistics that have grown by orders of magnitude since the last
         check.
         """
-        for layer in _learning(run.model):
+        for layer in trained(run.model):
             for statistic in (layer.moving_mean, layer.moving_variance):
                 now = finiteness.largest(keras_variables.view(statistic))
                 before = self._statistics.get(id(statistic))
@@ -334,7 +310,7 @@ class Monitors:
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """Find a loss scale out of its range."""
-        check = self.policy.loss_scale
+        check = run.policy.loss_scale
         for scale, _ in run.train_state().scales if check.action else ():
             value = float(keras_variables.read(scale))
             if value < check.floor:
@@ -343,12 +319,7 @@ class Monitors:
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
 
 
-def _learning(model: Any) -> list[Any]:
-    """Return the BatchNorm layers that update their statistics."""
-    return [layer for layer in keras_layers.batchnorms(model) if layer.trainable]
-
-
-def _never_moved(run: Run, layer: Any, first: Any) -> bool:
+def _never_moved(layer: Any, first: Snapshot) -> bool:
     """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
     mean = keras_variables.view(layer.moving_mean)
     variance = keras_variables.view(layer.moving_variance)

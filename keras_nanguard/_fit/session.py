@@ -59,7 +59,7 @@ class Session:
     ):
         self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
         self.incidents = Incidents(run, report, explain, bad_rows, self.after)
-        self.monitors, self.layer_looks = Monitors(run.policy), LayerLooks()
+        self.monitors, self.layer_looks = Monitors(), LayerLooks()
         self.divergence = Divergence(bool(run.policy.divergence.action))
         run.plan("checks", self.monitors.due)
         run.plan("divergence", self.divergence.due)

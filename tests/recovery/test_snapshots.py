@@ -48,14 +48,6 @@ class TestRing:
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
-    def test_memory(self):
-        """There are never more than `keep` copies besides the start."""
-        ring, v = Ring(2, 0), variable()
-        for step in range(10):
-            v.assign([step, -step])
-            ring.take(Snapshot(step, step), state(v))
-        assert [s.step for s in ring.snapshots] == [0, 8, 9]
-
     def test_short_memory(self, monkeypatch):
         """A copy without free memory replaces another one, and `keep` applies again
         once there is memory.
