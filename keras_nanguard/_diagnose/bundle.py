@@ -101,7 +101,10 @@ def _fill(folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evid
         "format": bundles.FORMAT,
         "batch": structure,
         "dtypes": [a.dtype.name for a in arrays],
-        "state": [_described(v) for v in variables] if fits else [],
+        "state": [
+            {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
+            for v in (variables if fits else ())
+        ],
         "before": before,
         "growth": plain_values.plain(asdict(evidence.growth)),
         "mode": evidence.mode,
@@ -151,11 +154,6 @@ def _save_approach(
         "batches": structure,
         "dtypes": [a.dtype.name for a in arrays],
     }
-
-
-def _described(variable: Any) -> dict[str, Any]:
-    shape = [int(n) for n in variable.shape]
-    return {"path": str(variable.path), "dtype": str(variable.dtype), "shape": shape}
 
 
 def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:

@@ -122,9 +122,8 @@ class Explainer:
             evidence: the evidence of its `Explanation`.
         """
         batch = None if report is None else report.batch
-        if evidence is None or batch is None or not incident.refused:
-            return None
-        if self.run.directory is None:
+        wanted = self.run.directory is not None and incident.refused
+        if evidence is None or batch is None or not wanted:
             return None
         from keras_nanguard._diagnose import bundle
 
@@ -179,7 +178,9 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     # A state that is bad before a refused step may be due to the rate of the step before.
     counted = bool(committed) or bool(state and refused)
     facts = optimizer_facts(train_state.optimizers, committed=counted)
-    written = bool(state) and refused and _was_finite(run, incident.step)
+    # The whole state was finite after the step before.
+    finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
+    written = bool(state) and refused and finite_before
     if first:
         written = wrote_otherwise(run, incident, train_state, facts)
     evidence = dataclasses.replace(
@@ -211,11 +212,6 @@ def _bad_before(incident: Incident) -> list[Finding]:
     if found or {"validation", "predictions"}.isdisjoint(incident.sites):
         return found
     return [f for f in incident.findings if f.site in ("weights", "statistics")]
-
-
-def _was_finite(run: Any, step: int) -> bool:
-    """Whether the whole state was finite after the step before this one."""
-    return [good for good, _ in run.history.last(1)] == [step - 1]
 
 
 def reads_iterator(function: Any) -> bool:

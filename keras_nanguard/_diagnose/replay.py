@@ -38,6 +38,9 @@ MODES = ("eager", "graph", "xla")
 
 ANOTHER = "Pass the model that was trained."
 
+State = Sequence[tuple[str, np.ndarray[Any, Any]]]
+"""Path and value of each variable of a bundle."""
+
 STEPS_ALONE = 10
 """Number of steps on the bad batch alone, if no earlier batches are known."""
 
@@ -173,9 +176,8 @@ def _reruns(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[s
         yield change, f"{steps}: {result}" if change == "unchanged" else result
 
 
-def _state_of(arrays: Sequence[tuple[str, np.ndarray[Any, Any]]], step: ReplayableStep) -> Start:
-    variables = TrainState.of(step.model, step.optimizers).everything
-    values = {id(variable): array for variable, array in _pairs(arrays, variables)}
+def _state_of(state: State, step: ReplayableStep) -> Start:
+    values = {id(variable): array for variable, array in _pairs(state, step)}
     return lambda variable: values.get(id(variable))
 
 
@@ -219,30 +221,18 @@ def _prepared(found: Bundle, model: Any) -> ReplayableStep:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     step = ReplayableStep.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
-    if found.state:
-        _write_state(found.state, TrainState.of(model, optimizers).everything)
-    return step
-
-
-def _write_state(
-    state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]
-) -> None:
-    """Assign the values of a bundle to the variables.
-
-    A variable that the bad step itself created (a slot, in the first step) is in no bundle, and
-    stays unchanged.
-    """
-    for variable, array in _pairs(state, variables):
+    # A variable that the bad step itself created (a slot, in the first step) is in no bundle.
+    for variable, array in _pairs(found.state, step) if found.state else ():
         if tuple(array.shape) != tuple(variable.shape):
             what = f"{variable.path} of shape {tuple(array.shape)}"
             raise BundleError(expected(what, tuple(variable.shape), ANOTHER))
         keras_variables.write(variable, array)
+    return step
 
 
-def _pairs(
-    state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]
-) -> list[tuple[Any, Any]]:
+def _pairs(state: State, step: ReplayableStep) -> list[tuple[Any, Any]]:
     """Return each variable with its value: by path, in order if the paths are different."""
+    variables = TrainState.of(step.model, step.optimizers).everything
     left: dict[str, deque[np.ndarray[Any, Any]]] = defaultdict(deque)
     for path, array in state:  # in Keras 3.6 several slots have the same path
         left[path].append(array)
