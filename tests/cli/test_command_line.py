@@ -214,7 +214,7 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
     assert "error logits_as_probabilities at head" in capsys.readouterr().out
     assert main(["lint", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
     codes = [hazard["code"] for hazard in json.loads(capsys.readouterr().out)["hazards"]]
-    assert codes == ["logits_as_probabilities", "nonfinite_weights", "labels_out_of_range"]
+    assert codes == ["logits_as_probabilities", "labels_out_of_range", "nonfinite_weights"]
     assert (
         main(
             [
