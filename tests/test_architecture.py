@@ -20,7 +20,8 @@ from support.docs_tools import load
 from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, PACKAGE, edges, modules
 
 from keras_nanguard import NanGuard, actions
-from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._core.incident import CAUSES, Decision, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._diagnose import causes
 from keras_nanguard._diagnose.words import conclude
@@ -281,6 +282,14 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
 ENTERED = {"healthy": 9, "refused": 58}
 """Maximum number of files that a step enters on TensorFlow, with all helpers."""
 
+RECORDS = (Verdict, Report, Finding, Incident, Diagnosis, Decision, Outcome)
+HANDED = {"healthy": 4, "refused": 21}
+"""Maximum number of files with a function that receives or returns one of these records."""
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, RECORDS) or (isinstance(value, (tuple, list)) and any(isinstance(item, RECORDS) for item in value))
+
 
 @pytest.mark.requires_backend("tensorflow", reason="the numbers are of one backend")
 def test_files_that_a_step_enters():
@@ -288,17 +297,22 @@ def test_files_that_a_step_enters():
     data = zoo.regression(batches=6)
     zoo.poison(data, 5)
     entered: dict[str, set[str]] = {"healthy": set(), "refused": set()}
+    handed: dict[str, set[str]] = {"healthy": set(), "refused": set()}
 
     class Follow(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            files = entered.get({4: "healthy", 5: "refused"}.get(batch, ""))
+            step = {4: "healthy", 5: "refused"}.get(batch, "")
 
-            def follow(frame, event, argument):
-                file = Path(frame.f_code.co_filename)
-                if event == "call" and PACKAGE in file.parents and frame.f_code.co_name != "<module>":
-                    files.add(str(file.relative_to(PACKAGE)))
+            def follow(frame, event, returned):
+                file, code = Path(frame.f_code.co_filename), frame.f_code
+                if event not in ("call", "return") or PACKAGE not in file.parents or code.co_name == "<module>":
+                    return
+                given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+                entered[step].add(str(file.relative_to(PACKAGE)))
+                if any(map(_is_record, given if event == "call" else [returned])):
+                    handed[step].add(str(file.relative_to(PACKAGE)))
 
-            sys.setprofile(None if files is None else follow)
+            sys.setprofile(follow if step else None)
 
         def on_train_batch_end(self, batch, logs=None):
             sys.setprofile(None)
@@ -306,3 +320,4 @@ def test_files_that_a_step_enters():
     zoo.run(zoo.plain, data, guard=NanGuard(), epochs=1, callbacks=[Follow()])
     for name, files in entered.items():
         assert 5 < len(files) <= ENTERED[name], f"a {name} step enters {len(files)} files: {sorted(files)}"
+        assert 2 < len(handed[name]) <= HANDED[name], f"{len(handed[name])} files: {sorted(handed[name])}"
