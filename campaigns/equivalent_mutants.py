@@ -125,18 +125,4 @@ EXPLAINED: tuple[Explained, ...] = (
         ("pass",),
         "The garbage collector releases the same memory later.",
     ),
-    Explained(
-        "_backends/torch/undo_log.py",
-        "_without_repeats",
-        "if stride == 0 and of.shape[dim] > 1:",
-        ("if stride == 0 and of.shape[dim] >= 1:", "if stride == 0 and of.shape[dim] > 0:"),
-        "The first entry of a dimension of one entry is all of it.",
-    ),
-    Explained(
-        "_backends/torch/undo_log.py",
-        "_without_repeats",
-        "tensor = tensor.narrow(dim, 0, 1)",
-        ("tensor = tensor.narrow(dim, 1, 1)", "tensor = tensor.narrow(dim, (-1), 1)"),
-        "Every entry of such a dimension is the same memory.",
-    ),
 )

@@ -22,9 +22,6 @@ import torch.distributed
 from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
-SIZE = 1 << 14
-"""Bytes of the message of one process, the same in each exchange."""
-
 GRACE = 5.0
 """Seconds that a process waits after a failed exchange for the others to notice it."""
 
@@ -155,18 +152,15 @@ class Host(interface.Host):
         return any(getattr(v, "of", v.value) is not v.value for v in model.variables)
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the values of all processes by rank, each of at most `SIZE - 4` bytes.
+        """Return the values of all processes by rank.
 
         Raises:
             GuardError: as for `summed`.
         """
-        message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(place()[1])]
+        found = [b""] * place()[1]
         with _waiting_for(what):
-            torch.distributed.all_gather(found, own, group=_group())
-        messages = [bytes(tensor.numpy()) for tensor in found]
-        return [message[4 : 4 + int.from_bytes(message[:4], "big")] for message in messages]
+            torch.distributed.all_gather_object(found, payload, group=_group())
+        return found
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
         return np.array(torch.get_rng_state().numpy())

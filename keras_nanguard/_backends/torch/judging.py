@@ -96,11 +96,8 @@ class Parts:
         natives = [keras_variables.native(v) for v in train_state.unlisted]
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
-        self._tensor_attributes = [
-            (held, name)
-            for held, name, value in keras_layers.attributes_of(train_state.layers)
-            if isinstance(value, torch.Tensor)
-        ]
+        attributes = keras_layers.attributes_of(train_state.layers)
+        self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
 
     def slot_writes(self) -> int:
         """Return how often torch has written the slots.
@@ -122,7 +119,7 @@ class Parts:
         """
         if every:
             return keras_layers.attributes_of(self.train_state.layers)
-        return [(held, name, held.get(name)) for held, name in self._tensor_attributes]
+        return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
 
 
 def _of(variables: Iterable[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -27,21 +27,17 @@ def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
     """Return a function that restores the current settings of these groups of parameters."""
     groups = list(groups)
-    kept = [{k: _copied(v) for k, v in values.items()} for values in settings_of(groups)]
+    kept = settings_of(groups)
+    tensors = [v for settings in kept for v in settings.values() if isinstance(v, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
 
     def restore() -> None:
-        for group, values in zip(groups, kept):
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+        for group, settings in zip(groups, kept):
+            group.update(settings)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)
 
     return restore
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class TensorVariable:
@@ -163,6 +159,7 @@ class TorchOptimizer:
 
     Attributes:
         of: the optimizer.
+        epsilon, momentum: those that it was created with.
         global_clipnorm: norm at which gradients are clipped before each update, or `None`.
     """
 
@@ -171,6 +168,8 @@ class TorchOptimizer:
 
     def __init__(self, optimizer: Any, paths: dict[int, str]):
         self.of, self.name, self._paths = optimizer, type(optimizer).__name__, paths
+        self.epsilon = optimizer.defaults.get("eps")
+        self.momentum = optimizer.defaults.get("momentum", 0.0)
         self._learning_rate = Rate(optimizer)
         LIVE.add(self)
         self._known = Variables()
@@ -201,18 +200,14 @@ class TorchOptimizer:
         """Return a function that restores the current state, including plain numbers and missing
         entries; `copies`: also the values of its tensors.
         """
-        state = self.of.state.items()
-        before = {p: {k: _listed(v) for k, v in slots.items()} for p, slots in state}
+        state = self.of.state
+        before = _copied(state)
         values = [value for slots in before.values() for value in slots.values() if copies]
         tensors = [(t, t.detach().clone()) for t in values if isinstance(t, torch.Tensor)]
 
         def restore() -> None:
-            for p in list(self.of.state):
-                if p in before:
-                    self.of.state[p].clear()
-                    self.of.state[p].update({k: _listed(v) for k, v in before[p].items()})
-                else:
-                    del self.of.state[p]
+            state.clear()
+            state.update(_copied(before))
             with torch.no_grad():
                 for tensor, value in tensors:
                     tensor.copy_(value)
@@ -224,9 +219,9 @@ class TorchOptimizer:
 
         If `step` needs a closure, create nothing.
         """
-        params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
         if self.of.state:
             return
+        params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
         grads, restore_rates = [p.grad for p in params], self._learning_rate.held()
         try:
             self._learning_rate.assign(0.0)
@@ -239,22 +234,16 @@ class TorchOptimizer:
             for p, grad in zip(params, grads):
                 p.grad = grad
 
-    @property
-    def epsilon(self) -> Any:
-        """Its `eps`."""
-        return self.of.defaults.get("eps")
-
-    @property
-    def momentum(self) -> Any:
-        """Its momentum."""
-        return self.of.defaults.get("momentum", 0.0)
-
     def _get_current_learning_rate(self) -> float:
         return self._learning_rate.value
 
 
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value  # the history of LBFGS
+def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return the slots of each parameter, with a copy of each list (the history of LBFGS)."""
+    return {
+        p: {k: list(v) if isinstance(v, list) else v for k, v in slots.items()}
+        for p, slots in state.items()
+    }
 
 
 def first_value(name: str, tensor: Any) -> np.ndarray[Any, Any]:

@@ -9,9 +9,10 @@ new value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +96,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         given = args, kwargs
         name = func.overloadpacket.__name__
-        written = list(_tensors(written_by(func, args, kwargs)))
+        written = _tensors(written_by(func, args, kwargs))
         before = [self._looked_at(inputs) for _, inputs in _groups((), *given) if written]
         known = NAMES.get(name, name)
         if known in STEEP:
@@ -104,9 +105,9 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
-            outputs = written or list(_tensors(result))
+            outputs = written or _tensors(result)
             views = {storage(t) for t in _tensors(given) if not written}
-            groups = list(_groups(outputs, *given))
+            groups = _groups(outputs, *given)
             looks = before if len(before) == len(groups) else [None] * len(groups)
             name = name.removeprefix("_foreach_").rstrip("_")
             for (own, inputs), look in zip(groups, looks):
@@ -145,7 +146,8 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         """Return the earliest origin behind an operation's inputs, or its own."""
         parents, operands = look
         constant = CONSTANT in parents and not bool(torch.isnan(bad).any())
-        constant |= not inputs or (name.startswith(FILLING) and _bad_number(given))
+        filled = name.startswith(FILLING) and any(map(_is_bad_number, keras.tree.flatten(given)))
+        constant |= not inputs or filled
         known = self._known(parents, constant)
         if known is not None:
             return known
@@ -165,54 +167,38 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return self._of_batch(_numbers(tensor)) or CONSTANT
 
 
-def _tensors(values: Any) -> Iterator[Any]:
-    """Yield the float tensors in nested arguments or results."""
-    if isinstance(values, torch.Tensor):
-        if can_be_bad(values) and values.layout == torch.strided and not values.is_meta:
-            yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+def _tensors(values: Any) -> list[Any]:
+    """Return the float tensors in nested arguments or results."""
+    found = [value for value in keras.tree.flatten(values) if isinstance(value, torch.Tensor)]
+    strided = [t for t in found if t.layout == torch.strided and not t.is_meta]
+    return list(filter(can_be_bad, strided))
 
 
 def _groups(
     outputs: Sequence[Any], args: Any, kwargs: Any
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield outputs and the inputs they depend on: element by element if the operation takes lists
+) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+    """Return outputs and the inputs they depend on: element by element if the operation takes lists
     of tensors.
     """
-    lists = [
-        a
-        for a in (*args, *kwargs.values())
-        if isinstance(a, (list, tuple)) and a and _all_tensors(a)
-    ]
-    if (
-        not lists
-        or len({len(a) for a in lists}) != 1
-        or (outputs and len(outputs) != len(lists[0]))
-    ):
-        yield list(outputs), list(_tensors((args, kwargs)))
-        return
-    alone = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    for place, together in enumerate(zip(*lists)):
-        yield ([outputs[place]] if outputs else []), list(_tensors((*together, *alone)))
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
+    lengths = {len(a) for a in (*lists, outputs) if a}
+    if not lists or len(lengths) != 1:
+        return [(outputs, _tensors(values))]
+    alone = [a for a in values if isinstance(a, torch.Tensor)]
+    inputs = [_tensors([*together, *alone]) for together in zip(*lists)]
+    return list(zip([[output] for output in outputs] or [[]] * len(inputs), inputs))
 
 
 def _all_tensors(values: Sequence[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in values)
 
 
-def _bad_number(given: Any) -> bool:
-    """Whether a plain number among the arguments, or a tensor of no dimension, is not finite."""
-    if isinstance(given, (list, tuple)):
-        return any(_bad_number(value) for value in given)
-    if isinstance(given, dict):
-        return _bad_number(tuple(given.values()))
-    if isinstance(given, torch.Tensor):
-        return given.ndim == 0 and not _is_finite(given)
-    return isinstance(given, float) and not np.isfinite(given)
+def _is_bad_number(value: Any) -> bool:
+    """Whether this is a plain number, or a tensor of no dimension, that is not finite."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not _is_finite(value)
+    return isinstance(value, float) and not np.isfinite(value)
 
 
 def _numbers(tensor: Any) -> np.ndarray[Any, Any]:

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import variables as keras_variables
+
 LARGE = 1 << 17
 """Elements from which a tensor on a CPU is read with `dot`."""
 
@@ -83,19 +86,12 @@ def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
 
 def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
-    rows = [_row(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
+    found = [_dense(t.detach()) for t in tensors if can_be_bad(t) and t.numel()]
+    rows = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in found]
     if not all(bool(torch.isfinite(row).all()) for row in rows):
         return number
     exact = sum(float((row.double() ** power).sum()) for row in rows) / power
     return exact if abs(exact) < SUM_LIMIT else math.copysign(SUM_LIMIT, exact)
-
-
-def _row(tensor: Any) -> Any:
-    """Return the numbers of a tensor as one row of at least 32 bits, complex ones as pairs."""
-    tensor = _dense(tensor.detach())
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1)
 
 
 def is_away(scalars: Iterable[Any]) -> bool:
@@ -116,9 +112,4 @@ def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Return the number of NaN, of infinite, and of all entries of each tensor."""
-    found = []
-    for tensor in tensors:
-        row = _row(tensor) if can_be_bad(tensor) else torch.zeros(0)
-        size = row.numel() if tensor.is_complex() else tensor.numel()
-        found.append((int(torch.isnan(row).sum()), int(torch.isinf(row).sum()), int(size)))
-    return found
+    return [finiteness.counts(keras_variables.dense(tensor)) for tensor in tensors]

@@ -27,6 +27,7 @@ from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update, UpdateQueue
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 NAMESPACES = (
@@ -207,8 +208,8 @@ class Replay(interface.Replay):
         """
         if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        natives = [getattr(v, "value", v) for v in variables]
-        natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
+        values = [getattr(v, "value", v) for v in variables]
+        natives = keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
         undo_log = _log(natives)
         ours = {id(tensor) for tensor in natives}
         states = [

@@ -170,22 +170,17 @@ class UndoLog:
                 restore()
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in silent or tensor._version != version:
-                    _without_repeats(tensor).copy_(_without_repeats(value, tensor))
+                    _write(tensor, value)
 
 
-def _without_repeats(tensor: Any, of: Any = None) -> Any:
-    """Return the part of a tensor that is in memory once: PyTorch cannot write to an expanded
-    tensor (`Normalization(mean=0.0)`).
-
-    Args:
-        of: the tensor whose memory counts, itself by default.
+def _write(tensor: Any, value: Any) -> None:
+    """Write a value, each number in memory once: PyTorch cannot write to an expanded tensor as a
+    whole (`Normalization(mean=0.0)`).
     """
-    of = tensor if of is None else of
-    strides = of.stride() if of.layout == torch.strided else ()
-    for dim, stride in enumerate(strides):
-        if stride == 0 and of.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    if tensor.layout == torch.strided:
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+        tensor, value = tensor[once], value[once]
+    tensor.copy_(value)
 
 
 def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:

@@ -81,10 +81,16 @@ def test_norms(sizes, dtype):
         given[number][-1] = kept
 
 
-def test_a_norm_whose_square_overflows():
-    """Finite 64-bit numbers have a finite norm."""
-    given = [torch.tensor([1e200, 1e300], dtype=torch.float64)]
-    assert math.isfinite(reductions.norm_of(read(given), given))
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_sum_is_finite_exactly_if_its_entries_are(power, dtype, bad):
+    """Also in the dtype in which it overflows."""
+    tensors = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones((3, 2), dtype=dtype)]
+    if bad is not None:
+        tensors[1][1, 1] = bad
+    number = (reductions.squares_of if power == 2 else reductions.norm_of)(read(tensors), tensors)
+    assert math.isfinite(number) is (bad is None)
 
 
 def test_small_ones_are_read_with_one_call(monkeypatch):

@@ -45,14 +45,6 @@ def test_writes_that_torch_does_not_count_are_undone(how):
     np.testing.assert_array_equal(values(tensor), VALUES)
 
 
-def test_an_uncounted_write_stays_unless_requested():
-    tensor = torch.tensor(VALUES)
-    log = UndoLog([tensor], (), nothing)
-    tensor.numpy()[:] = 0.0
-    log.give_back()
-    np.testing.assert_array_equal(values(tensor), np.zeros((2, 3)))
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (3, 1), (1, 3), (2, 1, 3), (1, 1)])
 def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
     """PyTorch cannot write into an expanded tensor: its memory is written once, along every
