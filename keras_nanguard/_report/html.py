@@ -299,7 +299,7 @@ def common(runs: Sequence[Run]) -> list[str]:
     others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
     found = [f"{len(bad)} of {len(runs)} runs had incidents."]
-    for why, n in Counter(why for run in bad for why in set(run.causes)).most_common(_MAX_CAUSES):
+    for why, n in Counter(why for run in bad for why in run.causes).most_common(_MAX_CAUSES):
         if n > 1 or len(bad) == 1:
             steps = ([i.step + 1 for i in run.incidents if console.why(i) == why] for run in bad)
             firsts = [of_run[0] for of_run in steps if of_run]
