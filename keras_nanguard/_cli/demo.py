@@ -148,7 +148,11 @@ def run(epochs: int = EPOCHS) -> int:
     screen.print(terminal.table(guard.incidents))
     stock, guarded, clean = results
     won = wins(stock, guarded, clean)
-    screen.print(f"\n{_verdict(won, guarded[ACCURACY], clean[ACCURACY])}")
+    said = "The guarded run did not win: it classifies"
+    if won:
+        said = "Five images ruin training with stock Keras. With NanGuard() the network classifies"
+    share, without = f"{guarded[ACCURACY]:.1%}", f"{clean[ACCURACY]:.1%}"
+    screen.print(f"\n{said} {share} of the test images, and {without} without the five.")
     return 0 if won else 1
 
 
@@ -160,12 +164,3 @@ def _table(results: list[dict[str, Any]]) -> Any:
         values = [result[row] for result in results]
         table.add_row(row, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
     return table
-
-
-def _verdict(won: bool, guarded: float, clean: float) -> str:
-    without = f"{clean:.1%} without the five"
-    if won:
-        results = f"With NanGuard() the network classifies {guarded:.1%} of the test images"
-        return f"Five images ruin training with stock Keras. {results}, and {without}."
-    results = f"it classifies {guarded:.1%} of the test images"
-    return f"The guarded run did not win: {results}, and {without}."
