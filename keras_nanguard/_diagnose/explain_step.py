@@ -292,7 +292,8 @@ def _mode(run: Any) -> str:
     mode.
     """
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
-    mode = "xla" if run.transaction.jit else uncompiled
+    compiled = run.transaction is not None and run.transaction.jit  # `None`: nothing was trained
+    mode = "xla" if compiled else uncompiled
     return mode if mode in current.replay().MODES else "eager"
 
 
