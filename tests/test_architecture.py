@@ -21,8 +21,8 @@ from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, PACKAGE, edges, modules
 
 from keras_nanguard import NanGuard, actions
 from keras_nanguard._core.incident import CAUSES, Decision, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._core.literals import CAUSE_WORDS
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose import causes
 from keras_nanguard._diagnose.words import conclude
 from keras_nanguard._fit.perform import PERFORMERS
