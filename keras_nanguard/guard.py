@@ -25,7 +25,7 @@ from keras_nanguard._fit import arguments
 from keras_nanguard._fit.attached import Attached, guardable
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, Totals
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import outside
@@ -144,25 +144,19 @@ class NanGuard(keras.callbacks.Callback):
 
     def __copy__(self) -> Any:
         """Return a new guard with the same settings."""
-        return self._fresh(lambda value: value)
+        return self.__deepcopy__({id(value): value for value in vars(self).values()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a new guard with the same settings and functions, and copies of the attributes of
-        a subclass.
-        """
-        return self._fresh(lambda value: copy.deepcopy(value, memo), memo)
-
-    def _fresh(self, copied: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
-        """Return a new guard. It does not resume, because the snapshots in the directory belong to
-        the original.
+        a subclass. It does not resume, because the snapshots in the directory belong to the
+        original.
         """
         made, unused = type(self).__new__(type(self)), self._unused()
-        if memo is not None:
-            memo[id(self)] = made
+        memo[id(self)] = made
         made.__dict__.update({**vars(unused), "_resumed": True})
         for name, value in vars(self).items():
             if name not in vars(unused) and not hasattr(unused, name):
-                setattr(made, name, copied(value))
+                setattr(made, name, copy.deepcopy(value, memo))
         return made
 
     @property
@@ -209,7 +203,8 @@ class NanGuard(keras.callbacks.Callback):
                 return
             other.detach()
         self.session = self._session(model)
-        self._attached = Attached(self.session, self._reporter, self.logs, self._detach)
+        shown = (self.logs, self.diagnose)
+        self._attached = Attached(self.session, self._reporter, *shown, self._detach)
         self._reporter.begin()
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -249,8 +244,7 @@ class NanGuard(keras.callbacks.Callback):
             return
         self._attached.begin(self.params or {})
         self._print_policy_warnings()
-        self._resume((self.params or {}).get("steps"))
-        self._attached.settle_start_if_nothing_is_left()
+        self._attached.resume(self._resumed_from((self.params or {}).get("steps")))
 
     def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
@@ -272,17 +266,15 @@ class NanGuard(keras.callbacks.Callback):
 
     # Resuming: the state is chosen after all callbacks have restored theirs
 
-    def _resume(self, steps: int | None = None) -> None:
-        """Resume from the newest snapshot on disk, in the first fit only: a later fit is another
-        run.
-        """
-        session, directory = self.session, self.directory
-        if session is None or directory is None or not self.resume or self._resumed:
-            return
+    def _resumed_from(self, steps: int | None = None) -> Resumed | None:
+        """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
+        if self.directory is None or not self.resume or self._resumed:
+            return None
         self._resumed = True
-        session.resuming = found = find(directory, steps)
+        found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.agreed(-1 if found is None else found.record.step, what)
+        return found
 
     # The epochs and the results
 
@@ -317,7 +309,7 @@ class NanGuard(keras.callbacks.Callback):
     def on_test_end(self, logs: Any = None) -> None:
         """Report NaN and Inf in results, and outdated BatchNormalization statistics."""
         if self._attached is not None:
-            self._attached.end_test(logs, self.diagnose)
+            self._attached.end_test(logs)
         self._leave()
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -330,7 +322,7 @@ class NanGuard(keras.callbacks.Callback):
     def on_predict_end(self, logs: Any = None) -> None:
         """Report predictions that are not finite, and detach."""
         if self._attached is not None:
-            self._attached.end_predict(self.diagnose)
+            self._attached.end_predict()
         self._leave()
 
     def _leave(self) -> None:
@@ -376,9 +368,9 @@ class NanGuard(keras.callbacks.Callback):
         self.session = self._session(model, optimizers)
         self._reporter.begin()
         self._print_policy_warnings()
-        self._resume()
-        if self.session.resuming is not None:
-            self._reporter.line(self.session.resuming.sentence())
+        self.session.resuming = resuming = self._resumed_from()
+        if resuming is not None:
+            self._reporter.line(resuming.sentence())
         self._watching = True
         try:
             with loop_step().watching():

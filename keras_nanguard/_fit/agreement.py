@@ -205,18 +205,18 @@ def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
 
 def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:
     """Return findings in a batch with rank and rows in their path: `rank 1: x, row 8`."""
-    batch = report.batch if report is not None else None
-    of_batch = batches.bad(batch, ARGUMENTS) if batch is not None else ()
+    if report is None:
+        return list(findings)
+    of_batch = batches.bad(report.batch, ARGUMENTS) if report.batch is not None else ()
     rows = {argument_path(part.name): part.rows for part in of_batch}
-    named = {}
-    for f in findings:
-        if f.site in ("inputs", "targets") and report is not None:
-            places = _by_process(report, rows.get(f.path, ()), rank)
-            named[f.path] = _located(f.path, places or {rank: ()})
-    return [
-        replace(f, path=named[f.path]) if f.path in named and f.site in ("inputs", "targets") else f
-        for f in findings
-    ]
+
+    def labelled(finding: Finding) -> Finding:
+        if finding.site not in ("inputs", "targets"):
+            return finding
+        places = _by_process(report, rows.get(finding.path, ()), rank)
+        return replace(finding, path=_located(finding.path, places or {rank: ()}))
+
+    return [labelled(finding) for finding in findings]
 
 
 def _by_process(report: Report, rows: Sequence[int], rank: int) -> Mapping[int, Sequence[int]]:

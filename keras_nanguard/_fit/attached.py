@@ -25,6 +25,7 @@ from keras_nanguard._fit.callbacks import (
     numbers,
 )
 from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
@@ -37,6 +38,7 @@ class Attached:
         session: the host side of the transaction.
         reporter: prints lines.
         logs: whether to add the guard's own numbers to the epoch logs.
+        diagnose: whether to find the cause of results that are not finite.
         cut_short: called when the call of Keras ends by an exception.
 
     Attributes:
@@ -45,9 +47,15 @@ class Attached:
     """
 
     def __init__(
-        self, session: Session, reporter: Reporter, logs: bool, cut_short: Callable[[], None]
+        self,
+        session: Session,
+        reporter: Reporter,
+        logs: bool,
+        diagnose: bool,
+        cut_short: Callable[[], None],
     ):
-        self.session, self._reporter, self._logs = session, reporter, logs
+        self.session, self._reporter = session, reporter
+        self._logs, self._diagnose = logs, diagnose
         around: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
             "on_train_begin": self._around_train_begin,
             "on_epoch_begin": self._around_epoch_begin,
@@ -59,6 +67,7 @@ class Attached:
         self.fit = Fit(surrounding(), cut_short, around)
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, Any] = {}
+        self._epochs: int | None = None
         self._lagging, self._predicted = Lagging(), list[Finding]()
         self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
@@ -87,20 +96,17 @@ class Attached:
         self.session.callbacks_deferred = callbacks_deferred(callbacks)
         hide_from_progress_bar(callbacks)
         self._reporter.begin_tracking(getattr(callbacks, "callbacks", ()))
-        self.session.run.recorder.note(
-            **{name: None if plan.get(key) is None else int(plan[key]) for name, key in _PLAN}
-        )
+        known = {name: None if plan.get(name) is None else int(plan[name]) for name in _LENGTH}
+        self._epochs = known["epochs"]
+        self.session.run.recorder.note(epochs=self._epochs, steps_per_epoch=known["steps"])
 
-    def settle_start_if_nothing_is_left(self) -> None:
-        """Restore the state to resume from now if no step will run: other callbacks receive it."""
-        resuming = self.session.resuming
+    def resume(self, resuming: Resumed | None) -> None:
+        """Resume from a snapshot. If no step will run, its state is restored now, so that other
+        callbacks receive it.
+        """
+        self.session.resuming = resuming
         if resuming is not None and resuming.leaves_nothing_of(self._epochs):
             self.settle_start()
-
-    @property
-    def _epochs(self) -> int | None:
-        """The number of epochs of the running fit, `None` if unknown."""
-        return self._plan.get("epochs")
 
     def settle_start(self, epoch: int | None = None) -> None:
         """Choose the state to resume from, after all callbacks have run `on_train_begin`.
@@ -206,13 +212,13 @@ class Attached:
 
     # Results
 
-    def end_test(self, logs: Any, diagnose: bool) -> None:
+    def end_test(self, logs: Any) -> None:
         """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
         BatchNormalization statistics.
         """
         bad = bad_metrics(logs)
-        self._announce(bad, diagnose)
-        if self.training and not bad and diagnose:
+        self._announce(bad)
+        if self.training and not bad and self._diagnose:
             found = self._lagging.look(self.session.run, logs, self._plan)
             if found is not None:
                 self.session.seen_outside(*found)
@@ -221,21 +227,21 @@ class Attached:
         """Find predictions that are not finite, of which the first ones are reported."""
         self._predicted = self._predicted or bad_arrays(logs)
 
-    def end_predict(self, diagnose: bool) -> None:
+    def end_predict(self) -> None:
         """Report predictions that are not finite."""
         found, self._predicted = self._predicted, []
-        self._announce(found, diagnose)
+        self._announce(found)
 
-    def _announce(self, findings: list[Finding], diagnose: bool) -> None:
+    def _announce(self, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""
         if findings:
             model, says = self.session.run.model, bool(self._reporter.verbose)
-            diagnosis = diagnosed(model, says) if diagnose else None
+            diagnosis = diagnosed(model, says) if self._diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self.training)
 
 
-_PLAN = (("epochs", "epochs"), ("steps_per_epoch", "steps"))
-"""Names in the recording, and those that Keras uses, of the length of a fit."""
+_LENGTH = ("epochs", "steps")
+"""The names that Keras uses for the length of a fit."""
 
 
 # Loops without `fit`

@@ -23,8 +23,8 @@ from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Resumed
-from keras_nanguard._fit.run import Counts, Run
-from keras_nanguard._fit.snapshots import Ring, Snapshot, size_of
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._recording.database import REFUSED
 
 if TYPE_CHECKING:
@@ -68,16 +68,6 @@ class Session:
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
         self._generators: Any = None
-
-    @property
-    def counts(self) -> Counts:
-        """The counters of the run."""
-        return self.run.counts
-
-    @property
-    def ring(self) -> Ring:
-        """The snapshots of the run."""
-        return self.run.ring
 
     # Before a step
 
@@ -215,19 +205,21 @@ class Session:
             run.ring.complete(variable, value)
         run.counts.last_refused = verdict.refused
         if run.transaction.counted:
-            self._after_many(verdict)
-            return
-        bad = verdict.refused or not verdict.finite
-        reports = run.transaction.take_reports() if bad else ()
-        self._judge(verdict, reports[-1] if reports else None)
-        run.counts.step += 1
-        if run.agreement.news:
-            self.incidents.between_steps(run.agreement.pick_up())
-        run.checks_fully = run.recovery.active
+            self._judge_many(verdict)
+        else:
+            bad = verdict.refused or not verdict.finite
+            reports = run.transaction.take_reports() if bad else ()
+            self._judge(verdict, reports[-1] if reports else None)
+            run.counts.step += 1
+            if run.agreement.news:
+                self.incidents.between_steps(run.agreement.pick_up())
+        run.checks_fully = run.recovery.active or run.transaction.counted
         self._run_due()
 
-    def _after_many(self, last: Verdict) -> None:
-        """Handle an execution of several steps; `last` is the row of the last one."""
+    def _judge_many(self, last: Verdict) -> None:
+        """Count the steps of one execution, or raise their incidents; `last` is the row of the last
+        one.
+        """
         run, transaction, counts = self.run, self.run.transaction, self.run.counts
         first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
         run.state_replaced = False
@@ -247,7 +239,6 @@ class Session:
         counts.step = end
         if run.transaction is not transaction:  # compiled again before all steps were counted
             run.transaction.recount(end)
-        self._run_due()
 
     def _judge(self, verdict: Verdict, report: Report | None, last: bool = True) -> None:
         """Count one step or raise its incident. Only the state of the `last` one can be read."""
