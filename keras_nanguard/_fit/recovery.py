@@ -118,7 +118,7 @@ class Rate:
             self.factor, self.lowest, self._left, self._absolute = before
             restore()
 
-    def lower(self, factor: float, min_lr: float, failed: float = 0.0) -> tuple[float, float, bool]:
+    def lower(self, factor: float, min_lr: float, failed: float) -> tuple[float, float, bool]:
         """Multiply the rate; return `(before, after, retrace)`. `retrace`: whether the step has to
         be compiled again.
 

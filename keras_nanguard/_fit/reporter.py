@@ -59,8 +59,8 @@ class Reporter:
             samples: the bad rows of its step.
         """
         self._of_run.append(incident)
-        details = _details(directory)
-        self._print_made("a line", lambda: self._lines.line(incident, samples, details))
+        what = (incident, samples, _details(directory))
+        self.attempt("print a line", lambda: self.line(self._lines.line(*what)))
 
     def epoch(
         self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool
@@ -74,7 +74,7 @@ class Reporter:
         if ordinary and self.verbose < 2:
             return
         seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
-        self._print_made("a line", lambda: self._lines.epoch(epoch, *seen))
+        self.attempt("print a line", lambda: self.line(self._lines.epoch(epoch, *seen)))
 
     def end(self, counts: Counts, directory: str | None) -> None:
         """Print the table at the end of a run, if there were incidents."""
@@ -82,7 +82,7 @@ class Reporter:
         if incidents and self.verbose:
             seen = (counts.step, counts.refused, counts.run_again, len(incidents))
             head = console.closing_line(*seen, _details(directory))
-            self._print_made("a table", lambda: terminal.table_text(incidents, head))
+            self.attempt("print a table", lambda: self.line(terminal.table_text(incidents, head)))
 
     def line(self, text: str) -> None:
         """Print a line that is not about an incident, if there is one."""
@@ -94,9 +94,6 @@ class Reporter:
         if line not in self._printed:
             self._printed.add(line)
             processes.print_line(line)
-
-    def _print_made(self, what: str, make: Callable[[], str]) -> None:
-        self.attempt(f"print {what}", lambda: self.line(make()))
 
     # Trackers
 

@@ -112,7 +112,7 @@ class Counts:
         self.refused += steps
         self.epoch_refused += steps
 
-    def return_to(self, step: int, good: int, again: Set[int] = frozenset()) -> None:
+    def return_to(self, step: int, good: int, again: Set[int]) -> None:
         """Continue counting from an earlier step, when there were fewer `good` ones; the given
         refused steps since then are replayed.
         """

@@ -15,7 +15,6 @@ from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.recovery import Rate
 from keras_nanguard._fit.rollback import Replay
-from keras_nanguard._fit.run import Counts
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
@@ -159,18 +158,6 @@ def test_rates_of_the_groups_of_torch():
     with rate.tried(0.1):
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.03, 0.007])
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.3, 0.07]
-
-
-def test_counts_return_by_steps():
-    """A replayed step counts for the current epoch only if it belongs to it."""
-    counts = Counts()
-    counts.step, counts.committed, counts.good = 10, 8, 8
-    counts.refuse(2)
-    counts.begin_epoch(1)
-    counts.step = 15
-    counts.refuse(1)
-    counts.return_to(5, 5, again={6, 12})
-    assert (counts.step, counts.committed, counts.refused, counts.epoch_refused) == (5, 5, 3 - 2, 1 - 1)
 
 
 def _torch_loop(tries):

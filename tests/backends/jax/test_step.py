@@ -413,12 +413,12 @@ def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
         session, before = guard.session, len(traces)
         rate = session.run.recovery.rate(model.optimizer)
         if rate.factor == 1.0:
-            rate.lower(0.5, 0.0)
+            rate.lower(0.5, 0.0, 0.0)
             session.run.access.rebuild()
             return
         step, args = session.run.transaction, session.run.transaction.given
         moved = [step.judged(*args).weights]
-        rate.lower(1e-3, 0.0)
+        rate.lower(1e-3, 0.0, 0.0)
         moved.append(step.judged(*args).weights)
         rate.restore(0.5)
         found.append((moved[0] != moved[1], len(traces) - before))
