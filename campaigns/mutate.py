@@ -89,7 +89,7 @@ GROUPS = {
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
-        tuple(f"_backends/tensorflow/{name}.py" for name in ("execution", "decision", "step")),
+        tuple(f"_backends/tensorflow/{name}.py" for name in ("execution", "step")),
         (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
         budget=120.0,
     ),

@@ -8,15 +8,15 @@ A backend is a package with these modules, each with what a class here or in `sh
 | `step` | `Transaction` | `Transaction` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
-| `host` | functions for the process as a whole | `Host` |
+| `host` | functions for the process as a whole; TensorFlow has the defaults | `Host` |
 
 The other direction is `Session`: what a backend calls around each step, as the one argument of
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
 running step), `execution` (one run, or one trace, of the transaction; on PyTorch it is in `step`),
-`reductions` (the sums of a verdict) and `origins` (the first bad operation; on JAX it is in
-`replay`). A module of any other name is specific to its backend.
+`reductions` (the sums of a verdict) and `origins` (the first bad operation; on TensorFlow and JAX
+it is in `replay`). A module of any other name is specific to its backend.
 
 `tests/backends/test_interface.py` tests each backend against it.
 """
@@ -197,7 +197,8 @@ class Replay:
 
 class Host:
     """Functions for the process as a whole. The defaults are those of a process that trains alone,
-    with all of its random state in variables. The class `Host` of the module `host`.
+    with all of its random state in variables. The class `Host` of the module `host`, if there is
+    one.
     """
 
     SPREADS_ARRAYS = False

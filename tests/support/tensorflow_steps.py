@@ -9,6 +9,7 @@ from keras import layers
 
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 SIZE, STEPS, BAD = 4, 8, (1, 2, 6)
@@ -32,10 +33,10 @@ def network(optimizer=None, *more, loss="mse", built=True):
     return model
 
 
-def alone(model, way="deferred", body=None, several=1, **more):
+def alone(model, way="deferred", body=None, several=1, logs=True, **more):
     """Return the transaction around the step of a model, for this many steps per execution."""
     created = []
-    known = {"model": model, "logs": True, "counted": several > 1, "refuse": True}
+    known = {"model": model if logs else None, "counted": several > 1, "refuse": True}
     known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
     transaction = Transaction(
         body or model.train_step,
@@ -61,6 +62,12 @@ def execution(step, way=""):
     return execute if way == "eager" else tf.function(execute, autograph=False)
 
 
+def read(result):
+    """Return the outputs and the verdict of one call."""
+    outputs, row = result
+    return outputs, Verdict.of(row.numpy().tolist())
+
+
 def run(transaction, given, several=1, way=""):
     """Return the logs of each execution, the verdict of each step, and the reports of all."""
     execute = vars(transaction).setdefault("traced", execution(transaction, way))
@@ -70,11 +77,10 @@ def run(transaction, given, several=1, way=""):
         transaction.given = (now[0],)
         try:
             result = execute(*now)
-        except Retrace as found:
-            transaction.learn(found)
+        except Retrace:
             execute = vars(transaction)["traced"] = execution(transaction, way)
             result = execute(*now)
-        told, verdict = transaction.read(result)
+        told, verdict = read(result)
         logs.append({key: float(value) for key, value in told.items()})
         verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
         assert str(verdicts[-1]) == str(verdict)

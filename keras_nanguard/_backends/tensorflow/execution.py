@@ -1,32 +1,51 @@
-"""One trace, or one eager run, of the transaction on one replica: the body, what it writes and
-computes, and how it commits or is refused. `step` has the outline, `decision` decides.
+"""One trace, or one eager run, of the transaction: the body on each replica, what it writes and
+computes, the verdict, and how it commits or is refused. `step` has the outline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.tensorflow import graph, reductions, updates
-from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
+from keras_nanguard._backends.tensorflow import intercept, reductions, updates
+from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
+from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
 
 class Retrace(Exception):
-    """Raised during tracing if the step has to be traced again in another mode. Never leaves the
-    library.
-
-    Attributes:
-        untracked: a variable that the step writes and that Keras does not track; `None` if updates
-            must run immediately.
+    """Raised during tracing if the step has to be traced again, with what the `TracedStep` has
+    learned. Never leaves the library.
     """
 
-    def __init__(self, untracked: graph.Untracked | None = None):
-        super().__init__()
-        self.untracked = untracked
+
+class TracedStep(interface.Transaction):
+    """A step, and what its traces have found.
+
+    Attributes:
+        train_state: returns the `TrainState` at the time of tracing.
+        note_created: called with each variable that is created inside the step, and its value.
+        refuse: whether bad steps are refused.
+        untracked: the variables that it writes and Keras does not track.
+    """
+
+    train_state: Callable[[], TrainState]
+    note_created: Callable[[Any, Any], None]
+    refuse: bool
+    untracked: dict[int, Any]
+
+    adapts_updates = True
+    """Whether its updates are ordered, and keep the bits of Keras' own (see `updates`)."""
+
+    @property
+    def immediate(self) -> bool:
+        """Whether updates run immediately, when the body calls them."""
+        return self.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
 
 
 class Sums(NamedTuple):
@@ -47,89 +66,72 @@ class Sums(NamedTuple):
     slots: Any
 
 
-class Measures(NamedTuple):
-    """What the step of one replica has computed.
+class StepResult(NamedTuple):
+    """The result of one step.
 
     Attributes:
-        sums: over its own numbers.
+        outputs: its outputs.
+        row: the numbers of its verdict, shape `(len(FIELDS),)`.
+        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
+            of the sums were finite.
+        bad: scalar bool, whether to report it: refused, and not because it was halted.
+        replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
+            are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
+    """
+
+    outputs: Any
+    row: Any
+    counts: Any
+    bad: Any
+    replicas: Any
+
+
+class StepTrace:
+    """The part of one replica in a trace (or an eager run) of a step.
+
+    Attributes:
+        args: the arguments of the body.
+        kept: `(variable, old value)`, by key, of what the body may write and a refusal restores.
+        scales: each optimizer with a loss scale, and its scale and counter before the update.
+        sums: the sums over its own numbers, once the body has run.
         scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
         losses: the summed losses.
-        counted: `(site, path, tensor)` of everything that a report counts.
-        products: gradients to multiply again in their update, from `updates.unread_products`.
+        looked_at: `(site, path, tensor)` of everything that a report counts.
     """
 
     sums: Sums
     scale: Any
     losses: list[Any]
-    counted: list[tuple[str, str, Any]]
-    products: dict[int, Any]
+    looked_at: list[tuple[str, str, Any]]
+    accesses: Accesses | None = None
+    """What the body reads and writes, if a graph shows it."""
 
-
-class StepTrace:
-    """One trace (or one eager run) of the transaction on one replica.
-
-    Args:
-        transaction: the `Transaction`, which has how it is traced.
-
-    Attributes:
-        args: the arguments of the body.
-        kept: `(variable, old value)` of what the body may write and a refusal restores.
-        scales: of each loss scale its value and counter before the update, and their variables.
-        measures: what it has computed, once the body has run.
-    """
-
-    adapts_updates = True
-    """Whether updates are ordered, and keep the bits of Keras' own (see `updates`)."""
-
-    measures: Measures
-
-    def __init__(self, transaction: Any):
+    def __init__(self, transaction: TracedStep):
         self.transaction = transaction
         self.args: Sequence[Any] = ()
         self.seen = Seen()
         self.keeps_undo = transaction.immediate and transaction.refuse
-        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.train_state = transaction.train_state()
-        self.kept: list[tuple[Any, Any]] = []
-        self.scales: list[tuple[Any, Any, Any, Any]] = []
+        self.kept: dict[int, tuple[Any, Any]] = {}
+        self.scales: list[tuple[Any, Any, Any]] = []
         self.created: set[int] = set()
         """Keys of the variables that were created inside the step."""
-        self.accesses: graph.BodyAccesses | None = None
-        """What the body reads and writes, if a graph shows it."""
-
-    def run(self, args: Sequence[Any]) -> Any:
-        """Run the body on a single replica; return its outputs."""
-        transaction, self.args = self.transaction, args
-        self.keep()
-        start = graph.mark(self.graph)
-        intercept = Intercept(
-            transaction.model,
-            self.train_state.optimizers,
-            transaction.immediate,
-            self.note_created,
-            seen=lambda: self.seen,
-            asked=self.asked,
-        )
-        with intercept, intercept.creating():
-            outputs = transaction.body(*args)
-        self.train_state = transaction.train_state()
-        if self.graph is not None and transaction.refuse:
-            self.inspect(start)
-        self.measure(outputs)
-        return outputs
+        self.products: dict[int, Any] = {}
+        """Gradients to multiply again in their update, from `updates.unread_products`."""
 
     # The body, and what it may write
 
     def keep(self) -> None:
         """Keep the values that the body may write and a refusal restores."""
-        self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
-        if self.graph is None:  # a graph shows them
-            self.hold(self.train_state.unlisted)
-        self.kept += [(v, v.read_value()) for v in self.transaction.untracked.values()]
+        state = self.train_state
+        self.hold([*state.other, *state.metrics, *state.rates])
+        self.hold(self.transaction.untracked.values())
+        if tf.executing_eagerly():  # a graph shows them
+            self.hold(state.unlisted)
         if self.keeps_undo:
-            self.hold([*self.train_state.trainable, *self.train_state.slots])
-        for pair in self.train_state.scales:
-            self.note_scale(*pair)
+            self.hold([*state.trainable, *state.slots])
+        for optimizer in state.optimizers:
+            self.note_scale(optimizer)
 
     def asked(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
@@ -143,62 +145,66 @@ class StepTrace:
                 native = keras_variables.native(variable)
                 self.transaction.note_created(native, keras_variables.read(variable))
         if self.keeps_undo:
-            kept = {id(v.handle) for v, _ in self.kept}
-            self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
-        if keras_optimizers.is_loss_scaled(record.optimizer):
-            scale = record.optimizer.dynamic_scale
-            noted = [*self.train_state.scales, *(pair[2:] for pair in self.scales)]
-            if id(scale) not in {id(other) for other, _ in noted}:
-                self.note_scale(scale, record.optimizer.step_counter)
+            self.hold(found)
+        if all(record.optimizer is not known for known, *_ in self.scales):
+            self.note_scale(record.optimizer)
 
-    def note_scale(self, scale: Any, counter: Any) -> None:
-        """Store a loss scale: value and counter at this point of the program, and the variables."""
-        values = scale.value.read_value(), counter.value.read_value()
-        self.scales.append((*values, scale, counter))
+    def note_scale(self, optimizer: Any) -> None:
+        """Store the loss scale of an optimizer, if it has one: value and counter at this point of
+        the program.
+        """
+        values = [v.value.read_value() for v in keras_optimizers.scales_of(optimizer)]
+        if values:
+            self.scales.append((optimizer, *values))
 
-    def hold(self, variables: Sequence[Any]) -> None:
-        """Keep the current values of variables (of Keras or TensorFlow)."""
+    def hold(self, variables: Iterable[Any]) -> None:
+        """Keep the current values of variables (of Keras or TensorFlow) that are not kept yet."""
         for variable in map(self.local, variables):
-            self.kept.append((variable, variable.read_value()))
+            if id(variable.handle) not in self.kept:
+                self.kept[id(variable.handle)] = variable, variable.read_value()
 
     def local(self, variable: Any) -> Any:
         """Return the TensorFlow variable behind a Keras one; any other variable is returned
         unchanged.
         """
-        return variable if isinstance(variable, tf.Variable) else variable.value
+        return keras_variables.native(variable)
 
     def keys(self, variables: Iterable[Any]) -> set[int]:
         """Return the keys of these variables in a graph."""
         return {id(self.local(v).handle) for v in variables}
 
-    def note_created(self, variable: Any) -> None:
-        """Store a variable that is created inside the step."""
-        self.hold([variable])
-        self.created |= self.keys([variable])
-        with tf.init_scope():
-            self.transaction.note_created(variable, variable.numpy())
+    @property
+    def large_keys(self) -> set[int]:
+        """The keys of weights and slots."""
+        return self.keys([*self.train_state.trainable, *self.train_state.slots])
+
+    @property
+    def known_keys(self) -> set[int]:
+        """The keys of all variables of this replica that are known to the step."""
+        scales = (v for o, *_ in self.scales for v in keras_optimizers.scales_of(o))
+        return self.large_keys | self.kept.keys() | self.keys(scales)
 
     # What the graph shows
 
-    def inspect(self, start: int, foreign: Set[int] = frozenset()) -> None:
+    def inspect(self, graph: Any, start: int, foreign: Collection[int]) -> None:
         """Keep only what the body writes; raise `Retrace` if this mode does not suit it.
 
         Args:
+            graph: the graph of the step.
             start: mark of the graph at which the body begins.
             foreign: keys of the variables of other replicas.
         """
-        self.accesses = graph.BodyAccesses(self.graph, start, self.seen.boundary, foreign)
+        self.accesses = Accesses(graph, start, self.seen.boundary, foreign)
         written = self.accesses.written
-        large = self.keys([*self.train_state.trainable, *self.train_state.slots])
-        if not self.keeps_undo and not large.isdisjoint(written):
+        if not self.keeps_undo and not self.large_keys.isdisjoint(written):
+            self.must_be_immediate()
+        unknown = written.keys() - self.known_keys
+        found = {key: intercept.untracked(written[key]) for key in unknown}
+        untracked = {key: variable for key, variable in found.items() if variable is not None}
+        if untracked:
+            self.transaction.untracked.update(untracked)
             raise Retrace
-        known = large | {id(v.handle) for v, _ in self.kept}
-        known |= self.keys(v for pair in self.train_state.scales for v in pair)
-        for key, handle in written.items():
-            untracked = None if key in known else graph.untracked(handle)
-            if untracked is not None:
-                raise Retrace(untracked)
-        self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
+        self.kept = {key: pair for key, pair in self.kept.items() if key in written}
 
     def check_deferred(self) -> None:
         """Raise `Retrace` if the rest of the body depends on updates that were deferred.
@@ -207,7 +213,12 @@ class StepTrace:
         """
         traced = tf.compat.v1.get_default_graph()
         if self.accesses is not None and self.accesses.depend_on(traced):
-            raise Retrace
+            self.must_be_immediate()
+
+    def must_be_immediate(self) -> None:
+        """Have the step traced again with updates that run immediately."""
+        self.transaction.keeps_undo = True
+        raise Retrace
 
     # What the step computes
 
@@ -217,91 +228,209 @@ class StepTrace:
         """
         state, seen, transaction = self.train_state, self.seen, self.transaction
         kind = reductions.kind([*state.trainable, *state.slots])
-        others = self.keys([*state.metrics, *state.trainable, *state.slots]) | transaction.tolerated
-        kept = [v for v, _ in self.kept if id(v.handle) not in others]
+        others = self.large_keys | self.keys(state.metrics) | transaction.tolerated
+        kept = [v for key, (v, _) in self.kept.items() if key not in others]
         written = list(filter(reductions.can_be_bad, kept))
-        losses = seen.losses or transaction.losses(outputs)
-        pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
-        products: dict[int, Any] = {}
-        if self.graph is not None and not transaction.jit and self.adapts_updates:
+        self.losses = seen.losses or transaction.losses(outputs)
+        pairs = [pair for record in seen.records for pair in record.pairs]
+        if transaction.adapts_updates and not tf.executing_eagerly():
             if transaction.immediate:
                 pairs = [(updates.read_apart(g), v) for g, v in pairs]
             else:
-                products = updates.unread_products(g for g, _ in pairs)
-        weights = slots = tf.zeros((), kind)
-        if transaction.immediate:
-            weights = reductions.total((v.value for v in state.trainable), kind)
-            slots = reductions.total((v.value for v in state.slots), kind)
-        sums = Sums(
-            reductions.add([tf.cast(loss, kind) for loss in losses], kind),
+                self.products = updates.unread_products(g for g, _ in pairs)
+        after = (state.trainable, state.slots) if transaction.immediate else ((), ())
+        self.sums = Sums(
+            reductions.add([tf.cast(loss, kind) for loss in self.losses], kind),
             reductions.squares([g for g, _ in pairs], kind),
             reductions.total(written, kind),
-            weights,
-            slots,
+            *(reductions.total((v.value for v in part), kind) for part in after),
         )
-        scales = [value for value, *_ in self.scales]
-        scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
-        self.measures = Measures(sums, scale, losses, self._places(pairs, written), products)
-
-    def _places(self, pairs: Iterable[Any], written: Iterable[Any]) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report counts.
-
-        Args:
-            pairs: `(gradient, variable)` of each update.
-            written: the written statistics.
-        """
-        state, paths = self.train_state, {}
-        for variable in (*state.other, *state.trainable, *state.rates):
-            paths[id(self.local(variable).handle)] = variable.path
-        found = [("outputs", name, tensor) for name, tensor in self.seen.outputs]
+        scales = [scale for _, scale, _ in self.scales]
+        self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
+        paths = {
+            id(self.local(v).handle): v.path for v in (*state.other, *state.trainable, *state.rates)
+        }
+        found = [("outputs", name, tensor) for name, tensor in seen.outputs]
         found += [("gradients", v.path, gradient) for gradient, v in pairs]
         found += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
-        if self.transaction.immediate:
-            found += [("weights", v.path, self.local(v)) for v in state.trainable]
-            found += [("slots", v.path, self.local(v)) for v in state.slots]
-        return [(*place, t) for *place, t in found if reductions.can_be_bad(t)]
+        for site, part in zip(("weights", "slots"), after):
+            found += [(site, v.path, self.local(v)) for v in part]
+        self.looked_at = [place for place in found if reductions.can_be_bad(place[2])]
 
-    @property
-    def places(self) -> tuple[tuple[str, str], ...]:
-        """`(site, path)` of each line of its counts."""
-        return tuple((site, path) for site, path, _ in self.measures.counted)
-
-    def look(self) -> tuple[Any, Any]:
-        """Return whether all entries are finite, a scalar bool, and the counts of each place."""
-        counts = reductions.counts([tensor for _, _, tensor in self.measures.counted])
-        decide = tf.constant([site != "outputs" for site, _ in self.places], tf.int64)
+    def look(self) -> tuple[Any, Any, Any]:
+        """Return whether all entries are finite, a scalar bool; the counts of each place; and its
+        row of `StepResult.replicas`.
+        """
+        counts = reductions.counts([tensor for _, _, tensor in self.looked_at])
+        decide = tf.constant([site != "outputs" for site, _, _ in self.looked_at], tf.int64)
         bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
-        return reductions.all_finite(self.measures.losses) & (bad == 0), counts
-
-    def given_bad(self) -> Any:
-        """Return whether its data are bad, a scalar bool."""
-        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
-        return ~reductions.all_finite(given)
-
-    def rows(self) -> Any:
-        """Return the number of its rows, a scalar int64; -1 if unknown."""
-        leaves = tf.nest.flatten(self.args)
-        dense = [t for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank]
-        return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
+        finite = reductions.all_finite(self.losses) & (bad == 0)
+        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if tf.is_tensor(t)]
+        given_bad = ~finite & ~reductions.all_finite(given)
+        dense = [t for t in tf.nest.flatten(self.args) if isinstance(t, tf.Tensor) and t.shape.rank]
+        rows = tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
+        blame = [tf.cast(~finite, tf.int64), tf.cast(given_bad, tf.int64), rows]
+        return finite, counts, tf.stack(blame)
 
     # Commit or refuse
 
     def commit(self) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots."""
-        adapted = self.adapts_updates and not self.transaction.jit
-        optimizers = self.train_state.optimizers if adapted else ()
-        updates.run(self.seen.records, optimizers, self.measures.products)
-        dtype = self.measures.scale.dtype
-        return reductions.update_sums(self.train_state, self.seen.records, dtype)
+        optimizers = self.train_state.optimizers if self.transaction.adapts_updates else ()
+        updates.run(self.seen.records, optimizers, self.products)
+        return reductions.update_sums(self.train_state, self.seen.records, self.scale.dtype)
 
     def refuse(self, loss: Any, gradients: Any) -> None:
         """Restore the kept values, and update each loss scale, given the sums of the verdict."""
-        for variable, old in self.kept:
+        for variable, old in self.kept.values():
             variable.assign(old)
-        scaled = filter(keras_optimizers.is_loss_scaled, self.train_state.optimizers)
-        first = {id(o.dynamic_scale): o.initial_scale for o in scaled if o.built}
-        for old, steps, scale, counter in self.scales:
-            initial = tf.cast(first[id(scale)], old.dtype)
+        for optimizer, old, steps in self.scales:
+            initial = tf.cast(optimizer.initial_scale, old.dtype)
             after = rules.learned_scale(reductions.OPERATIONS, loss, gradients, old, steps, initial)
-            scale.value.assign(after[0])
-            counter.value.assign(after[1])
+            for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
+                variable.value.assign(value)
+
+
+class Step(intercept.Intercept):
+    """One trace (or one eager run) of a step on all of its replicas; usually there is one.
+
+    Args:
+        transaction: the step.
+        traces: the part of each replica.
+    """
+
+    def __init__(self, transaction: TracedStep, traces: Sequence[StepTrace]):
+        self.transaction, self.traces = transaction, traces
+        optimizers = traces[0].train_state.optimizers
+        super().__init__(transaction.model, optimizers, transaction.immediate)
+        self.start = intercept.mark(self.graph)
+        self.__enter__()
+
+    def here(self) -> StepTrace:
+        """Return the part of the calling replica."""
+        return self.traces[0]
+
+    def each(self, function: Callable[[StepTrace], Any]) -> list[Any]:
+        """Call a function on each part, on its replica; return the results in order."""
+        return [function(trace) for trace in self.traces]
+
+    def seen(self) -> Seen:
+        return self.here().seen
+
+    def asked(self, record: Update) -> None:
+        self.here().asked(record)
+
+    def note_created(self, variable: Any) -> None:
+        for trace in self.traces:
+            trace.hold([variable])
+        self.traces[0].created |= self.traces[0].keys([variable])
+        with tf.init_scope():
+            self.transaction.note_created(variable, variable.numpy())
+
+    def run(self, args: Sequence[Any]) -> Any:
+        """Run the body on the calling replica; return its outputs."""
+        trace = self.here()
+        trace.args = args
+        try:
+            trace.keep()
+            with self.creating():
+                return self.transaction.body(*args)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def inspect(self) -> None:
+        """Find what the body has written, once all replicas have run it."""
+        self.__exit__()
+        train_state = self.transaction.train_state()
+        shared: set[int] = set()
+        for trace in self.traces:
+            trace.train_state = train_state
+            # The first replica handles what all of them share.
+            trace.kept = {key: pair for key, pair in trace.kept.items() if key not in shared}
+            shared |= trace.kept.keys()
+        if self.graph is not None and self.transaction.refuse:
+            owned = [trace.known_keys for trace in self.traces]
+            for number, trace in enumerate(self.traces):
+                foreign = set().union(*owned[:number], *owned[number + 1 :])
+                trace.inspect(self.graph, self.start, foreign)
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """`(site, path)` of each line of the counts."""
+        return tuple((site, path) for trace in self.traces for site, path, _ in trace.looked_at)
+
+    def decide(self, outputs: Any, halted: Any, number: Any) -> StepResult:
+        """Compute one verdict, and let each replica commit or refuse.
+
+        Args:
+            outputs: what the step returns.
+            halted: scalar bool, whether it is refused regardless of its numbers.
+            number: the number of the step, a scalar int64.
+        """
+        transaction, first = self.transaction, self.traces[0]
+        dtype = first.scale.dtype
+        finite, counts, replicas = self._examined()
+        sums = [reductions.add(s, dtype) for s in zip(*(trace.sums for trace in self.traces))]
+        settled = [reductions.settled(s, finite) for s in sums]
+        loss, gradients, statistics, *written = settled
+        scales = [first.scale] if first.scales else []
+        may_commit = rules.may_commit(reductions.OPERATIONS, finite, scales, halted)
+        # Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies
+        # the factors of an update (of the scale of a BatchNormalization) in another order than in a
+        # plain step, which may differ in the last bit.
+        logs = [] if transaction.model is None else components(outputs)
+
+        def commit() -> list[Any]:
+            after = written
+            if not transaction.immediate:
+                found = zip(*self.each(lambda trace: trace.commit()))
+                after = [reductions.add(s, dtype) for s in found]
+                for trace in self.traces:
+                    trace.check_deferred()
+            return [*after, *map(tf.identity, logs)]
+
+        def refuse() -> list[Any]:
+            if transaction.refuse:
+                self.each(lambda trace: trace.refuse(loss, gradients))
+            return [*written, *map(tf.identity, logs)]
+
+        weights, slots, *passed = tf.cond(may_commit, commit, refuse)
+        verdict = Verdict(
+            tf.cast(~may_commit if transaction.refuse else tf.constant(False), dtype),
+            *(loss, gradients, statistics, weights, slots),
+            scale=first.scale,
+            step=tf.cast(number % PERIOD, dtype),
+            halted=tf.cast(halted, dtype),
+        )
+        outputs = outputs if transaction.model is None else packed(outputs, passed)
+        return StepResult(outputs, tf.stack(list(verdict)), counts, ~may_commit & ~halted, replicas)
+
+    def _examined(self) -> tuple[Any, Any, Any]:
+        """Return whether all entries of the step are finite, and `counts` and `replicas` as in
+        `StepResult`. Entries are only read if a sum is not finite.
+        """
+
+        def look() -> tuple[Any, Any, Any]:
+            finite, counts, replicas = zip(*self.each(lambda trace: trace.look()))
+            return tf.reduce_all(finite), tf.concat(counts, 0), tf.stack(replicas)
+
+        sums = [s for trace in self.traces for s in trace.sums]
+        trusted = tf.math.is_finite(tf.add_n(sums))
+        shapes = (len(self.places), 3), (len(self.traces), 3)
+        nothing = tf.constant(True), *(tf.zeros(shape, tf.int64) for shape in shapes)
+        return tf.cond(trusted, lambda: nothing, look)  # type: ignore[no-any-return]
+
+
+def components(structure: Any) -> list[Any]:
+    """Return the dense tensors in a structure."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def packed(structure: Any, tensors: Iterable[Any]) -> Any:
+    """Put dense tensors back into a structure of tensors, or of their specs."""
+    rest = iter(tensors)
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    parts = [None if leaf is None else next(rest) for leaf in leaves]
+    return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)

@@ -67,7 +67,7 @@ class Hook(FaultHook):
             _build(self.model)
         if not getattr(step, "is_transaction", False):
             return self._around(step)
-        if step.host_has_batches and self.fault.site in ("inputs", "targets"):
+        if step.take is not None and self.fault.site in ("inputs", "targets"):
             self._overrides.set(step, "take", self._taking(step.take))
         else:
             self._overrides.set(step, "run", self._around(step.run))

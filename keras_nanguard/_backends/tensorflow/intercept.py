@@ -1,46 +1,48 @@
-"""Intercepts the optimizer calls and the loss of a step while its body runs.
+"""What the body of a step does while it runs or is traced: losses and updates, which are
+intercepted, and the variables that it reads and writes, which its graph shows.
 
 Every train step, including the user's own, ends in `Optimizer.apply`. Overriding it on the instance
 gives the gradients of any train step, without changes to the optimizer's class, config and
 variables.
+
+The graph shows exactly which operations will run. The variables that the body writes must be
+restored on a refusal, even if Keras does not track them, and an update can be deferred to the end
+of the step if nothing reads its result.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import graph
+from keras_nanguard._backends.tensorflow.reductions import can_be_bad
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.variables import as_keras
 
+_READS = frozenset(
+    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+)
+
 
 class Update:
     """One call of `Optimizer.apply`."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        real: Callable[..., Any],
-        grads: list[Any],
-        variables: Sequence[Any] | None,
-    ):
-        self.optimizer, self.real, self.grads = optimizer, real, grads
-        self.given = variables
-        known = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        self.pairs = list(zip(grads, map(as_keras, known)))
-        self.variables = [v for g, v in self.pairs if g is not None]
+    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], *given: Any):
+        self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, given
+        known = given[0] if given else keras_optimizers.trained_by(optimizer)
+        self.pairs = [(g, v) for g, v in zip(grads, map(as_keras, known)) if g is not None]
+        self.variables = [v for _, v in self.pairs]
 
     def run(self) -> None:
         """Run the deferred call."""
-        self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
+        self.real(self.grads, *self.given)
 
 
 @dataclass(slots=True)
@@ -69,26 +71,24 @@ class Intercept:
         optimizers: the intercepted optimizers.
         immediate: whether each update runs at once (its effect can be undone) instead of being
             deferred.
-        note_created: called with each variable that is created while the body runs, before its
-            first write.
-        asked: called with each record, before its update runs.
-        seen: returns the records of the calling replica, to which calls are appended.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizers: Iterable[Any],
-        immediate: bool,
-        note_created: Callable[[Any], None],
-        seen: Callable[[], Seen],
-        asked: Callable[[Update], None] = lambda record: None,
-    ):
+    def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
         self.model, self.optimizers, self.immediate = model, list(optimizers), immediate
-        self.note_created, self.seen, self.asked = note_created, seen, asked
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._seen = Seen()
         self._creating = False
         self._overrides = Overrides()
+
+    def seen(self) -> Seen:
+        """Return the records of the calling replica, to which calls are appended."""
+        return self._seen
+
+    def asked(self, record: Update) -> None:
+        """Note an update before it runs."""
+
+    def note_created(self, variable: Any) -> None:
+        """Note a variable that is created while the body runs, before its first write."""
 
     def __enter__(self) -> Intercept:
         for optimizer in self.optimizers:
@@ -97,31 +97,28 @@ class Intercept:
             self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
         return self
 
+    def __exit__(self, *details: Any) -> None:
+        self._overrides.give_back()
+
     def creating(self) -> Any:
         """Return a context in which variables are created outside of the graph; each replica's
         thread enters its own.
         """
         return tf.variable_creator_scope(self._create)
 
-    def __exit__(self, *details: Any) -> None:
-        self._overrides.give_back()
-        # `seen` refers to it, and would keep the gradients until the garbage collector runs.
-        vars(self).clear()
-
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
-            variables = None if trainable_variables is None else list(trainable_variables)
-            if not optimizer.built and variables is not None:
-                build(optimizer, variables, tf.executing_eagerly())
+            given = () if trainable_variables is None else (list(trainable_variables),)
+            if not optimizer.built and given:
+                build(optimizer, *given, eagerly=tf.executing_eagerly())
             if not self._here():
-                return real(grads, variables) if variables is not None else real(grads)
-            seen = self.seen()
-            record = Update(optimizer, real, grads, variables)
+                return real(grads, *given)
+            seen, record = self.seen(), Update(optimizer, real, grads, *given)
             seen.records.append(record)
             self.asked(record)
             if seen.boundary is None:  # what is read until here is not read after it
-                seen.boundary = graph.mark(self.graph)
+                seen.boundary = mark(self.graph)
             if self.immediate:
                 record.run()
             return None
@@ -156,7 +153,8 @@ class Intercept:
             if loss is not None and self._here():
                 seen, outputs = self.seen(), tf.nest.flatten(predicted(args, kwargs))
                 seen.losses.append(tf.convert_to_tensor(loss))
-                seen.outputs += filter(_is_float, named_outputs(self.model, outputs))
+                named = named_outputs(self.model, outputs)
+                seen.outputs += [(n, t) for n, t in named if tf.is_tensor(t) and can_be_bad(t)]
             return loss
 
         return compute_loss
@@ -185,6 +183,108 @@ def build(optimizer: Any, variables: Sequence[Any], eagerly: bool) -> None:
     optimizer.built = True
 
 
-def _is_float(named: tuple[str, Any]) -> bool:
-    _, value = named
-    return bool(tf.is_tensor(value) and (value.dtype.is_floating or value.dtype.is_complex))
+# What a graph reads and writes
+
+
+def mark(graph: Any) -> int:
+    """Return a mark: operations created later are after it. Without a graph it has no meaning."""
+    return len(graph.get_operations()) if graph is not None else 0
+
+
+class Accesses:
+    """What operations of a graph read and write outside of all graphs, by the `id` of its handle.
+
+    Calls of functions, loops and conditionals have the attribute `_read_only_resource_inputs`,
+    which TensorFlow's automatic control dependencies set
+    (tensorflow/python/framework/auto_control_deps.py). All other inputs count as written.
+
+    Args:
+        graph: the graph.
+        start: mark of the first operation.
+        boundary: mark of the first update; `None` if there is none.
+        foreign: keys that are left out: of the variables of another replica, whose body is in the
+            graph after this one.
+
+    Attributes:
+        written: the handle of each resource that is written.
+        late: of each resource that is accessed after the boundary, whether it is written there.
+    """
+
+    def __init__(self, graph: Any, start: int, boundary: int | None, foreign: Collection[int] = ()):
+        self.written: dict[int, Any] = {}
+        self.late: dict[int, bool] = {}
+        captures: dict[int, dict[int, Any]] = {}
+        for position, op in enumerate(graph.get_operations()[start:], start):
+            resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
+            if not resources or op.type.startswith("Collective"):
+                continue  # resources that order collectives are not state of the model
+            reads = resources if op.type in _READS else _read_only(op)
+            for i in resources:
+                handle = _outer(op.inputs[i], captures)
+                key, writes = id(handle), i not in reads
+                if handle is None or key in foreign:
+                    continue
+                if writes:
+                    self.written[key] = handle
+                if boundary is not None and position >= boundary:
+                    self.late[key] = writes or self.late.get(key, False)
+
+    def depend_on(self, updates: Any) -> bool:
+        """Whether what is after the boundary depends on the updates in another graph: it accesses
+        what they write, or writes what they read.
+        """
+        if not self.late:
+            return False
+        others = Accesses(updates, 0, 0).late
+        return any(self.late[key] or others[key] for key in self.late.keys() & others.keys())
+
+
+def _read_only(op: Any) -> Collection[int]:
+    try:
+        return op.get_attr("_read_only_resource_inputs")  # type: ignore[no-any-return]
+    except ValueError:
+        return ()
+
+
+def _outer(tensor: Any, captures: dict[int, dict[int, Any]]) -> Any:
+    """Return the eager tensor behind one of a nested graph, or `None`; `captures` has what is known
+    of each graph.
+    """
+    while tensor is not None and not hasattr(tensor, "numpy"):
+        graph = tensor.graph
+        if id(graph) not in captures:
+            pairs = getattr(graph, "captures", ())
+            captures[id(graph)] = {id(inner): outer for outer, inner in pairs}
+        tensor = captures[id(graph)].get(id(tensor))
+    return tensor
+
+
+class Untracked:
+    """A variable that the step writes and Keras does not track, known by its handle only."""
+
+    def __init__(self, handle: Any, dtype: Any):
+        self.handle, self.dtype, self.name = handle, dtype, "untracked variable"
+
+    def read_value(self) -> Any:
+        """Return its value at this point of the program."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+
+    def assign(self, value: Any) -> None:
+        """Set its value."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+
+def untracked(handle: Any) -> Untracked | None:
+    """Return the variable behind this eager handle, or `None` for another resource: a table, a
+    queue, a summary writer.
+
+    `Tensor._handle_data` is private to TensorFlow. It has the dtype of a variable that is only
+    written inside of a function, a loop or a conditional. The operations that pass on the handle do
+    not have the dtype.
+    """
+    with tf.init_scope():
+        if not tf.raw_ops.VarIsInitializedOp(resource=handle):
+            return None
+    data: Any = getattr(handle, "_handle_data", None)
+    known = data is not None and data.is_set and len(data.shape_and_type) == 1
+    return Untracked(handle, tf.as_dtype(data.shape_and_type[0].dtype)) if known else None

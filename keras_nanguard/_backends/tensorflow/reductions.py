@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.rules import Operations
-from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -36,8 +35,10 @@ def kind(variables: Iterable[Any]) -> Any:
 
 
 def _numbers(tensor: Any) -> Any:
-    """Return the entries of a tensor, of `IndexedSlices`, of a sparse or a ragged tensor."""
-    if isinstance(tensor, graph.Untracked):
+    """Return the entries of a tensor, of a variable, of `IndexedSlices`, of a sparse or a ragged
+    tensor.
+    """
+    if hasattr(tensor, "read_value"):
         tensor = tensor.read_value()
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor)):
         tensor = tensor.values
@@ -104,7 +105,11 @@ def all_finite(tensors: Iterable[Any]) -> Any:
 
 
 def counts(tensors: Sequence[Any]) -> Any:
-    """Return an int64 tensor `(len(tensors), 3)`: NaN entries, infinite entries, all entries."""
+    """Return an int64 tensor `(len(tensors), 3)`: NaN entries, infinite entries, all entries.
+
+    Args:
+        tensors: tensors and variables that can be bad.
+    """
     if not tensors:
         return tf.zeros((0, 3), tf.int64)
     return tf.stack([_count(tensor) for tensor in tensors])
@@ -112,12 +117,9 @@ def counts(tensors: Sequence[Any]) -> Any:
 
 def _count(tensor: Any) -> Any:
     tensor = _numbers(tensor)
-    size = tf.size(tensor, tf.int64)
-    if not can_be_bad(tensor):
-        return tf.stack([tf.zeros_like(size), tf.zeros_like(size), size])
     nan = tf.math.count_nonzero(~_holds(lambda part: ~tf.math.is_nan(part), tensor))
     bad = tf.math.count_nonzero(~_holds(tf.math.is_finite, tensor))
-    return tf.stack([nan, bad - nan, size])
+    return tf.stack([nan, bad - nan, tf.size(tensor, tf.int64)])
 
 
 def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
@@ -133,15 +135,14 @@ def update_sums(train_state: TrainState, records: Sequence[Any], dtype: Any) -> 
 
     Entries are only checked if a sum is not finite.
     """
-    weights = {id(v): keras_variables.native(v) for r in records for v in r.variables}
-    listed = {id(v) for v in train_state.slots}
-    optimizers = {id(r.optimizer): r.optimizer for r in records}.values()
-    slots = [v.value for o in optimizers for v in o.variables if id(v) in listed]
-    parts = list(weights.values()), slots
+    weights = keras_variables.unique(v for r in records for v in r.variables)
+    written = {id(v) for r in records for v in r.optimizer.variables}
+    slots = [v for v in train_state.slots if id(v) in written]
+    parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
     sums = [total(part, dtype) for part in parts]
 
     def checked() -> list[Any]:
-        finite = all_finite(tensor for part in parts for tensor in part)
+        finite = all_finite([*parts[0], *parts[1]])
         return [settled(s, finite) for s in sums]
 
     return list(tf.cond(tf.math.is_finite(add(sums, dtype)), lambda: list(sums), checked))

@@ -1,4 +1,16 @@
-"""Replays a step for a diagnosis on TensorFlow."""
+"""Replays a step for a diagnosis on TensorFlow, and finds the origin of NaN and Inf.
+
+For that it records every operation of an eager run, and follows each bad value. An operation with
+finite inputs and a result that is not finite is an *origin*. Its number is passed on to all results
+derived from it. The origin of a bad loss or gradient is read from the loss or gradient itself, so a
+bad value that is masked away (`where`, `max`, a metric that is not trained on) is never blamed.
+Infinite constants of the program (a mask of -Inf) are deliberate and are ignored; the operation
+that turns them into NaN (a softmax over a fully masked row) is the origin.
+
+TensorFlow reports each operation through `tensorflow.python.framework.op_callbacks`, on which
+`tf.debugging` is built. It has no public name. Without it, only the layer table is available
+(`keras_nanguard._backends.shared.instrument`).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +24,163 @@ from tensorflow.python.eager import context
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
-from keras_nanguard._backends.tensorflow.origins import Origins
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.overrides import ThreadOverrides
+
+try:
+    from tensorflow.python.framework import op_callbacks
+except ImportError:
+    op_callbacks = None
+
+Frames = list[tuple[str, str]]
+
+
+class Origins(OriginTracker):
+    """Context that records every eager operation of this thread. Variables are known by the id of
+    their handles.
+    """
+
+    available = op_callbacks is not None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._reads: dict[int, str] = {}
+        self._forward: dict[int, Frames] = {}
+        self._derived: dict[int, Frames] = {}
+
+    def __enter__(self) -> Origins:
+        if self.available:
+            op_callbacks.add_op_callback(self._seen)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self.available:
+            op_callbacks.remove_op_callback(self._seen)
+
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number by which TensorFlow identifies a variable, `None` if it has none."""
+        return variable.value.handle._id if hasattr(variable.value, "handle") else None
+
+    def written(self, variable: Any) -> Origin | None:
+        """Return the origin of the bad value that was last written into this variable, if any."""
+        return self.of(getattr(getattr(variable, "value", variable), "handle", None))
+
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        if isinstance(tensor, np.ndarray) and not finiteness.is_finite(tensor):
+            self._arrays.append((tensor, origin))
+        elif hasattr(tensor, "_id") and not _is_finite(tensor):
+            self._lineage[tensor._id] = origin
+
+    def _key(self, tensor: Any) -> int:
+        return int(getattr(getattr(tensor, "values", tensor), "_id", -1))
+
+    def _seen(
+        self,
+        op_type: Any,
+        inputs: Sequence[Any],
+        attrs: Any,
+        outputs: Any,
+        op_name: Any = None,
+        graph: Any = None,
+    ) -> None:
+        if graph is not None or isinstance(outputs, tf.Tensor):
+            return
+        self.count += 1
+        bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
+        frames = self._note_frames(inputs, outputs)
+        name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
+        if name.removesuffix("V2") in STEEP:
+            self._note_steep(name.removesuffix("V2"), [_array(t) for t in inputs])
+        if name == "ReadVariableOp" and inputs[0]._id in self._variables:
+            self._reads[outputs[0]._id] = self._variables[inputs[0]._id]
+        if not bad:
+            if not outputs and name.startswith("Assign") and len(inputs) == 2:
+                self._assigned(name, inputs)
+            return
+        before, self.frames = self.frames, frames
+        origin = self._inherited(name, inputs, bad)
+        self.frames = before
+        for tensor in bad:
+            self._lineage[tensor._id] = origin
+
+    def _note_frames(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Frames:
+        """Return the layers that an operation belongs to.
+
+        TensorFlow's tape interleaves the backward passes of several branches. An operation there
+        belongs to the layers whose forward values it uses.
+        """
+        if self.phase != "backward":
+            self._forward.update((t._id, list(self.frames)) for t in outputs)
+            return self.frames
+        made = [t._id for t in inputs if t._id in self._forward]
+        derived = [t._id for t in inputs if t._id in self._derived]
+        if made:
+            frames = self._forward[max(made)]
+        elif derived:
+            frames = self._derived[max(derived)]
+        else:
+            return self.frames
+        if len(made) + len(derived) + sum(not len(t.shape) for t in inputs) >= len(inputs):
+            self._derived.update((t._id, frames) for t in outputs)
+        return frames
+
+    def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
+        handle, value = inputs
+        origin = self._lineage.get(value._id)
+        if origin is not None:
+            self._lineage[handle._id] = origin
+        elif name == "AssignVariableOp":
+            self._lineage.pop(handle._id, None)
+
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
+        """Return the earliest origin behind an operation's inputs, or its own."""
+        parents = [self._parent(t) for t in inputs]
+        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
+        constant = constant or name in ("Fill", "Const")
+        return self._known(parents, constant) or self._from(name, inputs, bad[0])
+
+    def _parent(self, tensor: Any) -> Origin | None:
+        found = self._lineage.get(tensor._id)
+        if found is None and tensor._id in self._tolerated:
+            return CONSTANT
+        if found is None and not _is_finite(tensor):
+            return self._of_batch(_array(tensor)) or CONSTANT
+        return found
+
+    def _from(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:
+        handles = [t._id for t in inputs if t.dtype == tf.resource]
+        stored = next((self._variables[h] for h in handles if h in self._variables), "")
+        operands = [operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)]
+        variables = [self._reads[t._id] for t in inputs if t._id in self._reads]
+        facts = _array(result), result.dtype.name, operands, variables
+        return self._add(stored or name, *facts, stored=bool(stored))
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return the values; a bfloat16 scalar is not an array."""
+    return np.asarray(tensor if len(tensor.shape) else tensor.numpy())
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return not _is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
+
+
+def _has_nan(tensor: Any) -> bool:
+    return bool(np.isnan(finiteness.widen(_array(tensor))).any())
 
 
 class Instrument(instrument.Instrument):
@@ -75,10 +235,9 @@ class Replay(interface.Replay):
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Seen]:
         """Record losses and updates on one replica; `immediate`: updates run at once."""
         alone = keras_optimizers.without_strategy(optimizers, tf.distribute.get_strategy())
-        seen = Seen()
-        notes = Intercept(model, optimizers, immediate, lambda variable: None, lambda: seen)
+        notes = Intercept(model, optimizers, immediate)
         with alone, notes, notes.creating():
-            yield seen
+            yield notes.seen()
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -1,20 +1,18 @@
-"""Reports of steps to the host from inside the compiled step.
+"""The numbers of steps, and the reports of bad ones, from inside of the compiled step to the host.
 
-There is a report of each refused step and, if an execution has several steps, the row of numbers of
-each. Both wait in queues on the host. Neither side ever waits for the other: a step adds no report
-if the queue is full, and the host takes what is there.
+Both wait in queues on the host. Neither side ever waits for the other: a step adds no report if the
+queue is full, and the host takes what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.tensorflow.decision import StepResult
+from keras_nanguard._backends.tensorflow.execution import StepResult, components, packed
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
 CAPACITY = 256
@@ -24,131 +22,120 @@ Places = tuple[tuple[str, str], ...]
 """`(site, path)` of each line of counts."""
 
 
-class ReportQueue:
-    """Stores the reports of refused steps until the host takes them.
+class Reports:
+    """The results of the steps of a transaction, until the host takes them.
 
     Waiting batches take at most `batches.MAX_BYTES`; the first one is always stored. A healthy
-    step stores nothing.
+    step stores no report.
 
     Args:
-        batch: returns the batch of the last step, if the host has it; `None` stores each batch with
-            its report.
-
-    Attributes:
-        dealt: number of rows of each replica in the last taken batch; none without replicas.
+        counted: any number of steps may run before the host reads their verdicts. They are counted,
+            the row of each waits for the host, and after one that left a bad state all are refused.
+            Otherwise the host reads the verdict of each step before the next one begins.
+        with_batches: each report stores its batch, which the host does not have.
     """
 
-    def __init__(self, batch: Callable[[], Any] | None):
-        self._batch = batch
-        self.dealt: tuple[int, ...] = ()
+    def __init__(self, counted: bool, with_batches: bool):
+        self.counted, self.with_batches = counted, with_batches
         self._traced: list[tuple[Places, Any]] = []
         self._queues: dict[tuple[Any, ...], Any] = {}
-
-    def put(self, result: StepResult, places: Places, args: Any) -> Any:
-        """Store one report; return a scalar bool, so that it can be a branch of a conditional.
-
-        Args:
-            result: the result of the step.
-            places: site and path of each line of its counts.
-            args: the arguments of the step.
-        """
-        row, counts, replicas = result.row, result.counts, result.replicas
-        args = args if self._batch is None else ()
-        leaves = [tf.convert_to_tensor(t) for t in _leaves(args)]
-        self._traced.append((places, tf.nest.map_structure(_spec, args)))
-        number = tf.constant(len(self._traced) - 1, tf.int64)
-        with tf.device("CPU:0"):
-            queue = self._queue(tuple(t.dtype for t in (number, counts, replicas, *leaves)))
-
-            def enqueue() -> Any:
-                waiting = queue.size()
-                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batches.MAX_BYTES
-                kept = room | (waiting == 0)
-                head = [tf.cast(row, tf.float64), kept, number]
-                queue.enqueue([*head, counts, replicas, *(_if_kept(kept, t) for t in leaves)])
-                return tf.constant(True)
-
-            return tf.cond(queue.size() < CAPACITY, enqueue, lambda: tf.constant(False))
-
-    def _queue(self, dtypes: tuple[Any, ...]) -> Any:
-        if dtypes not in self._queues:
-            with tf.init_scope(), tf.device("CPU:0"):
-                queue = tf.queue.FIFOQueue(CAPACITY, [tf.float64, tf.bool, *dtypes])
-                self._queues[dtypes] = queue
-        return self._queues[dtypes]
-
-    def take(self) -> list[Report]:
-        """Return and remove the reports, in the order of the steps."""
-        reports = []
-        for queue in self._queues.values():
-            for _ in range(int(queue.size())):
-                row, kept, number, counts, dealt, *leaves = queue.dequeue()
-                verdict = Verdict.of(row.numpy().tolist())
-                places, specs = self._traced[int(number)]
-                filed = _packed(specs, leaves) if kept else None
-                batch = filed if self._batch is None else self._batch()
-                blamed, self.dealt = map(tuple, dealt.numpy().T.tolist())
-                replicas = tuple(np.flatnonzero(blamed).tolist())
-                reports.append(Report(verdict, places, np.asarray(counts), batch, replicas))
-        return sorted(reports, key=lambda report: report.verdict.step)
-
-
-class UncountedSteps:
-    """The steps of a program whose host reads the verdict of each before the next one begins."""
-
-    def begin(self) -> tuple[Any, Any]:
-        """Begin a step; return whether it has to be refused, and its number: scalar bool, int64."""
-        return tf.constant(False), tf.constant(0, tf.int64)
-
-    def end(self, row: Any, refuse: bool) -> None:
-        """End a step, given its row of numbers; `refuse`: whether bad steps are refused."""
-
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
-
-    def recount(self, step: int) -> None:
-        """Set the number of the next step."""
-
-
-class CountedSteps(UncountedSteps):
-    """Steps of which any number may run before the host reads their verdicts: they are counted, the
-    row of each waits for the host, and after one that left a bad state all are refused.
-    """
-
-    def __init__(self) -> None:
         with tf.init_scope():
             self._number = tf.Variable(-1, dtype=tf.int64, trainable=False)
             self._halted = tf.Variable(False, trainable=False)
             with tf.device("CPU:0"):
                 self._rows = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
 
-    def begin(self) -> tuple[Any, Any]:
-        step = self._number.read_value() + 1
-        self._number.assign(step)
-        return self._halted.read_value(), step
+    # In the step
 
-    def end(self, row: Any, refuse: bool) -> None:
+    def begin(self) -> tuple[Any, Any]:
+        """Begin a step; return whether it has to be refused, and its number: scalar bool, int64."""
+        if not self.counted:
+            return tf.constant(False), tf.constant(0, tf.int64)
+        number = self._number.read_value() + 1
+        self._number.assign(number)
+        return self._halted.read_value(), number
+
+    def end(self, result: StepResult, places: Places, args: Any, refuse: bool) -> None:
+        """End a step, and store its report if it is bad.
+
+        Args:
+            result: its result.
+            places: site and path of each line of its counts.
+            args: its arguments.
+            refuse: whether bad steps are refused.
+        """
+        if self.counted:
+            with tf.device("CPU:0"):
+                self._rows.enqueue([tf.cast(result.row, tf.float64)])
+            if refuse:
+                verdict = Verdict(*tf.unstack(result.row))
+                is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
+                left_bad = is_bad & tf.equal(verdict.refused, 0)
+                self._halted.assign(self._halted.read_value() | left_bad)
+        tf.cond(result.bad, lambda: self._put(result, places, args), lambda: tf.constant(False))
+
+    def _put(self, result: StepResult, places: Places, args: Any) -> Any:
+        """Store one report; return a scalar bool, because it is a branch of a conditional."""
+        args = args if self.with_batches else ()
+        leaves = [tf.convert_to_tensor(t) for t in components(args)]
+        self._traced.append((places, tf.nest.map_structure(_spec, args)))
+        number = tf.constant(len(self._traced) - 1, tf.int64)
+        kinds = tuple(leaf.dtype for leaf in leaves)
         with tf.device("CPU:0"):
-            self._rows.enqueue([tf.cast(row, tf.float64)])
-        if refuse:
-            verdict = Verdict(*tf.unstack(row))
-            is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
-            left_bad = is_bad & tf.equal(verdict.refused, 0)
-            self._halted.assign(self._halted.read_value() | left_bad)
+            if kinds not in self._queues:
+                head = [tf.float64, tf.bool, tf.int64, tf.int64, tf.int64]
+                with tf.init_scope(), tf.device("CPU:0"):
+                    self._queues[kinds] = tf.queue.FIFOQueue(CAPACITY, [*head, *kinds])
+            queue = self._queues[kinds]
+
+            def enqueue() -> Any:
+                waiting = queue.size()
+                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batches.MAX_BYTES
+                kept = room | (waiting == 0)
+                numbers = [number, result.counts, result.replicas]
+                parts = [_if_kept(kept, leaf) for leaf in leaves]
+                queue.enqueue([tf.cast(result.row, tf.float64), kept, *numbers, *parts])
+                return tf.constant(True)
+
+            return tf.cond(queue.size() < CAPACITY, enqueue, lambda: tf.constant(False))
+
+    # On the host
+
+    def take(self, given: Any) -> list[Report]:
+        """Return and remove the reports, in the order of the steps.
+
+        Args:
+            given: the batch of the last step, if they have none.
+        """
+        reports = []
+        for queue in self._queues.values():
+            for _ in range(int(queue.size())):
+                row, kept, number, counts, replicas, *leaves = queue.dequeue()
+                places, specs = self._traced[int(number)]
+                batch = given
+                if self.with_batches:
+                    batch = packed(specs, leaves) if kept else None
+                found: dict[tuple[str, str], Any] = {}  # a place may be on several replicas
+                for place, count in zip(places, counts.numpy()):
+                    found[place] = found.get(place, 0) + count
+                blamed, batch = _blamed(replicas.numpy(), batch)
+                verdict = Verdict.of(row.numpy().tolist())
+                lines = np.reshape([*found.values()], (-1, 3))
+                reports.append(Report(verdict, tuple(found), lines, batch, blamed))
+        return sorted(reports, key=lambda report: report.verdict.step)
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
         known = {verdict.step: verdict for verdict in self._taken()}
         return [known[step % PERIOD] for step in range(start, end)]
 
     def resume(self) -> None:
+        """Allow steps to commit again after the host has repaired the state."""
         self._halted.assign(False)
 
-    def recount(self, step: int) -> None:
-        self._number.assign(step - 1)
+    def recount(self, number: int) -> None:
+        """Set the number of the next step."""
+        self._number.assign(number - 1)
         self._taken()
 
     def _taken(self) -> list[Verdict]:
@@ -157,22 +144,37 @@ class CountedSteps(UncountedSteps):
         return [Verdict.of(row) for row in rows.numpy().tolist()]
 
 
+def _blamed(replicas: np.ndarray[Any, Any], batch: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the replicas that are to blame for a bad step, none if there is only one, and the
+    batch that shows the fault.
+
+    Replicas with bad data are to blame, else those with a bad number. If those have received no
+    rows, the batch is one without rows.
+
+    Args:
+        replicas: see `StepResult`.
+        batch: the whole batch.
+    """
+    if len(replicas) == 1:
+        return (), batch
+    bad, given_bad, rows = replicas.T
+    blamed = np.flatnonzero(given_bad if given_bad.any() else bad)
+    if len(blamed) and not rows[blamed].any():
+        count = rows.sum()
+
+        def emptied(value: Any) -> Any:
+            has_rows = isinstance(value, tf.Tensor) and value.shape.rank
+            return value[:0] if has_rows and value.shape[0] == count else value
+
+        batch = tf.nest.map_structure(emptied, batch)
+    return tuple(blamed.tolist()), batch
+
+
 def _spec(value: Any) -> Any:
     return None if value is None else tf.type_spec_from_value(value)
 
 
-def _leaves(args: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if leaf is not None]
-
-
-def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
-    """Put component tensors back into their structure."""
-    rest, flat = iter(leaves), tf.nest.flatten(specs, expand_composites=True)
-    parts = [None if spec is None else next(rest) for spec in flat]
-    return tf.nest.pack_sequence_as(specs, parts, expand_composites=True)
-
-
-def _nbytes(leaves: Sequence[Any]) -> Any:
+def _nbytes(leaves: list[Any]) -> Any:
     """Return the bytes of component tensors as a scalar int64; 16 for each string."""
     sizes = [tf.size(leaf, tf.int64) * (leaf.dtype.size or 16) for leaf in leaves]
     return tf.add_n(sizes) if sizes else tf.constant(0, tf.int64)

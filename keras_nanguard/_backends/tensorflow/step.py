@@ -22,47 +22,45 @@ Decided with one `tf.cond`: selecting old or new for each variable costs a pass 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
-from keras_nanguard._backends.tensorflow.decision import StepResult, decide, places_of
-from keras_nanguard._backends.tensorflow.execution import Retrace, StepTrace
-from keras_nanguard._backends.tensorflow.reports import CountedSteps, ReportQueue, UncountedSteps
+from keras_nanguard._backends.tensorflow.execution import Step, StepResult, StepTrace, TracedStep
+from keras_nanguard._backends.tensorflow.reports import Places, Reports
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 
-class Transaction(interface.Transaction):
+class Transaction(TracedStep):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
         body: the step, `body(*args) -> outputs`.
         train_state: returns the `TrainState` at the time of tracing.
-        model: the model whose `compute_loss` returns the loss, or `None`.
-        logs: the body returns Keras logs.
+        model: the model of a Keras train step, whose `compute_loss` returns the loss; or `None`.
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.
         counted: any number of steps may run before the host reads their verdicts. The step then
-            counts itself and files its row, and its batch if it is refused. After a step that
-            committed a bad state all steps are refused until the host has repaired it.
+            counts itself and files its row. After a step that committed a bad state all steps are
+            refused until the host has repaired it.
         note_created: called with each variable that is created inside the step, and its value.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
-        host_has_batches: the host takes each batch from the iterator, and sets `given`.
+        host_has_batches: the host sets `given`; otherwise each report stores its batch.
 
     Attributes:
         given: the arguments of the next or last step, if the host has them.
         keeps_undo: whether updates run immediately.
+        take: how the host takes the next batch from the iterator, if it does; `testing` wraps this.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
 
     is_transaction = True
+
+    take: Callable[[Any], Any] | None = None
 
     def __init__(
         self,
@@ -70,7 +68,6 @@ class Transaction(interface.Transaction):
         train_state: Callable[[], TrainState],
         *,
         model: Any = None,
-        logs: bool = False,
         jit: bool,
         counted: bool = False,
         note_created: Callable[[Any, Any], None],
@@ -80,18 +77,17 @@ class Transaction(interface.Transaction):
         self.body = self.replayed = body
         self.train_state, self.model, self.note_created = train_state, model, note_created
         self.jit, self.counted, self.refuse = jit, counted, refuse
+        self.adapts_updates = self.adapts_updates and not jit
         self.keeps_undo, self.given = False, None
         self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
-        self.places: tuple[tuple[str, str], ...] = ()
-        self.host_has_batches = host_has_batches
-        self.report_queue = ReportQueue((lambda: self.given) if host_has_batches else None)
-        self.logs, self.losses = logs, losses_in_logs if logs else scalars
+        self.places: Places = ()
+        self.losses = scalars if model is None else losses_in_logs
+        self.reports = Reports(counted, with_batches=not host_has_batches)
         self._run: Callable[..., StepResult] = self._traced
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
             self._run = tf.function(self._traced, **how)
-        self.steps = CountedSteps() if counted else UncountedSteps()
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -99,50 +95,52 @@ class Transaction(interface.Transaction):
     def run(self, *args: Any) -> Any:
         """Run the body once as a transaction; `testing` wraps this."""
         run = self._traced if tf.executing_eagerly() else self._run
-        result = run(*self.steps.begin(), *args)
-        self.file(result, args)
+        result = run(*self.reports.begin(), *args)
+        self.reports.end(result, self.places, args, self.refuse)
         return result.outputs, result.row
 
-    def _traced(self, halted: Any, step: Any, *args: Any) -> StepResult:
-        trace = StepTrace(self)
-        outputs = trace.run(args)
-        self.places = places_of([trace])
-        return decide([trace], outputs, halted, step, each=lambda function: [function(trace)])
+    def _traced(self, halted: Any, number: Any, *args: Any) -> StepResult:
+        step = Step(self, [StepTrace(self)])
+        outputs = step.run(args)
+        step.inspect()
+        step.here().measure(outputs)
+        self.places = step.places
+        return step.decide(outputs, halted, number)
 
-    @property
-    def immediate(self) -> bool:
-        """Whether updates run immediately, when the body calls them."""
-        return self.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
+    # For the host, between two runs
 
-    def file(self, result: StepResult, args: Sequence[Any]) -> None:
-        """Store the result of a step for the host, and its arguments if it is bad."""
-        self.steps.end(result.row, self.refuse)
-        put, places = self.report_queue.put, self.places
-        tf.cond(result.bad, lambda: put(result, places, args), lambda: tf.constant(False))
-
-    def read(self, result: Any) -> tuple[Any, Verdict]:
-        """Return the outputs and the verdict of one call, on the host."""
-        outputs, row = result
-        return outputs, Verdict.of(row.numpy().tolist())
-
-    def take(self, data: Any) -> Any:
-        """Take the next batch from the iterator, as Keras passes it to a step; `testing` wraps
-        this.
-
-        Raises:
-            StopIteration: if there is none.
-        """
-        return keras.tree.map_structure(_present, next(data))
+    def take_reports(self) -> list[Report]:
+        """Return and remove the reports of bad steps, in their order."""
+        return self.reports.take(self.given)
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        return self.steps.verdicts(start, end)
+        return self.reports.verdicts(start, end)
 
-    # Between two runs, and two traces
+    def tolerate(self, variables: Sequence[Any]) -> None:
+        copies = [getattr(v.value, "values", (v.value,)) for v in variables]  # one per replica
+        self.tolerated |= {id(copy.handle) for each in copies for copy in each}
+
+    def resume(self) -> None:
+        self.reports.resume()
+
+    def recount(self, step: int) -> None:
+        self.reports.recount(step)
+
+    def trace(self, spec: Any) -> None:
+        """Trace the step for arguments like this, without running it."""
+        tf.function(self, autograph=False).get_concrete_function(spec)
+
+    # For the next trace, and the next fit
+
+    def inherit(self, other: TracedStep) -> None:
+        """Start with the findings of another transaction for the same body."""
+        self.keeps_undo, self.untracked = other.keeps_undo, other.untracked
+        self.tolerated = other.tolerated
 
     def release_run(self) -> None:
         self.train_state = lambda: TrainState.of(self.model)
         self.note_created = lambda variable, value: None
-        self.report_queue.take()
+        self.take_reports()
         self.given = None
 
     def rebind(
@@ -152,77 +150,111 @@ class Transaction(interface.Transaction):
         self.train_state, self.note_created, self.reused = train_state, note_created, True
         self.resume()
 
-    def inherit(self, other: Transaction) -> None:
-        """Start with the findings of another transaction for the same body."""
-        self.keeps_undo, self.untracked = other.keeps_undo, other.untracked
-        self.tolerated = other.tolerated
 
-    def learn(self, found: Retrace) -> None:
-        """Store the findings of tracing for the next trace."""
-        if found.untracked is None:
-            self.keeps_undo = True
-        else:
-            self.untracked[id(found.untracked.handle)] = found.untracked
+class MirroredTransaction(Transaction):
+    """A `Transaction` that every replica of a `tf.distribute.MirroredStrategy` calls inside
+    `Strategy.run`: one verdict for all of them.
 
-    def take_reports(self) -> list[Report]:
-        """Return and remove the reports of refused steps, in their order."""
-        return self.report_queue.take()
+    In outline::
 
-    def tolerate(self, variables: Sequence[Any]) -> None:
-        self.tolerated |= {id(v.value.handle) for v in variables}
+        each replica   keeps its small state, runs the user's step with deferred updates, sums up
+        all together   add up the sums: one verdict
+        yes            the updates run on each replica, where Keras sums the gradients
+        no             each replica restores its own copy of the small state; the batch is reported
 
-    def resume(self) -> None:
-        self.steps.resume()
-
-    def recount(self, step: int) -> None:
-        self.steps.recount(step)
-
-    def trace(self, spec: Any) -> None:
-        """Trace the step for arguments like this, without running it."""
-        tf.function(self, autograph=False).get_concrete_function(spec)
-
-
-class Direct:
-    """The train function of a model, one step in each execution, on a batch that the host takes
-    from the iterator.
-
-    In each execution Keras 3.15 does work that only several steps per execution need. The step is a
-    function within a function, its outputs are wrapped in an optional, and two eager operations
-    check it. `tf.function` also looks up the trace by the types of all arguments and captured
-    values, although they are the same as in the step before. This takes 0.25 ms of a step of 0.6 ms
-    (keras/src/backend/tensorflow/trainer.py, `_make_function`). With one step per execution this is
-    not needed: the host takes the batch, which a diagnosis can then use, and looks up the trace
-    once per iterator.
-
-    Args:
-        step: the train step, `step(data) -> outputs`.
-        eager: whether it runs eagerly.
+    A conditional around code that merges replicas must be outside of any replica. So each replica
+    calls `merge_call`, like `LossScaleOptimizer`, and the decision is made there. All replicas are
+    traced into one graph, one after the other. The handle of each variable's copy shows which
+    replica writes it.
     """
 
-    def __init__(self, step: Callable[[Any], Any], eager: bool):
-        self._eager = eager
-        self._function: Any = step
-        if not eager:
-            written = tf.autograph.experimental.do_not_convert(step)
-            self._function = tf.function(written, reduce_retracing=True)
-        self._iterator: Callable[[], Any] = lambda: None
-        self._trace: Any = None
+    adapts_updates = False
+    """False: all replicas trace their updates at the same time, so an override for one applies to
+    all."""
 
-    def __call__(self, data: Any, iterator: Any) -> Any:
-        """Run the step on the next batch of this iterator."""
-        if self._eager or not isinstance(iterator, tf.data.Iterator):
-            return self._function(data)
-        if self._iterator() is not iterator:
-            spec = keras.tree.map_structure(_present, iterator.element_spec)
-            self._trace = self._function.get_concrete_function(spec)
-            self._iterator = weakref.ref(iterator)
-        return self._trace(data)
+    def run(self, *args: Any) -> Any:
+        merge = tf.distribute.get_replica_context().merge_call
+        step, begun = merge(lambda strategy: (_Step(self, strategy), self.reports.begin()))
+        outputs = step.run(args)
+        merge(lambda strategy: step.inspect())
+        step.here().measure(outputs)
 
-    def again(self, data: Any) -> Any:
-        """Run the step on an earlier batch."""
-        return (self._trace or self._function)(data)
+        def end(strategy: Any) -> Any:
+            result = step.decide(None, *begun)
+            whole = tf.nest.map_structure(_whole, *(trace.args for trace in step.traces))
+            self.reports.end(result, step.places, whole, self.refuse)
+            return result.row
+
+        return outputs, merge(end)
+
+    def trace(self, spec: Any) -> None:
+        run = self.model.distribute_strategy.run
+        traced = tf.function(lambda data: run(self, args=(data,)), autograph=False)
+        traced.get_concrete_function(spec)
 
 
-def _present(value: Any) -> Any:
-    """Return a component of a batch, or its spec; `None` for one that a generator omitted."""
-    return None if isinstance(value, (tf.experimental.Optional, tf.OptionalSpec)) else value
+class _Share(StepTrace):
+    """The part of one replica in a step.
+
+    Args:
+        transaction: the step.
+        strategy: the strategy.
+        number: the replica, from 0.
+    """
+
+    def __init__(self, transaction: TracedStep, strategy: Any, number: int):
+        super().__init__(transaction)
+        self.strategy, self.number = strategy, number
+
+    def local(self, variable: Any) -> Any:
+        """Return this replica's copy of a variable, or its only copy."""
+        parts = self.strategy.experimental_local_results(super().local(variable))
+        return parts[min(self.number, len(parts) - 1)]
+
+    def measure(self, outputs: Any) -> None:
+        """Sum up its part of the step.
+
+        Keras averages logs; losses are made to be added up. The sum of squares of the gradients is
+        at least that of their sums over the replicas.
+        """
+        super().measure(outputs)
+        count = self.strategy.num_replicas_in_sync
+        loss = self.sums.loss if self.seen.losses else self.sums.loss / count
+        self.sums = self.sums._replace(loss=loss, gradients=self.sums.gradients * count)
+
+
+class _Step(Step):
+    """One trace (or one eager run) of a step of all replicas; created, inspected and decided
+    outside of them.
+    """
+
+    def __init__(self, transaction: TracedStep, strategy: Any):
+        numbers = range(strategy.num_replicas_in_sync)
+        super().__init__(transaction, [_Share(transaction, strategy, n) for n in numbers])
+        self.strategy = strategy
+
+    def here(self) -> StepTrace:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return self.traces[int(tf.get_static_value(number))]
+
+    def each(self, function: Callable[[StepTrace], Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+
+        def call() -> None:
+            trace = self.here()
+            results[self.traces.index(trace)] = function(trace)
+
+        self.strategy.extended.call_for_each_replica(call)
+        return [results[number] for number in range(len(self.traces))]
+
+
+def _whole(*parts: Any) -> Any:
+    """Join the parts of the batch of all replicas.
+
+    Data without rows are the same on all replicas, and so are data that are not distributed.
+    """
+    if all(part is parts[0] for part in parts):
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    return parts[0] if parts[0].shape.rank == 0 else tf.concat(parts, 0)

@@ -1,37 +1,52 @@
-"""How the deferred updates of a step run: in order, by fused kernels, and with the bits of Keras'
-own step.
+"""How the deferred updates of a step run: in order, with few passes over memory, and with the bits
+of Keras' own step.
 
-The updates of large weights run one after another. In a plain step an update runs as soon as its
-gradient is there; those of a guarded step wait for the verdict, and TensorFlow would begin all of
-them at once. Adam's holds several arrays of the size of the weight.
+Three things differ if an update runs in a conditional, after the verdict, and not as soon as its
+gradient is there:
 
-A gradient that is a product is multiplied once more for its update. TensorFlow's graph optimizer
-turns `rate * (a * b)` into `(rate * a) * b` if nothing but the update reads the gradient `a * b`
-(MinimizeBroadcasts, tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc), which may differ
-in the last bit, for example in the scale of a BatchNormalization under SGD. The guard also reads
-each gradient, and an update in a conditional cannot see which operation produced its gradient. So a
-deferred update multiplies the factors again, inside the conditional; an update that runs
-immediately keeps the product, and the guard reads a second one.
+- TensorFlow would begin the updates of all weights at once, and Adam's holds several arrays of the
+  size of the weight. So the updates of large weights run one after another.
+- TensorFlow's graph optimizer turns `rate * (a * b)` into `(rate * a) * b` if nothing but the
+  update reads the gradient `a * b` (MinimizeBroadcasts,
+  tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc). The last bit may then differ, for
+  example in the scale of a BatchNormalization under SGD. Here the guard reads the gradient as well.
+  So each of the two has its own product: a deferred update multiplies the factors again, inside the
+  conditional; for an update that runs immediately the guard does.
+- Keras writes an update as one operation after the other, each of which reads and writes whole
+  arrays; Adam's takes some thirty passes over memory. Two kernels compute parts of it element by
+  element, in the same order of the same operations. ``ResourceApplyGradientDescent`` computes
+  ``var -= alpha * delta``, and ``ResourceApplyAdagradV2`` without its slots
+  ``var -= grad * lr / (sqrt(accum) + epsilon)``. Once in a process it is tested whether they give
+  the same bits on this processor. If they do not, if an optimizer overrides assignments, or on
+  another device than a CPU, the update runs as Keras wrote it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import graph, kernels
-from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._backends.tensorflow.intercept import Update, mark
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 LARGE = 1 << 20
 """Entries above which one update keeps all cores busy, so that it may wait for the previous one."""
 
+_NAMES = ("assign_add", "assign_sub")
 
-def run(
-    records: Iterable[Any], optimizers: Iterable[Any], products: Mapping[int, Any] | None = None
-) -> None:
+_REORDERED = ("Mul", "RealDiv")
+"""Operations that TensorFlow's graph optimizer may combine with another product, giving other bits:
+a * 2 * 3.
+"""
+
+
+def run(records: Iterable[Update], optimizers: Iterable[Any], products: Mapping[int, Any]) -> None:
     """Run deferred updates.
 
     Args:
@@ -43,9 +58,13 @@ def run(
     with Overrides() as overrides:
         for optimizer in map(keras_optimizers.inner, optimizers):
             overrides.set(optimizer, "update_step", _update_step(optimizer.update_step, last))
-            kernels.use_in(optimizer, overrides)
+            if _assigns_as_keras(optimizer) and same_bits():
+                divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
+                for name in _NAMES:
+                    real = getattr(optimizer, name)
+                    overrides.set(optimizer, name, _assigning(real, name, divides))
         for record in records:
-            if products:
+            if products:  # then all gradients have to be of one graph
                 record.grads = [g if g is None else _own(g, products) for g in record.grads]
             record.run()
 
@@ -58,13 +77,12 @@ def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any
     """
 
     def update_step(gradient: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-        size = variable.shape.num_elements()
-        if isinstance(gradient, tf.Tensor) and not tf.executing_eagerly():
-            gradient = kernels.origin(gradient)
-        if tf.executing_eagerly() or size is None or size < LARGE:
+        if isinstance(gradient, tf.Tensor):
+            gradient = _origin(gradient)
+        if (variable.shape.num_elements() or 0) < LARGE:
             return real(gradient, variable, *args, **kwargs)
         traced = tf.compat.v1.get_default_graph()
-        start = graph.mark(traced)
+        start = mark(traced)
         with tf.control_dependencies([op for op in last if op.graph is traced]):
             result = real(gradient, variable, *args, **kwargs)
         made = traced.get_operations()[start:]
@@ -72,6 +90,13 @@ def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any
         return result
 
     return update_step
+
+
+def _origin(tensor: Any) -> Any:
+    """Return the tensor that reaches this one through identity operations."""
+    while tensor.op.type in ("Identity", "IdentityN"):
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
 
 
 # Gradients that are products
@@ -87,20 +112,20 @@ def read_apart(gradient: Any) -> Any:
 
     A product is multiplied again, hidden from the graph optimizer.
     """
+    hidden = tf.raw_ops.PlaceholderWithDefault
     if not _is_product(gradient):
         return gradient
-    hidden = tf.raw_ops.PlaceholderWithDefault
     return _multiplied(gradient, lambda factor: hidden(input=factor, shape=factor.shape))
 
 
 def _own(gradient: Any, products: Mapping[int, Any]) -> Any:
     """Return a gradient as a tensor of the graph that is being built."""
     if id(gradient) in products:
-        return _multiplied(gradient, lambda factor: factor)
+        return _multiplied(gradient)
     return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
-def _multiplied(product: Any, leaf: Callable[[Any], Any]) -> Any:
+def _multiplied(product: Any, leaf: Callable[[Any], Any] = lambda factor: factor) -> Any:
     """Multiply the factors of a product, and theirs, unless something else reads those."""
 
     def factor(f: Any) -> Any:
@@ -114,3 +139,118 @@ def _multiplied(product: Any, leaf: Callable[[Any], Any]) -> Any:
 def _is_product(tensor: Any) -> bool:
     in_graph = isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph")
     return in_graph and tensor.op.type == "Mul" and bool(tensor.dtype.is_floating)
+
+
+# Kernels
+
+
+def _assigns_as_keras(optimizer: Any) -> bool:
+    kind, plain, own = type(optimizer), keras.optimizers.Optimizer, vars(optimizer)
+    return all(getattr(kind, n) is getattr(plain, n) and n not in own for n in _NAMES)
+
+
+def _assigning(
+    real: Callable[[Any, Any], Any], name: str, divides: bool
+) -> Callable[[Any, Any], None]:
+    """Return the replacement of `assign_add` or `assign_sub`: by a kernel that also computes the
+    last part of the value, if there is one.
+
+    `divides`: a moment is not written between being read for a quotient and the assignment, so the
+    kernel may read it then.
+    """
+
+    def assign(variable: Any, value: Any) -> None:
+        native, add = keras_variables.native(variable), name == "assign_add"
+        if _fits(native, value):
+            factors = _product(value)
+            quotient = _quotient(value) if divides and not add else None
+            if factors is not None:
+                rate, delta = factors
+                return _descend(native.handle, tf.negative(rate) if add else rate, delta)
+            if quotient is not None:
+                return _divide(native.handle, *quotient)
+        real(variable, value)
+        return None
+
+    return assign
+
+
+def _fits(variable: Any, value: Any) -> bool:
+    if not isinstance(value, tf.Tensor):
+        return False
+    whole = value.shape == variable.shape and value.shape.is_fully_defined()
+    return whole and value.dtype == variable.dtype == tf.float32 and "CPU" in variable.device
+
+
+def _product(value: Any) -> tuple[Any, Any] | None:
+    """Return `rate` and `delta` of `rate * delta`, in either order, if no graph optimizer would
+    change it.
+    """
+    if value.op.type == "Mul":
+        for rate, delta in (tuple(value.op.inputs), tuple(value.op.inputs)[::-1]):
+            fits = rate.shape.rank == 0 and delta.shape == value.shape
+            if fits and _origin(delta).op.type not in _REORDERED:
+                return rate, delta
+    return None
+
+
+def _quotient(value: Any) -> tuple[Any, Any, Any, Any] | None:
+    """Return `accum`'s handle, `lr`, `epsilon`, `grad` of `grad * lr / (sqrt(accum) + epsilon)`.
+
+    If `epsilon` is 0 the graph optimizer may multiply by a reciprocal square root instead.
+    """
+    if value.op.type != "RealDiv":
+        return None
+    product, divisor = (tensor.op for tensor in value.op.inputs)
+    if product.type != "Mul" or divisor.type != "AddV2":
+        return None
+    grad, rate = product.inputs
+    root, epsilon = divisor.inputs
+    read = root.op.inputs[0].op if root.op.type == "Sqrt" else root.op
+    scalars = rate.shape.rank == epsilon.shape.rank == 0
+    same_shape = grad.shape == root.shape == value.shape
+    if read.type != "ReadVariableOp" or not scalars or not same_shape:
+        return None
+    if not tf.get_static_value(epsilon):
+        return None
+    return read.inputs[0], rate, epsilon, grad
+
+
+def _descend(handle: Any, rate: Any, delta: Any) -> None:
+    """Compute `var -= rate * delta`."""
+    tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=delta)
+
+
+def _divide(handle: Any, accumulator: Any, rate: Any, epsilon: Any, gradient: Any) -> None:
+    """Compute `var -= gradient * rate / (sqrt(accumulator) + epsilon)`."""
+    numbers = {"lr": rate, "epsilon": epsilon, "grad": gradient}
+    tf.raw_ops.ResourceApplyAdagradV2(var=handle, accum=accumulator, **numbers, update_slots=False)
+
+
+@functools.cache
+def same_bits() -> bool:
+    """Whether both kernels give the same bits as the separate operations.
+
+    Tested with numbers of all sizes, NaN and infinity; `False` if
+    `tf.debugging.enable_check_numerics` forbids those, or a strategy copies the variables.
+    """
+    rng = np.random.default_rng(0)
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-38, 3e38]
+    sizes = 10.0 ** rng.integers(-6, 4, (3, 2049))
+    first, delta, squares = (rng.standard_normal((3, 2049)) * sizes).astype("float32")
+    delta[:8] = first[4:12] = squares[2:10] = special
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            one, other, accumulator = (
+                tf.Variable(numbers, trainable=False) for numbers in (first, first, squares)
+            )
+            d, r, e = tf.constant(delta), tf.constant(np.float32(1.0 - 0.9)), tf.constant(1e-7)
+            one.assign_add(d * r)
+            one.assign_sub((d * r) / (tf.sqrt(accumulator) + e))
+            _descend(other.handle, -r, d)
+            _divide(other.handle, accumulator.handle, r, e, d)
+            a, b = one.numpy(), other.numpy()
+    except (tf.errors.InvalidArgumentError, ValueError):
+        return False
+    nan = np.isnan(a)  # of which any bits do
+    return np.array_equal(nan, np.isnan(b)) and a[~nan].tobytes() == b[~nan].tobytes()

@@ -25,6 +25,7 @@ from support.tensorflow_steps import (
     batches,
     execution,
     network,
+    read,
     run,
     same,
     spoiled,
@@ -257,7 +258,7 @@ def test_each_report_has_its_batch(way):
     transaction = alone(model, way, host_has_batches=False)
     execute = execution(transaction)
     for batch in batches(WITH_BAD):
-        transaction.read(execute(batch))
+        read(execute(batch))
     reports = transaction.take_reports()
     for report, step in zip(reports, BAD, strict=True):
         np.testing.assert_array_equal(report.batch[0][0], WITH_BAD[step])
@@ -268,7 +269,7 @@ def test_nothing_of_a_run_is_left():
     model = network()
     transaction = alone(model, several=2)
     execute, given = execution(transaction), batches(WITH_BAD, BAD[:2])
-    transaction.read(execute(*given))
+    read(execute(*given))
     told = len(transaction.created)
     transaction.release_run()
     transaction.note_created(None, None)
@@ -456,10 +457,9 @@ def test_a_step_that_makes_nothing():
     execute = execution(transaction)
     for _ in range(2):
         try:
-            _, verdict = transaction.read(execute(batches(SPOILT, [0])[0]))
+            _, verdict = read(execute(batches(SPOILT, [0])[0]))
             break
-        except Retrace as found:
-            transaction.learn(found)
+        except Retrace:
             execute = execution(transaction)
     assert verdict.refused and len(transaction.untracked) == 1
     same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
@@ -491,7 +491,7 @@ def test_the_outputs_of_a_step():
     before = np.array(weight)
     for step in (0, BAD[0], 3):
         batch = batches(WITH_BAD, [step])[0]
-        outputs, verdict = transaction.read(execute(batch))
+        outputs, verdict = read(execute(batch))
         assert verdict.refused == (step in BAD) == np.array_equal(np.array(weight), before)
         after = np.array(weight)
         weight.assign(before)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from support import zoo
 
-from keras_nanguard._backends.tensorflow import kernels as fused, updates
+from keras_nanguard._backends.tensorflow import updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
 optimizers = keras.optimizers
@@ -54,21 +54,24 @@ AS_IT_IS = {
 }
 
 
+KERNELS = {"descend": "ResourceApplyGradientDescent", "divide": "ResourceApplyAdagradV2"}
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """The number of traces of each kernel."""
     used = collections.Counter()
 
     def counting(name, real):
-        def kernel(*args):
+        def kernel(**given):
             used[name] += 1
-            return real(*args)
+            return real(**given)
 
         return kernel
 
-    assert fused.same_bits(), "on this machine the kernels are not used"
-    for name in ("descend", "divide"):
-        monkeypatch.setattr(fused, f"_{name}", counting(name, getattr(fused, f"_{name}")))
+    assert updates.same_bits(), "on this machine the kernels are not used"
+    for name, op in KERNELS.items():
+        monkeypatch.setattr(tf.raw_ops, op, counting(name, getattr(tf.raw_ops, op)))
     return used
 
 
@@ -179,7 +182,7 @@ def test_without_a_suitable_kernel(kernels, monkeypatch, how):
             super().assign_sub(variable, 2.0 * value)
 
     if how == "other bits":
-        monkeypatch.setattr(fused, "same_bits", lambda: False)
+        monkeypatch.setattr(updates, "same_bits", lambda: False)
     if how == "float64":
         keras.config.set_dtype_policy("float64")
 
@@ -194,17 +197,16 @@ def test_without_a_suitable_kernel(kernels, monkeypatch, how):
         assert zoo.differences(guarded, zoo.run(build, zoo.regression())) == []
 
 
-@pytest.mark.parametrize("kernel", ["descend", "divide"])
-def test_other_bits_are_seen(monkeypatch, kernel):
+@pytest.mark.parametrize(("op", "factor"), zip(KERNELS.values(), ("delta", "grad")))
+def test_other_bits_are_seen(monkeypatch, op, factor):
     """A kernel that rounds once instead of twice is detected."""
-    real = getattr(fused, f"_{kernel}")
+    real = getattr(tf.raw_ops, op)
 
-    def rounding_once(handle, *args):
-        nearly = [tf.constant(np.nextafter(np.float32(args[-1]), np.float32(9e9)))]
-        real(handle, *args[:-1], *nearly)
+    def rounding_once(**given):
+        real(**{**given, factor: tf.constant(np.nextafter(np.float32(given[factor]), np.float32(9e9)))})
 
-    monkeypatch.setattr(fused, f"_{kernel}", rounding_once)
-    assert not fused.same_bits.__wrapped__()
+    monkeypatch.setattr(tf.raw_ops, op, rounding_once)
+    assert not updates.same_bits.__wrapped__()
 
 
 class Twice(optimizers.SGD):
@@ -261,7 +263,7 @@ def test_one_by_one(size, waits):
 
     @tf.function
     def update(gradients):
-        updates.run([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer])
+        updates.run([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer], {})
 
     graph = update.get_concrete_function([tf.TensorSpec((size, 1024))] * 3).graph
     handles = {id(internal): id(external) for external, internal in graph.captures}
