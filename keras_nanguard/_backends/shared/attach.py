@@ -20,8 +20,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-_NAMES = ("make_train_function", "train_step")
-
 _KEPT = "_nanguard_kept_step"
 """The attribute of a model with the compiled step of its last guarded fit, so that the next one
 need not trace it again. It is released with the model. Keras keeps its train function as long.
@@ -110,7 +108,7 @@ class Attachment(StateAccess):
         self._changed = False
         self._modes: tuple[Any, ...] = ()
         self.in_use: Callable[..., bool] = lambda strictly=False: False
-        self._before: dict[str, Any] = {}
+        self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
         self.run.attach(self)
 
@@ -118,10 +116,11 @@ class Attachment(StateAccess):
         """Replace the model's train function until `detach`."""
         self.attached = True
         self.body = _plain_step(self.model)
-        self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
+        if {"make_train_function", "train_step"} & vars(self.model).keys():
+            self._changed = True  # by other code, which may end before the next fit
         self._make = self.model.make_train_function
         self._cached = self.model.train_function, keras_state.compiled_as(self.model)
-        overrides.set_instance(self.model, "make_train_function", self.make)
+        self._overrides.set(self.model, "make_train_function", self.make)
         self.model.train_function = None
 
     def detach(self) -> None:
@@ -130,10 +129,7 @@ class Attachment(StateAccess):
             return
         self.attached = False
         self._keep()
-        for name in _NAMES:
-            overrides.unset_instance(self.model, name)
-        for name, value in self._before.items():
-            overrides.set_instance(self.model, name, value)
+        self._overrides.give_back()
         function, compiled = self._cached
         self.model.train_function = (
             function if compiled is keras_state.compiled_as(self.model) else None
@@ -191,7 +187,7 @@ class Attachment(StateAccess):
         `None`.
         """
         self._modes = modes
-        if self._before or self._changed or self._adjusted or self.run.transaction is not None:
+        if self._changed or self._adjusted or self.run.transaction is not None:
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -203,7 +199,7 @@ class Attachment(StateAccess):
         if (
             self._modes
             and transaction is not None
-            and not (self._before or self._changed or self._adjusted or transaction.tolerated)
+            and not (self._changed or self._adjusted or transaction.tolerated)
         ):
             transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))

@@ -21,7 +21,6 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     optimizers as keras_optimizers,
-    overrides as instance_overrides,
     train_state as keras_state,
 )
 
@@ -108,7 +107,7 @@ class ModelAttachment(attach.Attachment):
         """Set the transaction on the session, and on the model for Keras to trace."""
         transaction.recount(self.run.step)
         self.run.attach(self, transaction)
-        instance_overrides.set_instance(self.model, "train_step", transaction)
+        self._overrides.set(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any]:
         return self.run.transaction, self.inner

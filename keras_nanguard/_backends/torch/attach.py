@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.intercept import is_numeric, uncompiled
@@ -23,10 +22,6 @@ from keras_nanguard._keras.overrides import Overrides
 
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
-
-    def __init__(self, model: Any, session: Session):
-        super().__init__(model, session)
-        self._overrides = Overrides()
 
     def attach(self) -> None:
         """Replace the train function, and make evaluation report a bad number instead of
@@ -50,7 +45,6 @@ class ModelAttachment(attach.Attachment):
         self._overrides.set(self.model, "test_step", test_step)
 
     def detach(self) -> None:
-        self._overrides.give_back()
         if self.attached:
             WRITES.release()
         super().detach()
