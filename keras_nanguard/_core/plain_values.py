@@ -94,6 +94,6 @@ def markdown_text(text: object) -> str:
     with `http://` or `www.`; an e-mail address remains a link after a backslash, so its `@` is
     shown as code.
     """
-    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", one_line(text))
+    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)#|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", one_line(text))
     line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
     return re.sub("@+", r"`\g<0>`", line)

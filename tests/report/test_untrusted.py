@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support import recordings
@@ -192,6 +192,7 @@ def test_markdown_holds_no_markup_of_the_file():
 MARKUP = ["http://", "www.", "WWW.", "@", "a@b.example", "[x](y)", "![", "<b>", "`", "``", "\\", "_", "*", "~~", "&amp;", "a", " "]
 
 
+@example("__a__")
 @given(st.lists(st.sampled_from(MARKUP), max_size=7).map("".join))
 def test_markdown_shows_any_name_as_it_is(name):
     """The rendered text is the name, without a link or a tag, and without anything that a viewer
