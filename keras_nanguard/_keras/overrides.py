@@ -30,17 +30,19 @@ class Overrides:
     """Overrides attributes of instances until `give_back`, or the end of a `with` block."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """Set an attribute on one instance, and store the previous value of the instance itself."""
-        self._before.append((target, name, vars(target).get(name, _ABSENT)))
+        """Set an attribute on one instance, and store the instance's own value before the first
+        time.
+        """
+        self._before.setdefault((id(target), name), (target, vars(target).get(name, _ABSENT)))
         set_instance(target, name, value)
 
     def give_back(self) -> None:
         """Restore every instance; may be called any number of times."""
         while self._before:
-            target, name, before = self._before.pop()
+            (_, name), (target, before) = self._before.popitem()
             if before is _ABSENT:
                 unset_instance(target, name)
             else:

@@ -489,3 +489,17 @@ def test_the_limits_of_files_are_those_of_the_loader_of_keras():
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == stored.BOMB_FLOOR
     assert saving_lib._H5_DATASET_MAX_EXPANSION == stored.MAX_EXPANSION
     assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == opening._MAX_MEMBER_EXPANSION
+
+
+def test_an_attribute_set_twice_gets_its_first_value_back():
+    """The same attribute can be overridden again; nothing of the values between is kept."""
+
+    class Target:
+        name = "of the class"
+
+    target = Target()
+    with Overrides() as overrides:
+        overrides.set(target, "name", "one")
+        overrides.set(target, "name", "two")
+        assert target.name == "two" and len(overrides._before) == 1
+    assert target.name == "of the class" and "name" not in vars(target)

@@ -174,7 +174,8 @@ class MirroredTransaction(Transaction):
 
     def run(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
-        step, begun = merge(lambda strategy: (_Step(self, strategy), self.reports.begin()))
+        begun = merge(lambda strategy: self.reports.begin())
+        step = merge(lambda strategy: _Step(self, strategy))  # what it sees begins here
         outputs = step.run(args)
         merge(lambda strategy: step.inspect())
         step.here().measure(outputs)
