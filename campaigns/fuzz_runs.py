@@ -76,10 +76,10 @@ def incidents(recipe: Recipe, folder: Path) -> Path:
 def _plain_page() -> str:
     from keras_nanguard._core.incident import Diagnosis, Finding, Incident
     from keras_nanguard._report import html
-    from keras_nanguard._report.console import Run
+    from keras_nanguard._report.shown import ShownRun
 
     found = Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))
-    return html.page(Run([found]), "")
+    return html.page(ShownRun([found]), "")
 
 
 def warmed_up() -> None:
@@ -89,10 +89,10 @@ def warmed_up() -> None:
     from rich.console import Console
 
     from keras_nanguard._report import html
-    from keras_nanguard._report.console import Run
+    from keras_nanguard._report.shown import ShownRun
 
     Console(file=io.StringIO(), width=20).print("\N{CJK UNIFIED IDEOGRAPH-754C} :smile: [bold]x[/]")
-    html.compared([Run(name="a")])
+    html.compared([ShownRun(name="a")])
     _plain_page()
 
 
@@ -100,6 +100,7 @@ def _shown_incidents(path: Path) -> None:
     from rich.console import Console
 
     from keras_nanguard._report import console, files, html, terminal
+    from keras_nanguard._report.shown import ShownRun
 
     run = files.read(path)
     incidents = run.incidents
@@ -114,7 +115,7 @@ def _shown_incidents(path: Path) -> None:
         check_page(incident._repr_html_(), "")
     if not chosen(path, 4):
         return
-    runs = [run, console.Run((), run.recording, name="b")]
+    runs = [run, ShownRun((), run.recording, name="b")]
     check_printed(html.compared_text(runs), "comparison")
     check_page(html.compared(runs), _plain_page())
     screen = io.StringIO()

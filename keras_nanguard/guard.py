@@ -34,6 +34,7 @@ from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files, html, plots
+from keras_nanguard._report.shown import ShownRun
 
 __all__ = ["NanGuard"]
 
@@ -476,9 +477,9 @@ class NanGuard(keras.callbacks.Callback):
         self._reporter.track(incident)
 
     @property
-    def _run(self) -> console.Run:
+    def _run(self) -> ShownRun:
         """All fits so far, as reports show them."""
-        return console.Run(self.incidents, self.recording, self.directory)
+        return ShownRun(self.incidents, self.recording, self.directory)
 
     def _page(self) -> str:
         """Return the HTML page of all fits so far."""

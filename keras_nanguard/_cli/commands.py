@@ -264,6 +264,7 @@ def report(given: argparse.Namespace) -> int:
 
 def _compared(given: argparse.Namespace) -> int:
     """Compare several runs: as text, as HTML, or as JSON, one object a run."""
+    from dataclasses import asdict
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
@@ -285,8 +286,9 @@ def _compared(given: argparse.Namespace) -> int:
         print(f"Written to {files.save(html.compared(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            row = {key: value for key, value in html.row(run).items() if key != "spark"}
-            _print_json({"format": COMPARED_RUNS, **row, "causes": dict(run.causes)})
+            row = asdict(html.row(run)) | {"causes": dict(run.causes)}
+            del row["spark"]
+            _print_json({"format": COMPARED_RUNS, **row})
     else:
         print(html.compared_text(runs))
     return FOUND if any(run.incidents for run in runs) else CLEAN

@@ -54,6 +54,9 @@ FORMAT = 1
 """Version of the JSON format of an `Incident`; incremented whenever a reader of the old format
 would misread the new one."""
 
+BUNDLES = "incidents"
+"""Name of the folder within a guard's directory in which each incident has its bundle."""
+
 SITES: tuple[str, ...] = get_args(Site)
 """Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later
 one, never the reverse."""
@@ -292,16 +295,7 @@ class Incident:
     @property
     def moment(self) -> str:
         """Step, epoch and batch in words, counted from 1: `step 6 (epoch 1, batch 6)`."""
-        if "predictions" in self.sites:
-            return "in predict"
-        if "validation" in self.sites:
-            validation = f"in the validation of epoch {self.epoch + 1}"
-            return "in evaluate" if self.decision is None else validation
-        if "state" in self.sites and not self.refused:
-            return "before the first step"
-        replicas = ", ".join(str(number) for number in self.replicas)
-        named = f", replica{'s' if len(self.replicas) > 1 else ''} {replicas}" if replicas else ""
-        return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
+        return moment_of(self, f", batch {self.batch + 1}")
 
     def __str__(self) -> str:
         """Return one line: findings, cause, outcomes, and advice if the user has to act."""
@@ -314,8 +308,7 @@ class Incident:
                 parts.append(f"Onset at step {onset + 1:.0f}.")
             parts.append(self.diagnosis.headline)
             parts += self.diagnosis.advice if needs_user(self) else ()
-        outcomes = [outcome for outcome in self.outcomes if str(outcome) != "warn"]
-        outcomes.sort(key=lambda outcome: outcome.status)  # done, then skipped
+        outcomes = sorted(told(self), key=lambda outcome: outcome.status)  # done, then skipped
         return " ".join([*parts, *(f"-> {outcome}." for outcome in outcomes)])
 
     def __repr__(self) -> str:
@@ -370,6 +363,31 @@ class Incident:
         except ValueError as error:
             reason = f"The incident has a malformed field: {plain_text(error)}"
             raise FileFormatError(reason) from error
+
+
+def moment_of(incident: Incident, batch: str = "") -> str:
+    """Return when an incident happened, counted from 1: `step 6 (epoch 1)`.
+
+    Args:
+        incident: the incident.
+        batch: further words after the epoch of a step.
+    """
+    if "predictions" in incident.sites:
+        return "in predict"
+    if "validation" in incident.sites:
+        validation = f"in the validation of epoch {incident.epoch + 1}"
+        return "in evaluate" if incident.decision is None else validation
+    if "state" in incident.sites and not incident.refused:
+        return "before the first step"
+    replicas = ", ".join(str(number) for number in incident.replicas)
+    named = f", replica{'s' if len(incident.replicas) > 1 else ''} {replicas}" if replicas else ""
+    return f"step {incident.step + 1} (epoch {incident.epoch + 1}{batch}{named})"
+
+
+def told(incident: Incident) -> list[Outcome]:
+    """Return the outcomes to mention: all except a warning that has no words."""
+    plain = Outcome("warn", "done")
+    return [outcome for outcome in incident.outcomes if outcome != plain]
 
 
 def needs_user(incident: Incident) -> bool:

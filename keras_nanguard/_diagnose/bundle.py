@@ -34,13 +34,11 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError
 from keras_nanguard._core.evidence import Evidence
-from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.plain_values import markdown_text
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
-
-FOLDER = "incidents"
 
 
 def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
@@ -52,7 +50,7 @@ def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
         batch: the arguments of the step.
         evidence: the evidence of the diagnosis.
     """
-    folder = Path(run.directory) / FOLDER
+    folder = Path(run.directory) / BUNDLES
     folder.mkdir(parents=True, exist_ok=True)
     path = _free_path(folder, incident.step)
     with atomic_files.beside(path) as unfinished:

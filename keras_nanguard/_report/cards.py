@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import SITES, Diagnosis, Incident
+from keras_nanguard._core.incident import BUNDLES, SITES, Diagnosis, Finding, Incident, told
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._report import console
+from keras_nanguard._report.shown import ShownRun
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
@@ -38,7 +40,7 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
     """Return the folder of a bundle within the directory of its run, or `None`."""
     if bundle is None or directory is None:
         return None
-    folder = directory / "incidents" / Path(bundle.replace("\\", "/")).name
+    folder = directory / BUNDLES / Path(bundle.replace("\\", "/")).name
     return folder if folder.is_dir() and not folder.is_symlink() else None
 
 
@@ -55,22 +57,37 @@ def layer_table(folder: Path | None) -> str:
         return ""
 
 
-def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of the batch of a bundle.
+
+    Attributes:
+        row: its index within the batch.
+        of: the user's name of the displayed array (`x/age`).
+        picture: a data URI of a PNG, or `""`.
+        columns: `(column, value, low, high, unusual)` with the range of this column in the other
+            rows; empty if there is a picture.
+    """
+
+    row: int
+    of: str
+    picture: str
+    columns: Sequence[tuple[int, str, str, str, bool]]
+
+
+def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[ShownRow]:
     """Return the display of some rows of the batch of a bundle.
+
+    The displayed array is the one that is not finite in that row, else the culprit, else the first
+    input.
 
     Args:
         folder: the bundle.
         rows: indices within the batch.
         culprit: the array to blame, as a diagnosis names it, or `""`.
-
-    Returns:
-        For each row `{"row", "of", "picture", "columns"}`: the user's name of the displayed array
-        (`x/age`), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)` with the
-        range of this column in the other rows. The displayed array is the one that is not
-        finite in that row, else the culprit, else the first input.
     """
     parts = _parts(folder) if folder is not None and rows else []
-    found: list[dict[str, Any]] = []
+    found: list[ShownRow] = []
     for row in rows:
         chosen = _chosen(parts, row, culprit)
         if chosen is None or len(found) == MAX_ROWS:
@@ -78,10 +95,10 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[d
         path, array = chosen
         array = array.astype(np.float64)
         others = np.delete(array, [r for r in rows if 0 <= r < len(array)], axis=0)
-        one = {"row": row, "of": argument_path(path), "picture": _picture(array[row], others)}
+        picture = _picture(array[row], others)
         flat = others.reshape(len(others), array[row].size)
-        columns = [] if one["picture"] else _columns(array[row].reshape(-1), flat)
-        found.append({**one, "columns": columns})
+        columns = [] if picture else _columns(array[row].reshape(-1), flat)
+        found.append(ShownRow(row, argument_path(path), picture, columns))
     return found
 
 
@@ -180,7 +197,42 @@ MAX_CARDS = 200
 _MAX_OUTCOMES, _MAX_BEFORE, _MAX_LAYER_ROWS = 12, 6, 60
 
 
-def cards(run: console.Run, steps: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
+@dataclass(frozen=True)
+class Card:
+    """The card of one kind of incident: records and plain text, which the page escapes.
+
+    Attributes:
+        title: cause and place.
+        group: the incidents of this kind.
+        first: the first of them that still has its bundle, or the first of all.
+        findings: the findings of `first`, in causal order.
+        outcomes: action, status and detail of the most frequent outcomes, and how often they
+            occurred.
+        code: code to paste, or `""`.
+        layers: the table of layers of the bundle, or `""`.
+        rows: the bad rows of the bundle.
+        bundle: folder of the bundle, or `""`.
+        replay: the command that replays it.
+        labels: names of the bad rows of the step.
+        before: measurements of each layer before the step: variable, column, last values, and
+            whether they grew tenfold.
+    """
+
+    title: str
+    group: Sequence[Incident]
+    first: Incident
+    findings: Sequence[Finding]
+    outcomes: Sequence[tuple[str, str, str, int]]
+    code: str
+    layers: str
+    rows: Sequence[ShownRow]
+    bundle: str
+    replay: str
+    labels: Sequence[str]
+    before: Sequence[tuple[str, str, str, bool]]
+
+
+def cards(run: ShownRun, steps: Sequence[int]) -> tuple[list[Card], list[int]]:
     """Return the cards in the order in which each kind first occurred, and for each incident the
     number of its card.
 
@@ -188,7 +240,7 @@ def cards(run: console.Run, steps: Sequence[int]) -> tuple[list[dict[str, Any]],
         run: the run.
         steps: the step of each incident, counted as in the samples and layers of the recording.
     """
-    incidents, recording = run.incidents, run.recording
+    incidents = run.incidents
     at = dict(zip(map(id, incidents), steps))
     groups = console.kinds(incidents)
     kept = sorted(groups[:MAX_CARDS], key=lambda group: (group[0].step, group[0].epoch))
@@ -196,40 +248,39 @@ def cards(run: console.Run, steps: Sequence[int]) -> tuple[list[dict[str, Any]],
     if others:
         kept.append([incident for group in others for incident in group])
     number = {id(incident): n for n, group in enumerate(kept) for incident in group}
-    found = []
-    for group in kept:
-        one = _card(group, run.directory)
-        step = at[id(one["first"])]
-        labels = [sample.label for sample in recording.samples if step in sample.steps]
-        found.append({**one, "labels": labels[:20], "before": _before(recording.layers, step)})
+    found = [_card(run, group, at) for group in kept]
     if others:
-        found[-1]["title"] = f"{len(others)} more kinds of incidents; this is the first of them"
+        title = f"{len(others)} more kinds of incidents; this is the first of them"
+        found[-1] = replace(found[-1], title=title)
     return found, [number[id(incident)] for incident in incidents]
 
 
-def _card(group: Sequence[Incident], directory: Path | None) -> dict[str, Any]:
-    """Return one card: records and plain text, which the page escapes."""
-    folders = [bundle_folder(incident.bundle, directory) for incident in group]
+def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Card:
+    """Return one card, given the step of each incident by its `id`."""
+    recording = run.recording
+    folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
     first, folder, diagnosis = group[place], folders[place], group[place].diagnosis
-    bundle = "" if folder is None and directory is not None else first.bundle or ""
-    outcomes = [o for incident in group for o in incident.outcomes if str(o) != "warn"]
-    done = Counter((o.action, o.status, o.detail) for o in outcomes)
-    rows: Sequence[Any] = ()
+    step = at[id(first)]
+    bundle = "" if folder is None and run.directory is not None else first.bundle or ""
+    done = Counter((o.action, o.status, o.detail) for incident in group for o in told(incident))
+    rows: Sequence[ShownRow] = ()
     if diagnosis is not None:
         rows = shown(folder, diagnosis.samples, diagnosis.culprit)
-    return {
-        "title": console.why(group[0]),
-        "group": group,
-        "first": first,
-        "findings": sorted(first.findings, key=lambda finding: SITES.index(finding.site)),
-        "outcomes": [(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
-        "code": snippet(diagnosis) if diagnosis is not None else "",
-        "layers": layer_table(folder),
-        "rows": rows,
-        "bundle": bundle,
-        "replay": f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
-    }
+    return Card(
+        title=console.why(group[0]),
+        group=group,
+        first=first,
+        findings=sorted(first.findings, key=lambda finding: SITES.index(finding.site)),
+        outcomes=[(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
+        code=snippet(diagnosis) if diagnosis is not None else "",
+        layers=layer_table(folder),
+        rows=rows,
+        bundle=bundle,
+        replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
+        labels=[one.label for one in recording.samples if step in one.steps][:20],
+        before=_before(recording.layers, step),
+    )
 
 
 def snippet(diagnosis: Diagnosis) -> str:

@@ -8,63 +8,28 @@ report. The texts for each cause are in `_core/causes.toml`. Pure functions from
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, needs_user
+from keras_nanguard._core.incident import (
+    Diagnosis,
+    Finding,
+    Incident,
+    moment_of,
+    needs_user,
+    told,
+)
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
-from keras_nanguard._recording.database import OVERFLOW, REFUSED
-from keras_nanguard._recording.recording import BadSample, Recording
-
-
-@dataclass(frozen=True)
-class Run:
-    """What reports show of a run.
-
-    Attributes:
-        incidents: its incidents, of one fit or more.
-        recording: its recording, which may be empty.
-        directory: its directory, if it has one, for the contents of its bundles.
-        name: its name among several runs.
-    """
-
-    incidents: Sequence[Incident] = ()
-    recording: Recording = field(default_factory=Recording)
-    directory: Path | None = None
-    name: str = ""
-
-    @property
-    def skipped(self) -> tuple[int, int]:
-        """Numbers of skipped steps and of ordinary float16 overflows among them.
-
-        Without a recording the incidents are counted.
-        """
-        if not len(self.recording):
-            return sum(incident.refused for incident in self.incidents), 0
-        steps, bins = self.recording.steps, self.recording.bins
-        refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
-        overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
-        return refused + overflows, overflows
-
-    @property
-    def causes(self) -> Counter[str]:
-        """Number of incidents by cause and place."""
-        return Counter(why(incident) for incident in self.incidents)
-
+from keras_nanguard._recording.recording import BadSample
 
 WIDTH = 120
 """Maximum number of characters of a line."""
 
 MAX_PLACE = 44
 """Maximum number of characters of a path in it."""
-
-_RATE_OF = re.compile("learning rate of [^:]*: ")
 
 CHANGES = {
     "fix_loss_scale": "loss scale reset",
@@ -119,7 +84,7 @@ def shortened(place: str, width: int = MAX_PLACE) -> str:
 def _head(incident: Incident) -> str:
     """Return the action and the step: `skipped step 30 (epoch 1)`."""
     done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
-    moment = incident.moment.replace(f", batch {incident.batch + 1}", "")
+    moment = moment_of(incident)
     if done & {"stop", "raise_error"}:
         return f"stopped at {moment}" if moment.startswith("step") else f"stopped {moment}"
     if "rollback" in done:
@@ -191,7 +156,8 @@ def _changes(incident: Incident) -> str:
         if outcome.status != "done":
             found += ["no rollback"] if outcome.action == "rollback" else []
         elif outcome.action == "lower_lr":
-            found.append(_RATE_OF.sub("learning rate ", outcome.detail.partition(";")[0]))
+            rates = outcome.detail.partition(";")[0].partition(": ")[2]  # after the optimizer
+            found.append(f"learning rate {rates}")
         elif outcome.action == "warn" and outcome.detail:
             found.append(outcome.detail)
         elif outcome.action in CHANGES:
@@ -351,6 +317,5 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
             parts += ["", markdown_text(diagnosis.headline), ""]
             parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
             parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
-        outcomes = (str(o) for o in incident.outcomes if str(o) != "warn")
-        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in outcomes), ""]
+        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in told(incident)), ""]
     return "\n".join(parts)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.incident import FORMAT, Incident
+from keras_nanguard._core.incident import BUNDLES, FORMAT, Incident
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
@@ -30,7 +30,7 @@ _SQLITE = Path(database.NAME).suffix
 SAMPLE_COLUMNS = ("label", "index", "times", "steps", "reason", "fingerprint")
 """The header of a table of bad samples."""
 
-_BUNDLES = ("incident.json", "*/incident.json", "incidents/*/incident.json")
+_BUNDLES = ("incident.json", "*/incident.json", f"{BUNDLES}/*/incident.json")
 
 _REMEDY = (
     "Pass a .json or .jsonl file that guard.report(path) wrote, a recording (.sqlite), "
@@ -38,7 +38,7 @@ _REMEDY = (
 )
 
 
-def write(run: Run, head: str, path: str | os.PathLike[str]) -> Path:
+def write(run: ShownRun, head: str, path: str | os.PathLike[str]) -> Path:
     """Write the incidents of a run to a file atomically, and return its path.
 
     Args:
@@ -110,7 +110,7 @@ def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[
     return [i.with_(bundle=None) if removed(i.bundle) else i for i in incidents]
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> ShownRun:
     """Read a run: its incidents, and its recording if there is one.
 
     Args:
@@ -128,13 +128,13 @@ def read(path: str | os.PathLike[str]) -> Run:
     if path.suffix == ".html" and path.is_file():
         remedy = f"Open it in a browser. {_REMEDY}"
         raise GuardError(expected("a file of incidents", f"{str(path)!r}, a finished page", remedy))
-    return Run(_of_text(path), name=name)
+    return ShownRun(_of_text(path), name=name)
 
 
-def _of_folder(path: Path) -> Run:
+def _of_folder(path: Path) -> ShownRun:
     """Return the incidents of a run, from its recording or export, and of other bundles."""
     sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
-    found = read(sources[0]) if sources else Run()
+    found = read(sources[0]) if sources else ShownRun()
     listed = {Path(incident.bundle).name for incident in found.incidents if incident.bundle}
     files = {file for pattern in _BUNDLES for file in path.glob(pattern) if file.is_file()}
     files = {file for file in files if file.parent.name not in listed}
@@ -146,13 +146,13 @@ def _of_folder(path: Path) -> Run:
     return replace(found, incidents=[*bundled, *found.incidents])
 
 
-def _of_recording(path: Path) -> Run:
+def _of_recording(path: Path) -> ShownRun:
     """Return the run in a recording, which is empty until its first transaction."""
     if not path.exists():
         raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
     with _expecting("a recording of incidents", path):
         recording = Recording.read(path) if path.stat().st_size else Recording()
-        return Run([incident for incident, _ in incidents_of(recording)], recording)
+        return ShownRun([incident for incident, _ in incidents_of(recording)], recording)
 
 
 def _of_text(path: Path) -> list[Incident]:

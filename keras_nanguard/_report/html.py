@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from keras_nanguard._recording.recording import (
 )
 from keras_nanguard._report import console
 from keras_nanguard._report.cards import cards
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 POINTS = 2000
 """Points of each curve."""
@@ -71,7 +71,7 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return made
 
 
-def page(run: Run, summary: str) -> str:
+def page(run: ShownRun, summary: str) -> str:
     """Return the report of one run.
 
     Args:
@@ -111,7 +111,7 @@ def page(run: Run, summary: str) -> str:
     )
 
 
-def _placed(run: Run) -> tuple[Run, list[int]]:
+def _placed(run: ShownRun) -> tuple[ShownRun, list[int]]:
     """Return the run, and the step of each incident as the recording counts steps.
 
     The incidents are those of the recording, unless more are given: a recording drops old ones.
@@ -181,7 +181,7 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
-def _marks(run: Run, numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
+def _marks(run: ShownRun, numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
     """Return the marks on the timeline. Steps count from 1, as on the console."""
     recording, refusals = run.recording, [int(incident.refused) for incident in run.incidents]
     steps, bins = recording.steps, recording.bins
@@ -200,7 +200,7 @@ def _marks(run: Run, numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any
     }
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: ShownRun) -> list[tuple[str, str]]:
     recording, (refused, overflows) = run.recording, run.skipped
     meta = recording.meta
     facts = [
@@ -217,7 +217,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _healthy(run: Run) -> str:
+def _healthy(run: ShownRun) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
     if run.skipped[1]:
         overflows = "ordinary float16 overflows, which loss scaling handles"
@@ -265,21 +265,48 @@ def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, 
 _MAX_CAUSES = 4
 
 
-def row(run: Run) -> dict[str, Any]:
-    """Return the row of a run in a table, as text."""
+@dataclass(frozen=True)
+class ComparedRun:
+    """The row of a run in the comparison, as text; `""` for what is unknown.
+
+    Attributes:
+        name: its name.
+        status: `"running"`, `"finished"` or `"failed"`.
+        steps: number of steps.
+        incidents: number of incidents.
+        first: when the first one happened.
+        causes: the most frequent causes, with counts.
+        rate: the highest learning rate at the start.
+        loss: the last loss.
+        spark: the SVG path of the losses.
+    """
+
+    name: str
+    status: str
+    steps: str
+    incidents: int
+    first: str
+    causes: str
+    rate: str
+    loss: str
+    spark: str
+
+
+def row(run: ShownRun) -> ComparedRun:
+    """Return the row of a run in the comparison."""
     step, low, high = run.recording.series("loss", 120)
     rate = run.recording.series("learning_rate", 120)[2]
-    return {
-        "name": run.name,
-        "status": str(run.recording.meta.get("status", "")),
-        "steps": f"{len(run.recording):,}" if len(run.recording) else "",
-        "incidents": len(run.incidents),
-        "first": run.incidents[0].moment if run.incidents else "",
-        "causes": "; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
-        "rate": f"{rate[0]:.3g}" if len(rate) else "",
-        "loss": f"{low[-1]:.4g}" if len(low) else "",
-        "spark": _spark(step.tolist(), high.tolist()),
-    }
+    return ComparedRun(
+        name=run.name,
+        status=str(run.recording.meta.get("status", "")),
+        steps=f"{len(run.recording):,}" if len(run.recording) else "",
+        incidents=len(run.incidents),
+        first=run.incidents[0].moment if run.incidents else "",
+        causes="; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
+        rate=f"{rate[0]:.3g}" if len(rate) else "",
+        loss=f"{low[-1]:.4g}" if len(low) else "",
+        spark=_spark(step.tolist(), high.tolist()),
+    )
 
 
 def _spark(steps: list[int], values: list[float]) -> str:
@@ -294,7 +321,7 @@ def _spark(steps: list[int], values: list[float]) -> str:
     )
 
 
-def common(runs: Sequence[Run]) -> list[str]:
+def common(runs: Sequence[ShownRun]) -> list[str]:
     """Return sentences about the common properties of failed runs, and their differences from the
     others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
@@ -320,26 +347,25 @@ def common(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _rate(run: Run) -> float | None:
+def _rate(run: ShownRun) -> float | None:
     highest = run.recording.series("learning_rate", 200)[2]
     return float(highest.max()) if len(highest) else None
 
 
-def compared_text(runs: Sequence[Run]) -> str:
+def compared_text(runs: Sequence[ShownRun]) -> str:
     """Return the comparison as lines of text."""
     lines = [*common(runs), ""]
     for run in runs:
         shown = row(run)
-        steps = f"{shown['steps']} steps" if shown["steps"] else "steps unknown"
+        steps = f"{shown.steps} steps" if shown.steps else "steps unknown"
         happened = "no incident"
-        if run.incidents:
-            count, first, causes = shown["incidents"], shown["first"], shown["causes"]
-            happened = f"{count} incidents, the first at {first}: {causes}"
-        lines.append(f"{run.name}: {' '.join(filter(None, (shown['status'], steps)))}, {happened}")
+        if shown.incidents:
+            happened = f"{shown.incidents} incidents, the first at {shown.first}: {shown.causes}"
+        lines.append(f"{run.name}: {' '.join(filter(None, (shown.status, steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
 
-def compared(runs: Sequence[Run]) -> str:
+def compared(runs: Sequence[ShownRun]) -> str:
     """Return the comparison as one HTML file."""
     rows, title = [row(run) for run in runs], f"{len(runs)} runs"
     return rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)

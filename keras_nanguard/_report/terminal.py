@@ -26,7 +26,8 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
-from keras_nanguard._report.console import Run, shortened
+from keras_nanguard._report.console import shortened
+from keras_nanguard._report.shown import ShownRun
 
 MAX_ROWS = 12
 """Maximum number of rows."""
@@ -149,12 +150,12 @@ def watch(
     return bool(seen.incidents)
 
 
-def _read(directory: str | os.PathLike[str]) -> Run:
+def _read(directory: str | os.PathLike[str]) -> ShownRun:
     """Read the files. Before the first step there may be none."""
-    return files.read(directory) if any(Path(directory).iterdir()) else Run()
+    return files.read(directory) if any(Path(directory).iterdir()) else ShownRun()
 
 
-def _shown(seen: Run, screen: Console, problem: str = "") -> Group:
+def _shown(seen: ShownRun, screen: Console, problem: str = "") -> Group:
     found = frame(seen, screen.width, ascii_only=screen.options.ascii_only)
     lines = [_text(f"Cannot be read: {problem}", "bold red")] if problem else []
     return Group(found, *lines)
@@ -165,7 +166,7 @@ def _text(text: str, style: str = "") -> Text:
     return Text(console.printable(text), style=style)
 
 
-def frame(run: Run, width: int = 100, ascii_only: bool = False) -> Group:
+def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
     recording = run.recording
     room = max(width - 44, 16)
@@ -192,7 +193,7 @@ def frame(run: Run, width: int = 100, ascii_only: bool = False) -> Group:
     return Group(_head(run), *shown)
 
 
-def _head(run: Run) -> Text:
+def _head(run: ShownRun) -> Text:
     recording = run.recording
     meta, steps = recording.meta, recording.steps
     if not meta:

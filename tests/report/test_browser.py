@@ -13,7 +13,7 @@ from support.recordings import HOSTILE, synthetic
 
 from keras_nanguard import Incident
 from keras_nanguard._report import html
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
 
@@ -45,7 +45,7 @@ def browser():
 def written(folder, name, recording):
     found = [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
     path = folder / f"{name}.html"
-    path.write_text(html.page(Run(found, recording), "a line"), encoding="utf-8", errors="replace")
+    path.write_text(html.page(ShownRun(found, recording), "a line"), encoding="utf-8", errors="replace")
     return path
 
 
@@ -195,7 +195,7 @@ def test_a_screen_reader_has_names(browser, pages):
 
 
 def test_several_runs(browser, tmp_path):
-    runs = [Run((), synthetic(500, n, seed=n), name=f"trial {n}") for n in range(30)]
+    runs = [ShownRun((), synthetic(500, n, seed=n), name=f"trial {n}") for n in range(30)]
     path = tmp_path / "all.html"
     path.write_text(html.compared(runs), encoding="utf-8")
     assert opened(browser, path, 390) < SECONDS and browser.get_log("browser") == []

@@ -28,7 +28,7 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event
 from keras_nanguard._report import cards, files, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
@@ -59,7 +59,7 @@ def incidents_of(recording):
 
 
 def page_of(recording, directory=None):
-    return html.page(Run(incidents_of(recording), recording, directory), "one line")
+    return html.page(ShownRun(incidents_of(recording), recording, directory), "one line")
 
 
 def test_contents():
@@ -74,12 +74,12 @@ def test_contents():
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
     assert "every step was finite" in text and "Bad rows" not in text
-    assert "There are no incidents." in " ".join(Elements(html.page(Run(), "")).text), "there may be no recording at all"
+    assert "There are no incidents." in " ".join(Elements(html.page(ShownRun(), "")).text), "there may be no recording at all"
 
 
 def test_before_the_first_step():
     """The page of an unused guard states this, and claims nothing."""
-    text = " ".join(Elements(html.page(Run((), Recorder().recording), "")).text)
+    text = " ".join(Elements(html.page(ShownRun((), Recorder().recording), "")).text)
     assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
 
@@ -100,7 +100,7 @@ def test_hostile_names(name):
     data = page_of(synthetic(600, 8, name=name)).split('id="data">')[1].split("</script>")[0]
     assert len(data) > 1000 and not set(data) & set("<>&\u2028\u2029"), "browsers end a script at more than its end tag"
     assert name in "".join(one.text) and "49" not in [t.strip() for t in one.text]
-    one, other = (Elements(html.compared([Run((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
+    one, other = (Elements(html.compared([ShownRun((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found] and name in "".join(one.text)
 
 
@@ -142,7 +142,7 @@ def test_a_log_that_is_ahead_of_the_recording():
     incidents = incidents_of(recording)
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
     behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
-    raw = next(r for r in Elements(html.page(Run(incidents, behind), "")).raw if r.startswith('{"charts"'))
+    raw = next(r for r in Elements(html.page(ShownRun(incidents, behind), "")).raw if r.startswith('{"charts"'))
     assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
 
 
@@ -205,7 +205,7 @@ def test_a_directory_that_several_fits_share():
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
     both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
-    raw = next(r for r in Elements(html.page(Run(incidents_of(first)[:2], both), "")).raw if r.startswith('{"charts"'))
+    raw = next(r for r in Elements(html.page(ShownRun(incidents_of(first)[:2], both), "")).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
     assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 
@@ -213,21 +213,21 @@ def test_a_directory_that_several_fits_share():
 def test_the_command_can_be_pasted():
     """The shell takes any folder name as one argument."""
     name = "runs/a b; rm -rf $HOME"
-    (found,), _ = cards.cards(Run([Incident(3, 0, 3, (), bundle=name)]), [3])
-    assert shlex.split(found["replay"]) == ["keras-nanguard", "replay", name]
+    (found,), _ = cards.cards(ShownRun([Incident(3, 0, 3, (), bundle=name)]), [3])
+    assert shlex.split(found.replay) == ["keras-nanguard", "replay", name]
 
 
 def test_many_kinds_have_one_card_in_common():
     many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(MAX_CARDS + 50)]
-    found, numbers = cards.cards(Run(many), range(len(many)))
-    assert len(found) == MAX_CARDS + 1 and found[-1]["title"].startswith("50 more kinds") and numbers.count(MAX_CARDS) == 50
+    found, numbers = cards.cards(ShownRun(many), range(len(many)))
+    assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and numbers.count(MAX_CARDS) == 50
 
 
 def test_how_layers_went_up_to_an_incident():
     """Only up to the step; values that grew tenfold come first."""
     layers = {"a": {"step": np.arange(5), "gradient_norm": np.ones(5)}, "b": {"step": np.arange(5), "gradient_norm": 10.0 ** np.arange(5)}}
-    (found,), _ = cards.cards(Run([Incident(3, 0, 3, ())], Recording(layers=layers)), [3])
-    assert found["before"] == [("b", "gradient norm", "1 → 10 → 100 → 1e+03", True), ("a", "gradient norm", "1 → 1 → 1 → 1", False)]
+    (found,), _ = cards.cards(ShownRun([Incident(3, 0, 3, ())], Recording(layers=layers)), [3])
+    assert found.before == [("b", "gradient norm", "1 → 10 → 100 → 1e+03", True), ("a", "gradient norm", "1 → 1 → 1 → 1", False)]
 
 
 def test_code_to_paste():
@@ -294,7 +294,7 @@ class TestBlamedRows:
         x[1, 2, 3] = np.nan
         save_batch(folder, x, np.zeros(3, int))
         (found,) = cards.shown(folder, [1])
-        png = base64.b64decode(found["picture"].partition(",")[2])
+        png = base64.b64decode(found.picture.partition(",")[2])
         start = png.index(b"IDAT")
         lines = np.frombuffer(zlib.decompress(png[start + 4 :]), np.uint8).reshape(8, 25)
         pixels = lines[:, 1:].reshape(8, 8, 3)
@@ -307,8 +307,8 @@ class TestBlamedRows:
         x[2, 4], x[2, 1] = np.inf, 900.0
         save_batch(folder, x)
         (found,) = cards.shown(folder, [2, 77])
-        assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
-        assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
+        assert found.picture == "" and [c[0] for c in found.columns[:2]] == [1, 4]
+        assert found.columns[0] == (1, "900", "1", "1.4", True) and found.columns[2][4] is False
 
     def test_of_several_arrays_the_one_to_blame(self, folder):
         """The array that is not finite in that row, else the one in the diagnosis, by the user's
@@ -320,14 +320,14 @@ class TestBlamedRows:
         np.savez(folder / "batch.npz", **{"0": image, "1": age, "2": bits, "3": np.zeros(3, "float32")})
         about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [(f["row"], f["of"]) for f in cards.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
+        assert [(f.row, f.of) for f in cards.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
         layers = [[name, 0, 0] for name in ("image", "age", "keras_tensor_7")]
         (folder / "model.json").write_text(json.dumps({"config": {"input_layers": layers}}))
-        assert [f["of"] for f in cards.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
-        assert cards.shown(folder, [2])[0]["columns"][0][1] == "inf" and cards.shown(folder, [0])[0]["picture"]
+        assert [f.of for f in cards.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
+        assert cards.shown(folder, [2])[0].columns[0][1] == "inf" and cards.shown(folder, [0])[0].picture
         blamed = Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")
-        (found,), _ = cards.cards(Run([blamed], directory=folder.parents[1]), [1])
-        assert found["rows"][0]["of"] == "x/age"
+        (found,), _ = cards.cards(ShownRun([blamed], directory=folder.parents[1]), [1])
+        assert found.rows[0].of == "x/age"
 
     @pytest.mark.parametrize("reported", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
     def test_the_description_of_arrays_in_a_bundle_may_be_damaged(self, folder, reported):
@@ -339,7 +339,7 @@ class TestBlamedRows:
         save_batch(folder, np.ones((3, 2)))
         about = {"batch": {"tuple": [{"tuple": [{"dict": {"a": 0, "b": {"left_out": "object"}}}]}]}, "dtypes": ["float64"]}
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [f["of"] for f in cards.shown(folder, [0])] == ["x/a"]
+        assert [f.of for f in cards.shown(folder, [0])] == ["x/a"]
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
     def test_unreadable_parts_are_omitted(self, folder, content):
@@ -390,7 +390,7 @@ class TestSeveralRuns:
             recording = synthetic(400, count, seed=seed)
             if not count:
                 recording.steps["learning_rate"][:] = 1e-5
-            found.append(Run(incidents_of(recording), recording, name=name))
+            found.append(ShownRun(incidents_of(recording), recording, name=name))
         return found
 
     def test_common_properties(self):
@@ -401,7 +401,7 @@ class TestSeveralRuns:
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported
         assert any("x[217]" in line for line in reported)
-        assert html.common([Run(name="a")]) == ["0 of 1 runs had incidents."]
+        assert html.common([ShownRun(name="a")]) == ["0 of 1 runs had incidents."]
 
     def test_command(self, tmp_path, capsys):
         for name, count, _ in self.RUNS:

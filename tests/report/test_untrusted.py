@@ -26,7 +26,7 @@ from keras_nanguard import FileFormatError, GuardError, Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads, markdown_text
 from keras_nanguard._report import cards, console, files, html, terminal
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -64,7 +64,7 @@ def test_the_dashboard_shows_status_and_epochs_as_text():
     """Status and epochs of a recording are treated like any other name."""
     recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
     screen = io.StringIO()
-    Console(file=screen, width=80).print(terminal.frame(Run((), recording)))
+    Console(file=screen, width=80).print(terminal.frame(ShownRun((), recording)))
     assert "owned" in screen.getvalue() and "\x1b" not in screen.getvalue()
 
 
@@ -228,7 +228,7 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
         inner[sorted(inner)[0]] = value
     else:
         data[name] = value
-    assert html.page(Run((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))), "")
+    assert html.page(ShownRun((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))), "")
     try:
         found = Incident.from_dict(data)
     except FileFormatError as error:
@@ -238,7 +238,7 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
     line = console.incident_line(found)
     assert all(c.isprintable() for c in line.replace("\n", " "))
     assert console.summary([found], 1, 1, 0) and console.markdown([found], "") and found._repr_html_()
-    assert html.page(Run([found]), "")
+    assert html.page(ShownRun([found]), "")
 
 
 CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
@@ -263,7 +263,7 @@ def test_a_recording_is_accepted_or_rejected(table, data):
         except GuardError as error:
             assert len(str(error)) < 2000 and str(error).isprintable()
             return
-    assert repr(found) and len(found) >= 0 and html.page(Run((), found), "")
+    assert repr(found) and len(found) >= 0 and html.page(ShownRun((), found), "")
     screen = io.StringIO()
-    Console(file=screen, width=80).print(terminal.frame(Run((), found)))
+    Console(file=screen, width=80).print(terminal.frame(ShownRun((), found)))
     assert "\x1b" not in screen.getvalue()

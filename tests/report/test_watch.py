@@ -21,7 +21,7 @@ from keras_nanguard import Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files, terminal
-from keras_nanguard._report.console import Run
+from keras_nanguard._report.shown import ShownRun
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
@@ -32,7 +32,7 @@ def incidents_of(recording):
 
 def text_of(recording, incidents=(), width=110, **arguments):
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(terminal.frame(Run(incidents, recording), width, **arguments))
+    screen.print(terminal.frame(ShownRun(incidents, recording), width, **arguments))
     return screen.file.getvalue()
 
 
