@@ -46,14 +46,6 @@ def test_every_callback_sees_them_from_the_first_epoch_on(tmp_path, first):
     assert all(value > 0 for value in history["nanguard/grad_norm"]) and history["nanguard/rate_factor"] == [1.0] * 3
 
 
-def test_switched_off():
-    """With `logs=False` only the number of refused steps is logged."""
-    history = fit(NanGuard(verbose=0, diagnose=False, logs=False)).history
-    assert not NAMES & set(history) and history["refused_steps"] == [1, 1, 1]
-    with pytest.raises(ValueError, match="logs"):
-        NanGuard(logs="yes")
-
-
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_progress_bar_shows_none_of_them(capsys, verbose):
     """The progress bar shows the metrics of the user, and the number of refused steps if there are

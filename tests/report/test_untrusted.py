@@ -107,13 +107,6 @@ def test_a_path_that_no_file_has(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_summaries_are_printable():
-    """The head of a report, which counts actions, quotes names of the file."""
-    one = recordings.incident(3, 0, 3)
-    odd = Incident.from_dict({**one.to_dict(), **FIELDS["an action"]})
-    assert "owned" in (text := console.summary([odd], 1, 1, 0)) and "\x1b" not in text
-
-
 @pytest.fixture
 def bundle(tmp_path):
     """The folder of a bundle with one row that is not finite."""

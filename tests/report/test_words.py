@@ -211,13 +211,6 @@ def test_a_guard_prints_its_summary():
 
 
 class TestLines:
-    def test_one_of_a_kind(self):
-        """The first incident of a kind has a line; the same place with another cause is another
-        kind.
-        """
-        lines = Lines()
-        assert [bool(lines.line(incident(step, 0, step))) for step in range(8)] == [True] + [False] * 7
-        assert lines.line(incident(9, diagnosis=DIAGNOSIS)) and not lines.line(incident(10, diagnosis=DIAGNOSIS))
 
     def test_other_rows_of_the_same_kind(self):
         """One cause in one place is one kind, for any rows and any first finding."""
@@ -244,11 +237,6 @@ class TestLines:
         reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
         assert list(reported) == [1, 10, 100, 1000] and " 100th incident of this kind." in reported[100]
 
-    def test_every(self):
-        """With `every`, each incident and each epoch with refused steps has a line."""
-        lines = Lines(every=True)
-        assert all(lines.line(incident(5, epoch, 5)) and lines.epoch(epoch, 1, 4) for epoch in range(20)) and not lines.epoch(21, 0, 5)
-
     def test_epochs(self):
         """An epoch has a line if it is the first with refused steps, has twice as many as the last
         one with a line, or only refused steps.
@@ -257,11 +245,6 @@ class TestLines:
         reported = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
         assert reported == [False, True, False, False, False, True, False, False]
         assert lines.epoch(8, 3, 0, ["loss"]) and lines.epoch(9, 3, 0, ["loss"])
-
-    def test_control_characters(self):
-        """No name controls the terminal."""
-        line = Lines().line(incident(diagnosis=replace(DIAGNOSIS, culprit="\x1b]0;owned\x07\x1b[2J")))
-        assert line.isprintable() and "owned" in line
 
 
 def test_kinds():
