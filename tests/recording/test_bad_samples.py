@@ -281,15 +281,3 @@ def test_search(dtype, shape, set_limit):
         )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
     assert dtype == "bool" or indices(other, [0], whole, None, math.inf, np.asarray) == [()]
-
-
-@pytest.mark.slow
-def test_demo():
-    """Exactly the five corrupted rows of the demo are reported."""
-    pytest.importorskip("sklearn")
-    from keras_nanguard._cli import demo
-
-    x, y, corrupted, *_ = demo.digits()
-    guard = NanGuard(verbose=0)
-    demo.network().fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[guard])
-    assert {sample.index for sample in guard.bad_samples()} == set(np.flatnonzero(corrupted).tolist()) == {217, 905, 611, 402, 1003}

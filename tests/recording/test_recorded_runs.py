@@ -163,26 +163,6 @@ def test_overflows_of_a_loss_scale():
     assert history["nanguard/loss_scale"] == [2.0**14] and history["refused_steps"] == [1]
 
 
-def test_model_that_guards_itself():
-    """`NanGuardModel` records the same as the callback, and its fit ends."""
-
-    class Own(NanGuardModel):
-        nanguard_verbose = 0
-
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((6,))
-    model = Own(inputs, keras.layers.Dense(1)(inputs))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    data = zoo.poison(zoo.regression(), 3)
-    for fit in (1, 2):
-        history = model.fit(*data.all, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0).history
-        recording = model.nanguard.recording
-        assert len(recording) == 24 * fit and recording.meta["status"] == "finished"
-        assert (recording.steps["status"] == REFUSED).sum() == 2 * fit
-    assert recording.steps["epoch"].tolist() == ([0] * 12 + [1] * 12) * 2 and "nanguard/grad_norm" in history
-    assert recording.meta["epochs"] == 2 and recording.meta["steps_per_epoch"] == 12
-
-
 def test_model_that_guards_itself_and_fails():
     """A fit that ends with any exception has failed; the next one is another."""
 
