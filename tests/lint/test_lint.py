@@ -3,7 +3,6 @@ hazards.
 """
 
 import functools
-import json
 import pathlib
 import re
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from support.public_api import listed
 
-from keras_nanguard import GuardError, lint
+from keras_nanguard import lint
 
 layers = keras.layers
 
@@ -275,25 +274,6 @@ def test_lint_ignores_parts_of_a_model_that_are_not_visible():
     lint(model, {"a": np.ones(3)}, [np.ones(3)])
     for variable, value in zip(model.variables, before):
         np.testing.assert_array_equal(variable.numpy(), value)
-
-
-def test_the_report_is_json_with_a_format_number():
-    """Hazards come worst first, as text and as strict JSON."""
-    invalid, valid = samples(RULES[1])
-    report = examine(invalid)
-    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert document["format"] == 1
-    assert document["clean"] is False
-    assert str(report).startswith("error probabilities_as_logits at ")
-    assert "no hazard" in str(examine(valid))
-
-
-def test_wrong_arguments_are_refused():
-    """An argument that is not a model, and a rule that does not exist."""
-    with pytest.raises(GuardError, match="Keras model"):
-        lint(3)
-    with pytest.raises(GuardError, match="nonsense"):
-        lint(keras.Sequential([keras.Input((1,)), layers.Dense(1)]), ignore=["nonsense"])
 
 
 SMALL = ("MobileNetV2", "EfficientNetB0", "ResNet50V2", "ConvNeXtTiny")
