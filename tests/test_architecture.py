@@ -24,7 +24,6 @@ from keras_nanguard._core.incident import CAUSES, Decision, Diagnosis, Finding, 
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose import causes
-from keras_nanguard._diagnose.words import conclude
 from keras_nanguard._fit.perform import PERFORMERS
 from keras_nanguard._report.console import CHANGES
 
@@ -213,27 +212,6 @@ def _has_program(cause: str) -> bool:
     return f'"{cause}"' in (text(ROOT / ELSEWHERE[cause]) if cause in ELSEWHERE else _programs())
 
 
-def named_in(name: str) -> set[str]:
-    """Return the files of the package that name an action or a cause, without files that are
-    generated from them.
-    """
-    files = [*(ROOT / "keras_nanguard").rglob("*.py"), *(ROOT / "keras_nanguard").rglob("*.toml")]
-    word = re.compile(rf'"{name}"|^\[causes\.{name}\]', re.M)
-    return {str(path.relative_to(ROOT / "keras_nanguard")) for path in files if word.search(text(path))}
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [
-        *((name, {"_policy/actions.py", "_fit/perform.py", "_report/console.py"}) for name in ("clip", "reset_slots", "fix_loss_scale")),
-        *((name, {"_core/literals.py", "_core/causes.toml", "_diagnose/causes.py"}) for name in ("training_flag", "float16_underflow")),
-    ],
-)
-def test_an_action_or_a_cause_is_in_three_places(name, places):
-    """Some are also in other places, if a policy or a check uses them."""
-    assert named_in(name) == places
-
-
 OF_ACTIONS = {
     "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
     "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
@@ -250,7 +228,6 @@ OF_ACTIONS = {
 """The requirements for each action of `ACTIONS`."""
 
 OF_CAUSES = {
-    "words": Obligation("_diagnose/words.py::sentences", lambda name: bool(conclude(TABLE[name]).evidence)),
     "advice": Obligation("_core/causes.toml", lambda name: bool(CAUSE_WORDS[name]["do"])),
     "section in the docs": Obligation("docs/causes.md", _has_section),
     "rule, and evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),

@@ -10,7 +10,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,6 @@ NOT_OF_KERAS = {
     "_src",  # JAX
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
 }
-
-VAGUE = {"utils", "util", "base", "manager", "helpers", "common", "misc"}
 
 
 @functools.cache
@@ -203,14 +200,3 @@ def test_names_private_to_keras():
     """Only the package for Keras internals uses private Keras names."""
     found = {module: sorted(names) for module in modules() if not module.startswith("_keras.") and (names := _private(module))}
     assert found == {}, found
-
-
-def _words(module: str) -> Iterator[str]:
-    return (part.lstrip("_") for part in module.split("."))
-
-
-def test_names_that_say_nothing():
-    """No module has an unspecific name, and only packages have an underscore."""
-    assert [m for m in modules() if set(_words(m)) & VAGUE] == []
-    underscored = [m for m, path in modules().items() if m.rpartition(".")[2].startswith("_") and path.name != "__init__.py"]
-    assert underscored == ["__main__", "_version"]

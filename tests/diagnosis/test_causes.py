@@ -1,9 +1,12 @@
-"""The cause follows from the evidence alone; without sufficient evidence it is unknown."""
+"""The cause follows from the evidence alone; without sufficient evidence it is unknown. The advice
+fits the program and names what to change.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import keras
 import pytest
 
 from keras_nanguard._core.evidence import (
@@ -17,9 +20,10 @@ from keras_nanguard._core.evidence import (
     Spread,
     TargetFault,
 )
-from keras_nanguard._core.incident import CAUSES
-from keras_nanguard._core.literals import CAUSE_WORDS
-from keras_nanguard._diagnose.words import conclude
+from keras_nanguard._core.literals import DERIVATIVE_HINTS
+from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.words import advice, conclude
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
 LARGE = Operand(1e30, False, False, "float32")
@@ -92,9 +96,106 @@ def test_bfloat16_overflows_like_float32():
     assert conclude(replace(huge, low_precision="bfloat16")).cause == "input_scale"
 
 
-def test_every_cause_has_advice():
-    assert set(CAUSE_WORDS) == set(CAUSES)
-
-
 def test_nothing_is_guessed_from_nothing():
     assert conclude(Evidence()).cause == "unknown"
+
+
+# The advice
+
+GROWING = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
+
+
+def advised(**evidence):
+    """Return the advice of a refused step as one text."""
+    e = Evidence(**{"replay": "bad", "count": 16, **evidence})
+    return " ".join(advice(e, decide(e)))
+
+
+def origin(op, phase="forward", **more):
+    known = {"source": "operation", "frames": ("mean",), "culprit": "mean", "layer_class": "Dense", "dtype": "float32"}
+    return Origin(5, op=op, phase=phase, **{"operands": GROWING, **known, **more})
+
+
+@pytest.mark.parametrize("steep", DERIVATIVE_HINTS)
+@pytest.mark.parametrize("phase", ["backward", "slope"])
+def test_a_derivative_is_explained_by_the_operation_that_was_written(steep, phase):
+    """The backward pass of an acos contains divisions and roots, which are not in the user's code.
+    """
+    said = advised(first="gradients", origin=origin("Reciprocal", phase, steep=steep))
+    assert DERIVATIVE_HINTS[steep] in said and "denominator" not in said
+
+
+def test_an_exponential_of_counts():
+    """Counts get a logarithm, other raw inputs get scaling, and ordinary ones no advice."""
+    counts = Spread("inputs", 1e4, 100.0, 600.0, counts=True)
+    raw = Spread("inputs", 1e4, 100.0, 600.0)
+    cases = {"log1p": counts, "standard deviation": raw, "": Spread("inputs", 3.0, 0.0, 1.0)}
+    for words, spread in cases.items():
+        said = advised(first="loss", origin=origin("Exp"), inputs=(spread,))
+        assert "softplus" in said and (words in said if words else "'x'" not in said)
+
+
+def test_large_initial_weights_are_named():
+    """If weights were large from the start, an overflow is due to their initializer."""
+    large = Growth(largest_weight=4e3, largest_weight_before=4e3)
+    overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False, "float32"),))}
+    assert "up to 4e+03: use smaller initial weights" in advised(**overflow, growth=large)
+    assert "initial weights" not in advised(**overflow, growth=Growth(largest_weight=2.0))
+    assert "initial weights" not in advised(first="loss", origin=origin("Log"), growth=large)
+
+
+def test_a_negative_loss_grows_in_magnitude():
+    falls = Growth(steps=9, loss=20.0, losses=(-1.0, -20.0))
+    said = " ".join(conclude(Evidence(replay="bad", first="loss", origin=origin("Log"), growth=falls)).evidence)
+    assert "The magnitude of the loss has grown by a factor of 20" in said
+
+
+def test_inputs_and_targets_are_both_named():
+    said = advised(
+        first="loss",
+        origin=Origin(0, "batch", "inputs", "forward"),
+        inputs_bad=(Constant("inputs", (2,), 1, 0),),
+        targets_bad=(Constant("targets", (2,), 1, 0),),
+    )
+    assert "'x' and 'y'" in said
+
+
+def test_a_loss_of_the_library_is_changed_by_its_parameter():
+    """Users cannot add an epsilon inside a Keras loss."""
+    focal = origin("Pow", "backward", culprit="focal", frames=("focal",))
+    known = {"first": "gradients", "origin": focal}
+    said = advised(**known, exponents=(("focal", "gamma", 0.0),))
+    assert "gamma=0" in said and "epsilon" not in said
+    assert "epsilon" in advised(**known, exponents=(("focal", "gamma", 2.0),))
+
+
+def test_a_centered_optimizer_is_distinguished():
+    facts = OptimizerFacts("RMSprop", 1e-3, 1e-7, 1e-7, settings=(("centered", 1.0),))
+    assert "centered=False" in advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
+
+
+def test_a_custom_optimizer_is_to_be_made_finite():
+    facts = OptimizerFacts("Normalized", 1e-3, own=True)
+    said = advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
+    assert "the update of Normalized finite for every gradient" in said and "hyperparameters" not in said
+
+
+@pytest.mark.parametrize(("node", "cause"), [("net/whiten", "forward_domain"), ("gradient_tape", "gradient_domain")])
+def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
+    message = f"Detected at node {node}/MatrixInverse defined at (most recent call last): ... Input is not invertible."
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    _, found = explained(model, RuntimeError(message))
+    assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
+
+
+def test_a_spike_is_not_a_divergence():
+    """One bad batch is not a reason for a lower rate."""
+    e = Evidence(refused=False, sites=("loss:spike",), count=16)
+    said = " ".join(advice(e, decide(e)))
+    assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said
+
+
+def test_an_outlier_is_a_matter_of_its_row():
+    far = Spread("inputs", 1e20, 0.0, 1e19, outliers=(3,))
+    said = advised(first="loss", rows=(3,), without_rows="finite", inputs=(far,))
+    assert "row at index 3" in said and "Scale" not in said

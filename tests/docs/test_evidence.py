@@ -21,8 +21,3 @@ def test_a_table_names_the_commit_that_was_measured(name):
     """A figure without a commit cannot be repeated."""
     campaign, source, _ = evidence_tables.SOURCES[name]
     assert evidence_tables.pages.commit(evidence_tables.RESULTS / f"{campaign}.md", source)
-
-
-def test_a_cell_that_names_two_numbers():
-    """A cell of a full table has one number for all faults, and two if some are missing."""
-    assert evidence_tables._shares([["**7** of 1,000"], ["30"], [""]], 0) == (37, 1030)

@@ -71,26 +71,3 @@ def test_the_tool_compares(tmp_path):
         assert len(run_pages.problems(page)) == 1
         run_pages.main(["--write", str(page)])
         assert page.read_text() == PAGE.replace("step 2 0.124", "step 2 0.12345")
-
-
-def test_the_tool_wants_reasons():
-    """A block fenced as `py` needs a comment before it."""
-    assert run_pages.without_reason("```py\n1\n```\n") == [1]
-    assert run_pages.without_reason("<!-- not run: takes a GPU -->\n```py\n1\n```\n") == []
-
-
-@pytest.mark.parametrize(
-    ("expected", "printed", "close", "rounded"),
-    [
-        ("mean 2.000 of 512", "mean 2.015 of 512", True, True),
-        ("mean 2.000 of 512", "mean 2.300 of 512", False, True),
-        ("mean 2.000 of 512", "mean 2.600 of 512", False, False),
-        ("mean -0.0177", "mean -0.0315", False, True),
-        ("mean 2.000 of 512", "mean 2.000 of 513", False, False),
-        ("mean 2.000", "median 2.000", False, False),
-    ],
-)
-def test_numbers_that_are_rounded(expected, printed, close, rounded):
-    """On a page with the comment `rounded` numbers may differ by more; counts and words may not."""
-    assert run_pages.same(expected, printed) == close
-    assert run_pages.same(expected, printed, run_pages.tolerance_of("<!-- rounded: 0.2 for a reason -->\n")) == rounded

@@ -1,6 +1,4 @@
-"""The site is built strictly and without a network, every link has a target, and a browser opens it
-from files and searches it.
-"""
+"""The site is built strictly and without a network, and every link has a target."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import html.parser
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -22,7 +19,6 @@ pytest.importorskip("furo", reason="needs the extra docs: pip install -e .[docs]
 pytest.importorskip("myst_parser", reason="needs the extra docs: pip install -e .[docs]")
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 TAGS = re.compile(r"<[^>]+>")
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 
@@ -125,58 +121,3 @@ def test_two_clicks_from_the_front_page(site, pages):
     one = leads_to(front) & set(pages)
     two = set().union(*map(leads_to, one)) | one
     assert {page for page in pages if not page.name.startswith(("genindex", "py-modindex", "search"))} - two - {front} == set()
-
-
-# In a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    quiet = ("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
-    for argument in ("--headless=new", "--window-size=1400,900", "--no-sandbox", *quiet):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
-
-
-def test_search_finds_a_word(site, browser):
-    """Opened from files, without a server, the search finds the pages with `moving_variance`."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    browser.get((site / "index.html").as_uri())
-    field = browser.find_element("css selector", "input[name=q]")
-    field.send_keys("moving_variance")
-    field.submit()
-    found = WebDriverWait(browser, 20).until(lambda b: b.find_elements("css selector", "#search-results li a"))
-    pages = [link.get_attribute("href") for link in found]
-    assert any("predicts_nan" in page or "files" in page or "repair" in page for page in pages), pages
-    found[0].click()
-    assert "moving_variance" in browser.find_element("css selector", "article").text
-
-
-def test_dark_mode_and_tree(site, browser):
-    """The page follows the light or dark setting of the system, and one tree contains all pages."""
-    browser.get((site / "start" / "first_run.html").as_uri())
-    seen = set()
-    for scheme in ("light", "dark"):
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        seen.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
-    assert len(seen) == 2
-    tree = browser.find_element("css selector", ".sidebar-tree")
-    for caption in ("Start", "Tutorials", "How-to by symptom", "Reference", "Explanation"):
-        assert caption.upper() in tree.text.upper()
-
-
-def test_nothing_else_is_requested(site, browser):
-    """Opening the front page loads only files."""
-    browser.get_log("performance")
-    browser.get((site / "index.html").as_uri())
-    asked = re.findall(r'"url":"(https?://[^"]*)', " ".join(entry["message"] for entry in browser.get_log("performance")))
-    assert asked == []
