@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sqlite3
 import subprocess
@@ -15,7 +14,7 @@ from campaigns import fuzz_files, fuzz_seeds
 from campaigns.fuzz import Bench
 from campaigns.fuzz_folders import outside
 from campaigns.fuzz_oracles import Watch, Wrong, check_page, check_printed
-from campaigns.fuzz_recipes import json_text, mutated, packed, plain, toml_text, unpacked
+from campaigns.fuzz_recipes import json_text, packed, plain, toml_text, unpacked
 from campaigns.fuzz_targets import TARGETS
 from keras_nanguard import FileFormatError
 
@@ -148,16 +147,3 @@ def test_recipes_are_files(tmp_path):
     assert json_text(recipe["tree"]) == '{"a": [[[[]]], NaN, "abab"]}' and toml_text(recipe["tree"]) == 'a = [[[[]]], NaN, "abab"]\n'
     assert plain(recipe["tree"])["a"][0] == [[[[]]]] and unpacked(packed(recipe)) == recipe
     assert unpacked(b"[") is None and unpacked(b"[]") is None
-
-
-def test_mutations_are_the_same_for_the_same_number():
-    """A run can be repeated by its seed; a mutation changes something, but not the recipe from
-    which it starts.
-    """
-    from random import Random
-
-    recipe = {"tree": {"a": [1, 2, {"b": "c"}], "d": None}}
-    before = json.dumps(recipe)
-    made = [[mutated(recipe, Random(number), ["a", "b"], True) for number in range(50)] for _ in range(2)]
-    assert made[0] == made[1] and json.dumps(recipe) == before
-    assert sum(one != recipe for one in made[0]) > 40

@@ -15,7 +15,7 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import GuardError, NanGuard, NanGuardModel
+from keras_nanguard import GuardError, NanGuard
 from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard.testing import inject
@@ -435,27 +435,6 @@ def _traces_of(model):
     return traces
 
 
-def test_one_step_at_a_time():
-    """`train_on_batch` of a `NanGuardModel` is the same transaction."""
-
-    class Quiet(NanGuardModel):
-        nanguard_verbose = 0
-
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((6,))
-    model = Quiet(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
-    model.compile("adam", "mse")
-    data = zoo.regression()
-    for i in range(4):
-        model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
-    before = zoo.state_of(model)
-    bad = np.full((8, 6), np.nan, "float32")
-    logs = model.train_on_batch(bad, data.y[:8], return_dict=True)
-    assert all(np.isfinite(v) for v in logs.values())
-    moved = [p for (p, a), (_, b) in zip(before, zoo.state_of(model)) if not np.array_equal(a, b) and "loss" not in p]
-    assert moved == [] and [i.step for i in model.nanguard.incidents] == [4]
-
-
 def test_no_nnx(monkeypatch):
     """If NNX is enabled, the guard reports that it is not supported."""
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
@@ -595,20 +574,6 @@ def test_loop_that_loses_a_part_of_its_state(compiled):
     with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="Return the new state in the structure"):
         guard.step(jax.jit(forgetful) if compiled else forgetful)(loop.state, *batches()[0])
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree_util.tree_leaves(loop.state))
-
-
-def test_a_step_logs_its_own_loss():
-    """Also with refused steps, a committed one logs its own results, and a refused one those of the
-    last committed one.
-    """
-    from report.test_logs_of_steps import Noisy, fitted, own
-
-    stock = fitted(lambda: own(Noisy), zoo.regression())
-    guarded = fitted(lambda: own(Noisy), zoo.regression(), NanGuard(verbose=0))
-    left_out = fitted(lambda: own(Noisy), zoo.poison(zoo.regression(), 3), NanGuard(verbose=0, diagnose=False))
-    for one, other in zip(stock.batches, guarded.batches):
-        assert one == pytest.approx(other)
-    assert left_out.batches[3] == left_out.batches[2] == pytest.approx(stock.batches[2])
 
 
 def largest_program(callbacks=()):

@@ -175,24 +175,6 @@ def test_healthy_loop(make_step, optimizer):
     assert guard.incidents == []
 
 
-def test_loop_recovers():
-    """After three bad steps in a row the loop returns to a verified state, including slots, and
-    lowers the torch rate.
-    """
-    model = network()
-    optimizer = torch.optim.AdamW([{"params": model[:1].parameters(), "lr": 0.02}, {"params": model[1:].parameters()}], lr=0.01)
-    guard = NanGuard(verbose=0)
-    with guard.watch(model, optimizer):
-        step = guard.step(plain_step(model, optimizer))
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        for batch, (x, y) in enumerate(zip(*tensors())):
-            step(x * float("nan") if 5 <= batch < 8 else 1e19 * x if batch == 8 else x, y)
-            if batch == 8 and "rollback" in guard.incidents[-1].decision.actions:
-                assert unequal(before, model.state_dict()) == []
-    assert all(torch.isfinite(v).all() for v in model.state_dict().values())
-    assert guard.session.run.counts.rollbacks >= 0 and len(guard.incidents) >= 3
-
-
 def test_module_that_is_bad_before():
     """A module with NaN before the first step is reported, with its own name for the parameter."""
     model = network()
