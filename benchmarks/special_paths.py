@@ -1,6 +1,7 @@
 """The gain of each special path of a backend, in paired rounds with and without it.
 
-    KERAS_BACKEND=tensorflow python benchmarks/special_paths.py from_iterator fused_updates exact_products
+    KERAS_BACKEND=tensorflow python benchmarks/special_paths.py fused_updates exact_products
+    KERAS_BACKEND=jax python benchmarks/special_paths.py late_verdict
     KERAS_BACKEND=torch python benchmarks/special_paths.py compiled_step
     KERAS_BACKEND=tensorflow python benchmarks/special_paths.py step_cache    # also jax; torch compiles with jit_compile=True
 
@@ -8,6 +9,10 @@ A path is disabled by replacing one function for the whole fit, on the model of
 `overhead_backends.py` that it was made for. Each round fits both variants in random order, in one
 process. Prints the median and quartiles of the ratios without / with the path: above 1 the path
 saves time. Other work on the machine does not affect processor time.
+
+Without `late_verdict` the host waits for each verdict before it starts the next step. To see what that
+costs while the device computes, leave one core to the host:
+`XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`.
 
 For `step_cache` a fit is one epoch of 10 steps, and the whole fit is compared, including the trace.
 """
@@ -42,15 +47,17 @@ def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractConte
 
     def switched_off() -> AbstractContextManager[Any]:
         found = importlib.import_module(f"{BACKENDS}.{module}")
-        return mock.patch.object(getattr(found, owner) if owner else found, last, stand_in, create=True)
+        target = getattr(found, owner) if owner else found
+        of_instances = last == "jit"  # set in `__init__`; the others must exist
+        return mock.patch.object(target, last, stand_in, create=of_instances)
 
     return switched_off
 
 
 PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = {
-    "from_iterator": (["mlp"], without("tensorflow.attach", "ModelAttachment._is_keras_own", lambda attachment: False)),
     "fused_updates": (["wide"], without("tensorflow.updates", "same_bits", lambda: False)),
     "exact_products": (["mlp-batchnorm"], without("tensorflow.updates", "_is_product", lambda tensor: False)),
+    "late_verdict": (["mlp", "cnn", "transformer"], without("jax.step", "Transaction.may_run_ahead", NEVER)),
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
     "step_cache": (["mlp", "cnn"], without("shared.attach", "Attachment._cached_step", lambda attachment, *modes: None)),
 }
