@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard, diagnose, lint, recalibrate
+from keras_nanguard import Diagnosis, Finding, NanGuard, Outcome, diagnose, lint, recalibrate
 from keras_nanguard.errors import (
     GuardError,
     GuardInUseError,
@@ -186,6 +186,21 @@ def test_errors_can_be_pickled():
         NanGuard(lower_lr={"fctor": 0.5})
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value) and copy.faults == caught.value.faults
+
+
+@pytest.mark.parametrize(
+    ("record", "given", "what"),
+    [
+        (Finding, {"site": "gradient"}, "site"),
+        (Finding, {"site": "loss", "kind": "nan"}, "kind"),
+        (Diagnosis, {"cause": "nan"}, "cause"),
+        (Outcome, {"action": "stop", "status": "failed"}, "status"),
+    ],
+)
+def test_words_of_records(record, given, what):
+    """A record takes only the words of its closed lists, and the error shows them."""
+    with pytest.raises(ValueError, match=f"Expected {what} to be one of .*Received"):
+        record(**given)
 
 
 def test_errors_cross_processes():

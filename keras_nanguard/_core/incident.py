@@ -75,6 +75,12 @@ CAUSES: tuple[str, ...] = get_args(Cause)
 """The closed list of causes; docs/causes.md has a paragraph on each."""
 
 
+def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:
+    if value not in allowed:
+        what = f"{name} to be one of {', '.join(allowed)}"
+        raise ValueError(expected(what, repr(value), "Correct the name."))
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One bad value or array in one step.
@@ -88,6 +94,9 @@ class Finding:
         inf: number of +Inf and -Inf entries, or `None` if not counted.
         size: number of entries, or `None` if not counted.
         value: the offending number (a loss, a norm, a scale), or `None`.
+
+    Raises:
+        ValueError: if `site` or `kind` is none of these words.
     """
 
     __pydantic_config__ = STORED
@@ -99,6 +108,10 @@ class Finding:
     inf: Whole | None = None
     size: Whole | None = None
     value: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of(self.site, SITES, "site")
+        _one_of(self.kind, KINDS, "kind")
 
     def __str__(self) -> str:
         """Return it in words: `gradients of dense/kernel: 96 NaN of 96`."""
@@ -129,6 +142,9 @@ class Diagnosis:
         confidence: between 0.0 and 1.0.
         diverged: whether training had diverged: the cause is `divergence`, or `input_scale` after a
             divergence.
+
+    Raises:
+        ValueError: if `cause` is none of these words.
     """
 
     __pydantic_config__ = STORED
@@ -142,6 +158,7 @@ class Diagnosis:
     diverged: bool = False
 
     def __post_init__(self) -> None:
+        _one_of(self.cause, CAUSES, "cause")
         object.__setattr__(self, "diverged", self.diverged or self.cause == "divergence")
 
     @property
@@ -215,6 +232,9 @@ class Outcome:
         action: name of the action.
         status: `"done"` or `"skipped"`.
         detail: what was done, or why it was not.
+
+    Raises:
+        ValueError: if `status` is neither.
     """
 
     __pydantic_config__ = STORED
@@ -222,6 +242,9 @@ class Outcome:
     action: str
     status: Literal["done", "skipped"]
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of(self.status, ("done", "skipped"), "status")
 
     def __str__(self) -> str:
         what = self.action if self.status == "done" else f"{self.action} not done"
