@@ -253,7 +253,7 @@ class Incidents:
         incident = Incident(step, *place, tuple(found), refused, measured, replicas=replicas)
         incident = incident.with_(committed=run.counts.committed)
         evidence = None
-        if diagnosis is None and self._explain is not None and run.transaction is not None:
+        if diagnosis is None and self._explain is not None:
             diagnosis, evidence = self._explain(incident, report)
         sites = {finding.site for finding in findings}
         chosen, ours = agreement.diagnosis(diagnosis, sites, report)

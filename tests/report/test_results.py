@@ -96,6 +96,18 @@ def test_inputs_of_a_prediction():
     assert len(guard.incidents) == 1 and read == sorted(set(read))
 
 
+def test_results_of_a_model_that_was_never_trained():
+    """Data that can be read only once is not read again: the state alone is diagnosed."""
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    model = zoo.plain()
+    kernel = model.layers[-1].kernel
+    kernel.assign(np.full(kernel.shape, np.nan))
+    once = ((data.x[start : start + zoo.BATCH],) for start in range(0, len(data.x), zoo.BATCH))
+    model.predict(once, steps=zoo.BATCHES, verbose=0, callbacks=[guard])
+    diagnosis = guard.incidents[0].diagnosis
+    assert (diagnosis.cause, diagnosis.culprit) == ("state_nonfinite", kernel.path)
+
+
 def test_healthy_results_are_silent():
     """Finite results are not an incident, and no batch is run a second time."""
     data, guard = zoo.regression(), NanGuard(verbose=0)
