@@ -163,9 +163,15 @@ class Policy(Record):
             sections: sections of a policy, merged over the source: `snapshot={"every": 50}`.
 
         Raises:
-            PolicyError: with every problem found, each with its path.
+            PolicyError: with every problem found, each with its path; or if `source` is a `Policy`,
+                which has every field, and `preset` another one.
         """
         if isinstance(source, Policy):
+            preset = sections.get("preset", source.preset)
+            if preset != source.preset:
+                what, shown = "no other preset for a whole policy", safe_repr(preset)
+                remedy = f"Write Policy.load({shown}, ...) to start from another preset."
+                raise PolicyError(expected(what, f"preset={shown}", remedy))
             return cls._of(merged(source.to_dict(), sections), _ARGUMENTS) if sections else source
         document, name = _document(source)
         return cls._of(merged(document, sections), _ARGUMENTS if sections else name)

@@ -118,6 +118,15 @@ def test_sections_are_merged_field_by_field():
     assert Policy.load(policy, snapshot={"keep": 3}).snapshot.every == 7
 
 
+def test_a_whole_policy_is_not_started_from_another_preset():
+    """A policy has every field, so another preset would change nothing but its label."""
+    policy = Policy.load("recover")
+    with pytest.raises(PolicyError, match=r"no other preset.*preset='stop'.*Write Policy.load\('stop', ...\)"):
+        Policy.load(policy, preset="stop")
+    assert Policy.load(policy, preset="recover") == policy
+    assert Policy.load({"preset": "long-run"}, preset="stop") == Policy.load("stop")
+
+
 def test_a_rule_replaces_the_rule_of_the_same_name_whole():
     """A rule replaces the preset's rule of the same name as a whole; other rules are kept, after
     the new ones.
