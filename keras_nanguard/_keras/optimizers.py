@@ -326,7 +326,9 @@ def _slot(optimizer: Any, moments: Moments, number: int, weight: Any) -> Gradien
         rate = learning_rate(optimizer)
         if kept:
             return GradientSlot(getattr(optimizer, name)[number], kept, -rate, updates=updates)
-        changed = optimizer.weight_decay or getattr(weight, "constraint", None) is not None
+        overwritten = optimizer.use_ema and optimizer.ema_overwrite_frequency
+        constrained = getattr(weight, "constraint", None) is not None
+        changed = optimizer.weight_decay or constrained or overwritten
         return None if changed else GradientSlot(weight, 1.0, -rate, updates=updates)
     scale = 1.0 - kept if moments.decay else 1.0
     return GradientSlot(getattr(optimizer, name)[number], kept, scale, not moments.first, updates)

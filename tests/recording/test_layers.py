@@ -28,11 +28,16 @@ def test_a_fit_that_dies_leaves_no_copies():
     assert guard.session.layer_looks._weights == {}
 
 
+OVERWRITTEN = {"use_ema": True, "ema_overwrite_frequency": 1}
+"""Each step replaces the weights by their averages."""
+
 OPTIMIZERS = [
     pytest.param(lambda: keras.optimizers.SGD(0.05), id="SGD"),
     pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9), id="momentum"),
     pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01), id="nesterov"),
     pytest.param(lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), id="schedule"),
+    pytest.param(lambda: keras.optimizers.SGD(0.05, use_ema=True), id="averages"),
+    pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9, **OVERWRITTEN), id="momentum, overwritten"),
     pytest.param(lambda: keras.optimizers.Adam(0.01), id="Adam"),
     pytest.param(lambda: keras.optimizers.AdamW(0.01), id="AdamW"),
     pytest.param(lambda: keras.optimizers.Nadam(0.01), id="Nadam"),
@@ -69,6 +74,7 @@ def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
         pytest.param(lambda: keras.optimizers.Adafactor(0.01), id="keeps none"),
         pytest.param(lambda: type("Mine", (keras.optimizers.SGD,), {})(0.05), id="a custom class"),
         pytest.param(lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), id="accumulated"),
+        pytest.param(lambda: keras.optimizers.SGD(0.05, **OVERWRITTEN), id="overwritten"),
     ],
 )
 def test_gradients_that_cannot_be_computed(optimizer, often):
