@@ -48,9 +48,12 @@ _HOOKS = tuple(
 
 
 _OURS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    os.path.dirname(os.path.abspath(keras.__file__)),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+    os.path.join(os.path.dirname(os.path.abspath(keras.__file__)), ""),
 )
+"""The folders of this library and of Keras, with a separator at the end: that of `keras_hub` begins
+with the name of that of Keras.
+"""
 
 
 def outside() -> int:

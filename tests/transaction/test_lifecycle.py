@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -125,6 +126,17 @@ def test_two_guards():
     assert [w.filename for w in warned if "Two" in str(w.message)] == [__file__], "the line of the fit"
     assert [i.step for i in one.incidents] == [2] and two.incidents == []
     assert zoo.bad_entries(model) == [] and left_behind(model) == set()
+
+
+def test_the_warning_names_code_beside_keras():
+    """A package whose name begins like that of Keras is not Keras."""
+    file = str(Path(keras.__file__).parents[1] / "keras_beside" / "task.py")
+    model, data = zoo.plain(), zoo.regression()
+    guards = [NanGuard(verbose=0), NanGuard(verbose=0)]
+    named = {"model": model, "x": data.x, "y": data.y, "guards": guards}
+    with pytest.warns(UserWarning, match="Two NanGuards") as warned:
+        exec(compile("model.fit(x, y, verbose=0, callbacks=guards)", file, "exec"), named)
+    assert [w.filename for w in warned if "Two" in str(w.message)] == [file]
 
 
 def test_shared_by_two_fits_at_once(monkeypatch):
