@@ -22,10 +22,8 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._core.data import ARGUMENTS
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
@@ -39,6 +37,7 @@ from keras_nanguard._diagnose.facts import (
     wrote_otherwise,
 )
 from keras_nanguard._diagnose.trials import Case, investigated
+from keras_nanguard._diagnose.words import data_sentences
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
@@ -56,6 +55,9 @@ MAX_DEPTH = 4
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
+
+REUSED = "Reused from an earlier step with the same findings."
+"""First evidence of a diagnosis that was not made for the step itself."""
 
 SLOW = 1.0
 """Seconds after which a slow operation is announced."""
@@ -157,14 +159,16 @@ class Explainer:
 
     def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
         """Return an earlier diagnosis for an incident with the same findings, with its own bad
-        rows.
+        rows, and with the evidence that names them in place of that of the earlier step.
         """
         rows: tuple[int, ...] = ()
+        seen = known.evidence
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
-            found = batches.bad(report.batch, ARGUMENTS)
+            e = Case(step_of(self.run), report.batch, Evidence()).with_batch().evidence
+            found = (*e.inputs_bad, *e.targets_bad)
             rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
-        note = "Reused from an earlier step with the same findings."
-        return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
+            seen = tuple(data_sentences(e))
+        return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
 
 
 def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:

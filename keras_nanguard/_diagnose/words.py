@@ -83,7 +83,7 @@ def sentences(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
         e.notes if verdict.because == "divergence" else (),
         _origin(e, verdict),
         _findings(e),
-        _data(e),
+        data_sentences(e),
         _history(e, verdict),
         _reruns(e),
         _optimizers(e, verdict),
@@ -186,7 +186,8 @@ def _operand(operand: Operand) -> str:
     return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {holds}" if holds else "")
 
 
-def _data(e: Evidence) -> Iterator[str]:
+def data_sentences(e: Evidence) -> Iterator[str]:
+    """Yield what is unusual about the batch, in sentences."""
     for part in (*e.inputs_bad, *e.targets_bad):
         column = "" if part.column is None else f" in column {part.column}"
         rows = f", in {at_rows(part.rows)}" if part.rows else ""

@@ -95,6 +95,19 @@ def test_a_streak_is_diagnosed_a_few_times_only():
     assert all(d.cause == "input_nonfinite" and d.samples == tuple(range(8)) for d in found)
 
 
+def test_a_reused_diagnosis_names_the_rows_of_its_own_batch():
+    case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
+    case.x[np.arange(16, 64, 8) + np.arange(6), 1] = np.nan  # a later row in each batch
+    guard = NanGuard(verbose=0)
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    found = [incident.diagnosis for incident in guard.incidents]
+    assert found[4].evidence[0].startswith("Reused")
+    for row, diagnosis in enumerate(found):
+        named = {text for text in diagnosis.evidence if "row at index" in text}
+        assert diagnosis.samples == (row,)
+        assert named and all(f"the row at index {row}" in text for text in named), named
+
+
 @pytest.mark.requires_backend("tensorflow", reason="its train step is written with tf.GradientTape")
 def test_a_replay_restores_the_writes_of_a_custom_step():
     states = []
