@@ -15,6 +15,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._core.verdict import named_outputs
 from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
 from keras_nanguard._diagnose.trials import Case, tensors
@@ -138,12 +139,24 @@ class _Forward(NamedTuple):
     Attributes:
         run: its result; the site `"outputs"` is bad if an output is.
         outputs: the outputs, `None` if it raised.
-        far: sentences about wrong moving statistics, of a pass in training mode.
+        far: wrong moving statistics, of a pass in training mode.
     """
 
     run: ReplayResult
     outputs: Any
-    far: tuple[str, ...]
+    far: tuple[_Far, ...]
+
+
+class _Far(NamedTuple):
+    """The moving statistics of a layer that are far from those of a batch.
+
+    Attributes:
+        path: Keras path of the moving variance.
+        sentence: what is wrong.
+    """
+
+    path: str
+    sentence: str
 
 
 def _examined(model: Any, batch: Any, trains: bool) -> Examination:
@@ -191,7 +204,7 @@ def _case(
     state = with_roles(held, bad)
     sites = ["predictions:nonfinite"] if not inference.finite or state else []
     sites += ["statistics:out_of_range"] if far else []
-    path = far[0].split()[0] if far else ""
+    path = far[0].path if far else ""
     if not inference.finite and training.run.finite and not state:
         path = inference.first_path
     evidence = Evidence(
@@ -204,9 +217,12 @@ def _case(
         training="" if training.run.error else training.run.word,
         rows=run.origin.rows if run.origin is not None else (),
         optimizers=optimizer_facts([o for o in step.optimizers if o.built]),
-        notes=far,
+        notes=tuple(found.sentence for found in far),
     )
-    case = Case(step, batch, evidence).with_batch().with_targets().with_run(run)
+    if not run.outputs and training.outputs is not None:  # their width is the number of classes
+        outputs = named_outputs(step.model, keras.tree.flatten(training.outputs))
+        run = replace(run, outputs=tuple(outputs))
+    case = Case(step, batch, evidence).with_batch().with_run(run).with_targets()
     if not run.finite:
         case = case.with_(replay=run.word)
     if case.evidence.inputs_bad and 0 < len(evidence.rows) < case.evidence.count:
@@ -234,7 +250,7 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
             keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
             keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
         seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
-        seen["far"] = [text for layer, old in zip(norms, before) for text in _far(layer, old)]
+        seen["far"] = [found for layer, old in zip(norms, before) for found in _far(layer, old)]
         return seen["outputs"]
 
     run = ReplayableStep(body, model, step.optimizers, losses=_float_arrays).run(
@@ -270,8 +286,8 @@ def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return mean.astype(np.float64), variance.astype(np.float64)
 
 
-def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> list[str]:
-    """Return a sentence if the moving statistics are far from those of the batch.
+def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> list[_Far]:
+    """Return the moving statistics of a layer if they are far from those of the batch.
 
     A pass in training mode has just added the statistics of the batch to zeros.
     """
@@ -290,9 +306,11 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
     if not wrong.any():
         return []
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
-    return [
-        f"{layer.moving_variance.path} is far from the statistics of the batch in"
+    path = layer.moving_variance.path
+    sentence = (
+        f"{path} is far from the statistics of the batch in"
         f" {int(wrong.sum())} of {wrong.size} channels. Channel {worst} has moving mean"
         f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
         f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
-    ]
+    )
+    return [_Far(path, sentence)]

@@ -76,16 +76,20 @@ def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
 
 
 def _label(model: Any, labels: Sequence[int], value: int, high: int) -> Explained:
-    """A class index outside of `[0, high)`, among the labels of the batch if they are known."""
+    """A class index outside of `[0, high)`, among the labels of the batch if they are known. `high`
+    is 0 if it is unknown.
+    """
     width = _labels_per_row(model)
-    wrong = [i for i, label in enumerate(labels) if not 0 <= label < high] if width else []
+    known = high and width
+    wrong = [i for i, label in enumerate(labels) if not 0 <= label < high] if known else []
     rows = tuple(dict.fromkeys(i // width for i in wrong))
     names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
     only = names[0] if len(names) == 1 else "loss"
     culprit = next((name for name in names if "sparse" in name), only)
-    valid = f"from 0 to {high - 1}"
+    valid = f"from 0 to {high - 1}" if high else "from 0 to classes - 1"
+    classes = f"the model has {high} classes, {valid}" if high else "the model has no such class"
     seen = (
-        f"The targets contain the class index {value}; the model has {high} classes, {valid}.",
+        f"The targets contain the class index {value}; {classes}.",
         "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
     )
     advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."

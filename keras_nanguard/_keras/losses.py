@@ -145,7 +145,8 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)
-        return _first(wide, wrong, f"class index {{:g}} with {width} classes", fatal=True)
+        classes = f" with {width} classes" if width else ""
+        return _first(wide, wrong, f"class index {{:g}}{classes}", fatal=True)
     if names & PROBABILITIES:
         wrong = (wide < 0) | (wide > 1)
         words = "{:g} instead of a probability from 0 to 1"

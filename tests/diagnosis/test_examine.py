@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import mechanisms
 import numpy as np
@@ -93,6 +95,40 @@ def test_labels_out_of_range_are_found():
     case = mechanisms.batch.sparse_label_too_large(True)
     found = diagnose(case.model, case.x[16:24], case.y[16:24])
     assert (found.diagnosis.cause, found.diagnosis.samples) == ("target_out_of_range", (4,))
+
+
+class Subclassed(keras.Model):
+    """A model whose output shapes are not known before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_labels_out_of_range_of_a_subclassed_model():
+    """The number of classes is that of the outputs that were seen; an unknown one is not stated."""
+    model = Subclassed()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.random.default_rng(0).standard_normal((8, 4)).astype("float32"), np.arange(8) % 3
+    y[5] = 7
+    guard = NanGuard(verbose=0)
+    with contextlib.suppress(Exception):  # on some backends the step raises one
+        model.fit(x, y, verbose=0, callbacks=[guard])
+    examined = diagnose(model, x, y)
+    for found in (*(i.diagnosis for i in guard.incidents), examined.diagnosis):
+        text = str(found)
+        assert found.cause == "target_out_of_range" and "class index 7" in text
+        assert "0 classes" not in text and "-1" not in text
+
+
+def test_a_layer_with_a_space_in_its_name_is_the_culprit():
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(name="my bn")])
+    model.get_layer("my bn").moving_variance.assign([1e9] * 4)
+    found = diagnose(model, np.random.default_rng(0).standard_normal((32, 4)).astype("float32"))
+    assert found.diagnosis.culprit == model.get_layer("my bn").moving_variance.path
 
 
 def test_only_models_are_examined():
