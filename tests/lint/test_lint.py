@@ -280,9 +280,13 @@ SMALL = ("MobileNetV2", "EfficientNetB0", "ResNet50V2", "ConvNeXtTiny")
 APPLICATIONS = sorted(name for name in dir(keras.applications) if name[0].isupper())
 
 
-def application_is_silent(name):
-    make = getattr(keras.applications, name)
-    model = make(weights=None)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SMALL else pytest.mark.slow) for name in APPLICATIONS],
+)
+def test_every_keras_application_has_no_hazard(name):
+    """No hazards in any model of `keras.applications`, compiled as documented."""
+    model = getattr(keras.applications, name)(weights=None)
     model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
     assert lint(model).hazards == ()
     model.compile(
@@ -290,19 +294,6 @@ def application_is_silent(name):
     )
     assert lint(model).hazards == ()
     keras.backend.clear_session()
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_well_known_models_have_no_hazards(name):
-    """Well-known architectures have no hazards."""
-    application_is_silent(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_every_keras_application_has_no_hazard(name):
-    """No hazards in any model of `keras.applications`, compiled as documented."""
-    application_is_silent(name)
 
 
 def test_intended_infinite_values_are_not_hazards():

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import tomli_w
@@ -14,10 +15,11 @@ from hypothesis import given, strategies as st
 from support.public_api import listed
 
 import keras_nanguard
-from keras_nanguard import Policy, PolicyError
+from keras_nanguard import Finding, Policy, PolicyError
 from keras_nanguard.actions import ACTIONS, Clip, LowerLr
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"
+KINDS = get_args(get_type_hints(Finding)["kind"])
 
 
 def loaded(text, suffix=".toml"):
@@ -180,7 +182,7 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
         "snapshot.storage: expected one of memory, disk, received 'dsik', did you mean 'disk'?",
         "snapshot.kep: expected one of every, keep, storage, verify_after, received 'kep', "
         "did you mean 'keep'?",
-        f"rules[0].kind: expected one of {', '.join(keras_nanguard._core.incident.KINDS)}, "
+        f"rules[0].kind: expected one of {', '.join(KINDS)}, "
         "received 'nonfinit', did you mean 'nonfinite'?",
         f"rules[0].do.lower_lr.factr: expected one of {', '.join(LowerLr.model_fields)}, "
         "received 'factr', did you mean 'factor'?",

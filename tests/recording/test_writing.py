@@ -115,24 +115,6 @@ def test_locked_for_long(tmp_path, set_limit):
     same(made.recording, Recording.read(tmp_path))
 
 
-def test_two_runs_in_turn(tmp_path):
-    """A run that continues after another one has written to its directory keeps the other's rows,
-    and reports this.
-    """
-    first, second = begun(tmp_path), None
-    push(first, 10)
-    first.end("finished", 10, 0)
-    second = begun(tmp_path)
-    push(second, 10)
-    second.end("finished", 10, 0)
-    whole = Recording.read(tmp_path)
-    first.begin({}, scaled=True, path=tmp_path / NAME)
-    push(first, 30)
-    first.end("finished", 30, 0)
-    assert "is in use by another run" in first.problem() and len(first.recording) == 40
-    same(Recording.read(tmp_path), whole)
-
-
 def test_a_file_that_is_gone(tmp_path):
     """If the file was removed between two fits, the next one writes everything recorded."""
     made = begun(tmp_path)
