@@ -239,8 +239,10 @@ class NanGuard(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
         if self._attached is None and self.session is not None:
-            self._attach(self.model)
-            self.model.make_train_function(force=True)
+            other = attached_to(self.model)
+            if other is None or not other.in_use(strictly=True):
+                self._attach(self.model)
+                self.model.make_train_function(force=True)
         if self._attached is None:
             return
         self._attached.begin(self.params or {})

@@ -46,6 +46,7 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.recovery import Lowering
@@ -167,10 +168,26 @@ class Divergence:
     def look(self, run: Run) -> Lost | None:
         """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
         help.
+
+        If a trial raises, such as for lack of memory, this guard does not check again.
+
+        Raises:
+            StateLostError: if the state could not be restored after the trials.
         """
         if run.step < self.due:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
+        try:
+            return self._look(run, began)
+        except StateLostError:
+            raise
+        except Exception as error:  # noqa: BLE001  training does not need the trials
+            self._probation, self._enabled, self.due = None, False, math.inf
+            run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
+            return None
+
+    def _look(self, run: Run, began: int) -> Lost | None:
+        """Look for a proof at the end of the window that began after a step."""
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
             self._rollbacks = run.counts.rollbacks
             self._schedule.restart()

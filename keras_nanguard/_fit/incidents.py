@@ -10,6 +10,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     SITES,
@@ -106,10 +107,11 @@ class Incidents:
         run.record(verdict, OVERFLOW if overflow else REFUSED)
         if left:
             self.raise_incident(step - 1, run.scan("weights"), verdict=verdict)
+            self.replay.leave_out(step)
             return
         run.recent.push(step, run.transaction.given, refused=True)
         if overflow:
-            run.counts.overflows += 1
+            run.counts.overflow()
             return
         of_batch, of_state = _in_batch(report, run.model), run.scan("state")
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
@@ -164,11 +166,21 @@ class Incidents:
         return bool(seeds) and self._tried(Trial.is_bad_by_noise, args)
 
     def _tried(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
-        """Whether a method of `Trial` finds that something holds for a step on these arguments."""
+        """Whether a method of `Trial` finds that something holds for a step on these arguments. If
+        that raises, nothing is known.
+
+        Raises:
+            StateLostError: if the state could not be restored after the trial.
+        """
         if args is None:
             return False
-        with trial(self._run, rates=False) as trying:
-            return trying is not None and holds(trying, args)
+        try:
+            with trial(self._run, rates=False) as trying:
+                return trying is not None and holds(trying, args)
+        except StateLostError:
+            raise
+        except Exception:  # noqa: BLE001  training does not need the trial
+            return False
 
     def poisoned(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is not finite. Return `False` if every

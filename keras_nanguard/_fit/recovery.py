@@ -78,6 +78,11 @@ class Rate:
         return keras_optimizers.rate_variable(self.optimizer) is not None
 
     @property
+    def unchanged(self) -> bool:
+        """Whether neither the rate nor the compiled step was ever changed."""
+        return self._left is None and self._scale is None and self.factor == 1.0
+
+    @property
     def value(self) -> float:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
@@ -262,7 +267,13 @@ class Recovery:
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
-        return self.rates.setdefault(id(optimizer), Rate(optimizer))
+        if id(optimizer) not in self.rates:
+            self.rates[id(optimizer)] = Rate(optimizer)
+        return self.rates[id(optimizer)]
+
+    def forget_unchanged_rates(self) -> None:
+        """Forget the rates that have no change, so that no step has to keep them."""
+        self.rates = {key: rate for key, rate in self.rates.items() if not rate.unchanged}
 
     @property
     def rate_factor(self) -> float:

@@ -208,6 +208,7 @@ class Replay:
         same as before.
         """
         run, step, stopped = self._run, self._run.step, self._run.stopped
+        refused = run.counts.last_refused
         self.pending = rerun
         try:
             while self._batches or self.pending is not None:
@@ -218,11 +219,21 @@ class Replay:
                 if run.stopped and not stopped and self.pending is None:
                     break  # in the state that the policy has restored
         finally:
-            self.rollbacks, self.pending, run.counts.step = 0, None, step
+            self.rollbacks, self.pending = 0, None
+            run.counts.step, run.counts.last_refused = step, refused
             self._batches.clear()
         run.access.sync_variables()
         for variable, value in self._metrics:
             keras_variables.write(variable, value)
+
+    def leave_out(self, step: int) -> None:
+        """Remember that a step was refused for the state that the step before it has left; its
+        incident is that of the step before.
+        """
+        if self.pending is None:
+            self._run.recent.push(step, None, refused=True)
+        else:  # it is passed over once the steps before it have run again
+            self._batches.appendleft(None)
 
     def _go_back(self) -> None:
         """Continue with the pending steps, from their snapshot."""

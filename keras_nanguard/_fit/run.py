@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from keras_nanguard._core.incident import Finding, Outcome
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.recent_batches import RecentBatches
+from keras_nanguard._fit.recent_batches import MAX_BATCHES, RecentBatches
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshots import Ring, Snapshot, SnapshotFolder, compact
 from keras_nanguard._keras import (
@@ -74,7 +74,9 @@ class Counts:
         rollbacks: number of rollbacks.
         restored: the step of the last restored snapshot, `None` before the first rollback.
         epoch, epoch_start: the current epoch, and its first step.
-        epoch_refused, epoch_passed: refused steps of this epoch, and its batches without a step.
+        epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
+            one, which has ended.
+        epoch_passed: batches of this epoch without a step.
         epoch_rollbacks: number of rollbacks before this epoch.
         idle: whether no step of this epoch has committed yet, so that its metrics are empty.
         skip_batches: number of batches still to skip.
@@ -85,10 +87,13 @@ class Counts:
         self.refused = self.overflows = self.run_again = 0
         self.streak = self.rollbacks = self.skip_batches = 0
         self.epoch = self.epoch_start = 0
-        self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
+        self.epoch_refused = self.epoch_overflows = 0
+        self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused, self.idle = False, True
         self.restored: int | None = None
-        self._began = self._overflows_before = 0
+        self._began = 0
+        # The last overflows by step, as many as can be replayed.
+        self._overflowed: deque[int] = deque(maxlen=MAX_BATCHES)
         self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -96,8 +101,9 @@ class Counts:
         if self.step > self._began:
             self._epochs.append((self._began, self.epoch, self.epoch_start))
         self._began = self.step
-        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
-        self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
+        self.epoch, self.epoch_start = epoch, self.step
+        self.epoch_refused = self.epoch_overflows = self.epoch_passed = 0
+        self.epoch_rollbacks = self.rollbacks
         self.idle = True
 
     def resume_epoch(self, batches: int) -> None:
@@ -108,19 +114,29 @@ class Counts:
         self.idle = batches <= 0
 
     def refuse(self, steps: int = 1) -> None:
-        """Count refused steps."""
+        """Count refused steps, from the current one on."""
         self.refused += steps
-        self.epoch_refused += steps
+        self.epoch_refused += steps if self.step >= self._began else 0
 
-    def return_to(self, step: int, good: int, again: Set[int]) -> None:
+    def overflow(self) -> None:
+        """Count the current step, which is refused, as an ordinary overflow."""
+        self._overflowed.append(self.step)
+        self.overflows += 1
+        self.epoch_overflows += self.step >= self._began
+
+    def return_to(self, step: int, good: int, again: frozenset[int]) -> None:
         """Continue counting from an earlier step, when there were fewer `good` ones; the given
         refused steps since then are replayed.
         """
         self.step, self.committed, self.good = step, self.committed - self.good + good, good
+        overflows = again.intersection(self._overflowed)
+        for number in overflows:
+            self._overflowed.remove(number)
         self.refused -= len(again)
+        self.overflows -= len(overflows)
         self.run_again += len(again)
-        here = sum(number >= self.epoch_start for number in again)
-        self.epoch_refused = max(self.epoch_refused - here, 0)
+        self.epoch_refused -= sum(number >= self._began for number in again)
+        self.epoch_overflows -= sum(number >= self._began for number in overflows)
 
     def skip_batch(self) -> None:
         """Count a batch of this epoch that is not trained on."""
@@ -150,11 +166,6 @@ class Counts:
     def epoch_committed(self) -> int:
         """Number of committed steps of this epoch."""
         return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
-
-    @property
-    def epoch_overflows(self) -> int:
-        """How many steps of this epoch were refused for an ordinary float16 overflow."""
-        return self.overflows - self._overflows_before
 
 
 # Findings in the state
@@ -401,8 +412,10 @@ class Run:
         """Return the variables that were created while tracing, each with its first value; empty
         after the first step of a trace, which `ends` it.
         """
-        created = self._created or {}
-        variables = self.train_state().everything if created else ()
+        created, variables = self._created or {}, list[Any]()
+        if created:
+            state = self.train_state()
+            variables = [*state.everything, *state.metrics]
         self._created = None if ends else self._created
         return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 

@@ -185,7 +185,7 @@ def with_inputs_of(args: Sequence[Any], other: Sequence[Any]) -> Sequence[Any] |
 
 @contextmanager
 def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
-    """Return a context with a `Trial`. At its end everything is restored.
+    """Return a context with a `Trial`. At its end everything is restored, also after an exception.
 
     The value is `None` if steps cannot be replayed, or if there is no memory for a copy of the
     state.
@@ -212,9 +212,10 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(keras_variables.finish, list(restores))
         ending.callback(keras_layers.attributes_restorer(keras_layers.layers_of(run.model)))
+        ending.callback(run.recovery.forget_unchanged_rates)
+        ending.callback(access.sync_variables)
+        ending.callback(run.transaction.take_reports)
         yield Trial(run, again)
-        run.transaction.take_reports()
-        access.sync_variables()
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:

@@ -108,6 +108,42 @@ def test_attributes_of_a_layer_are_restored():
     assert ends[0] == ends[1]
 
 
+def test_an_error_in_a_trial_does_not_end_training(capsys):
+    """A trial that raises, as if the device had no memory left, is undone, and the run ends as
+    without it.
+    """
+    guard, raises_at = NanGuard(verbose=1), [65]  # the first check for divergence is after 65 steps
+
+    class Lacking(keras.layers.Dense):
+        def call(self, inputs, training=None):
+            if raises_at and guard.session is not None and guard.session.run.step == raises_at[0]:
+                raises_at.clear()
+                raise RuntimeError("out of memory")
+            return super().call(inputs)
+
+    def fit(*callbacks):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), Lacking(1)])
+        model.compile(optimizers.Adam(1e-6), "mse", run_eagerly=True)
+        model.fit(X, Y, batch_size=4, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+        return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+    alone = fit()
+    for one, other in zip(fit(guard), alone):
+        np.testing.assert_array_equal(one, other)
+    assert raises_at == [] and guard.incidents == []
+    printed = capsys.readouterr().out
+    assert printed.startswith("NanGuard: cannot check for divergence: RuntimeError: ") and "out of memory" in printed
+
+
+def test_a_trial_leaves_nothing_to_do_before_each_step():
+    """A plain rate that a trial has lowered is as before it, and no step has to hold it."""
+    guard = NanGuard(verbose=0)
+    trial = Trial(guard, 10)
+    zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), zoo.regression(), guard=guard, epochs=1, callbacks=[trial])
+    assert trial.found[0] is not None and guard.session.nothing_pending
+
+
 def test_no_trial_if_the_policy_refuses_nothing():
     """Steps are replayed only if a bad one of them would be refused again."""
     guard = NanGuard(refuse=False, verbose=0)
@@ -278,7 +314,7 @@ def test_generators_of_the_process_are_restored():
 
 def replayed(stops_at):
     """Return a run of five steps to replay, one of which ends training, and the replayed steps."""
-    counts = SimpleNamespace(step=5, committed=5, epoch_start=0, return_to=lambda step, *more: None)
+    counts = SimpleNamespace(step=5, committed=5, last_refused=False, epoch_start=0, return_to=lambda step, *more: None)
     run = SimpleNamespace(
         model=None,
         policy=Policy.load("recover"),

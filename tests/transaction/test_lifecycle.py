@@ -117,10 +117,15 @@ def test_repeated_fits_and_recompile():
     assert zoo.bad_entries(model) == [] and left_behind(model) == set()
 
 
-def test_two_guards():
-    """Of two guards in one list the first one guards, and a warning is printed."""
+@pytest.mark.parametrize("used", [False, True])
+def test_two_guards(used):
+    """Of two guards in one list the first one guards, and a warning is printed once, also if the
+    second one was used before.
+    """
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
     one, two = NanGuard(verbose=0), NanGuard(verbose=0)
+    if used:
+        fit(model, zoo.regression(), two)
     with pytest.warns(UserWarning, match="Two NanGuards") as warned:
         fit(model, data, one, two)
     assert [w.filename for w in warned if "Two" in str(w.message)] == [__file__], "the line of the fit"

@@ -292,15 +292,16 @@ class Attachment(StateAccess):
         return self.session.logs.shown
 
     def _without_effect(self, data: Any) -> Any:
-        """Run the step and undo it: training has ended, but Keras needs logs before it stops."""
-        before = [
-            (variable, keras_variables.read(variable))
-            for variable in self.run.train_state().everything
-        ]
-        logs, _ = self._execute(data)
-        parts = [*before, *self.run.first_values()]
-        keras_variables.finish(partial(keras_variables.write, *pair) for pair in parts)
-        return self.session.logs_for_callbacks(logs)
+        """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
+        are those of the last step before, if there was one.
+        """
+        state = self.run.train_state()
+        variables = keras_variables.unique([*state.everything, *state.metrics, *state.unlisted])
+        restores = [keras_variables.restorer(variable) for variable in variables]
+        self._execute(data)
+        created = [partial(keras_variables.write, *pair) for pair in self.run.first_values()]
+        keras_variables.finish([*restores, *created])
+        return self._shown()
 
     def _rescue(self) -> None:
         """Write the last available state into the variables, after a step has raised."""

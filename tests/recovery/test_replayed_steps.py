@@ -1,0 +1,103 @@
+"""What is counted, remembered and reported of steps that are replayed or undone."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import corrupt
+
+WITHIN = {"every": 4, "verify_after": 2}
+
+
+class Corrupts(keras.callbacks.Callback):
+    """Writes NaN into a kernel after some batches of the run, counted from 0."""
+
+    def __init__(self, *batches):
+        super().__init__()
+        self.batches, self.seen = batches, -1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen in self.batches:
+            corrupt(self.model.layers[0].kernel)
+
+
+def scaled():
+    """Return a model in float16 whose gradients overflow for targets near 100 at its first loss scale."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-4), initial_scale=2.0**13)
+    model = zoo.plain(optimizer, dropout=False)
+    keras.config.set_dtype_policy("float32")
+    return model
+
+
+def overflowing(batch, count=12):
+    """Return data of which one batch overflows, at the first loss scale only."""
+    data = zoo.regression(batches=count)
+    data.y[batch * zoo.BATCH : (batch + 1) * zoo.BATCH] = 100.0
+    return data
+
+
+class TestCounts:
+    def test_an_overflow_that_is_replayed_counts_once(self, capsys):
+        """The epoch of an overflow, of a bad batch and of a rollback has a line."""
+        guard = NanGuard(diagnose=False)
+        run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[Corrupts(9)])
+        counts = guard.session.run.counts
+        assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
+        assert counts.overflows == counts.epoch_overflows == 1 and counts.refused == 2
+        assert run.history["refused_steps"] == [counts.refused]
+        assert f"epoch 1 metrics exclude {counts.refused} skipped steps of 12" in capsys.readouterr().out
+
+    def test_a_replayed_step_counts_for_its_epoch(self):
+        """A step of the first epoch that is refused again in the second one is none of its steps."""
+        guard = NanGuard(verbose=0, diagnose=False)
+        run = zoo.run(scaled, overflowing(5, count=8), guard=guard, epochs=2, callbacks=[Corrupts(9)])
+        counts = guard.session.run.counts
+        assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
+        assert run.history["refused_steps"] == [1, 1] and counts.refused == counts.overflows == 2
+        assert counts.epoch_committed == 7 and counts.epoch_overflows == 1
+
+
+class TestRefused:
+    @pytest.mark.parametrize("corrupted", [(9,), ()])
+    def test_the_last_step_is_not_one_of_a_replay(self, corrupted):
+        """`guard.refused` is about the step whose result the caller has, after any replay."""
+        guard, seen = NanGuard(verbose=0, diagnose=False), []
+        read = zoo.After(lambda model: seen.append(guard.refused))
+        data = zoo.regression(batches=12)
+        zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[Corrupts(*corrupted), read])
+        assert [batch for batch, refused in enumerate(seen) if refused] == [n + 1 for n in corrupted]
+
+
+@pytest.mark.requires_backend("torch", reason="only there a step learns late that the one before has left NaN")
+def test_a_second_rollback_past_a_step_that_was_refused_for_the_one_before(monkeypatch):
+    """Both rollbacks replay all good steps: no batch is missing among the remembered ones."""
+    from keras_nanguard._backends.torch import reductions
+
+    monkeypatch.setattr(reductions, "is_away", lambda tensors: True)
+    guard, rates = NanGuard(verbose=0, diagnose=False), [0.01] * 16
+    rates[5] = 3e38  # a plain rate, which the callback sets as a scheduler would
+    set_rate = zoo.Before(lambda model: model.optimizer.learning_rate.assign(rates.pop(0)))
+    callbacks = [set_rate, Corrupts(10)]
+    data = zoo.regression(batches=16)
+    run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.01)), data, guard=guard, epochs=1, callbacks=callbacks)
+    details = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+    assert len(details) == 2 and all("replayed" in detail for detail in details)
+    assert int(run.model.optimizer.iterations.numpy()) == 14
+
+
+def test_a_step_that_is_undone_leaves_nothing_in_the_metrics():
+    """A step that Keras needs after a stop before the first one commits, as only its slots are bad,
+    and is undone whole.
+    """
+    model, data, guard = zoo.plain(), zoo.regression(), NanGuard(verbose=0)
+    model.optimizer.build(model.trainable_variables)
+    corrupt(model.optimizer.variables[2])
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert guard.session.run.step == 0 and guard.stopped
+    assert not any(np.any(keras.ops.convert_to_numpy(variable)) for variable in model.metrics_variables)
