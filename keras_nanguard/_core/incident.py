@@ -75,6 +75,10 @@ CAUSES: tuple[str, ...] = get_args(Cause)
 """The closed list of causes; docs/causes.md has a paragraph on each."""
 
 
+NAMES_DATA = ("input_nonfinite", "target_nonfinite", "input_scale")
+"""Causes whose culprit may be an array of the batch."""
+
+
 def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:
     if value not in allowed:
         what = f"{name} to be one of {', '.join(allowed)}"
@@ -175,8 +179,7 @@ class Diagnosis:
     @property
     def culprit_shown(self) -> str:
         """The culprit as printed: data is named after its argument of `fit`, such as `x/age`."""
-        is_data = self.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
-        return argument_path(self.culprit) if is_data else self.culprit
+        return argument_path(self.culprit) if self.cause in NAMES_DATA else self.culprit
 
     @property
     def headline(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from keras_nanguard._core.evidence import (
     BACKWARD,
@@ -72,15 +73,48 @@ MAX_BASE = 50.0
 """Base of a power above which it overflows because of its exponent."""
 
 
+Because = Literal[
+    "",
+    "batch",
+    "constant",
+    "constraint",
+    "dead",
+    "divergence",
+    "domain",
+    "explosion",
+    "float32",
+    "growth",
+    "huge",
+    "modes",
+    "negative",
+    "outlier",
+    "rate",
+    "recurrence",
+    "replay",
+    "rescaled",
+    "scale",
+    "scale_high",
+    "spike",
+    "state",
+    "statistics",
+    "stuck",
+    "targets",
+    "update",
+    "where",
+    "written",
+]
+"""The observation that decided a conclusion, `""` if none did. The advice depends on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, with its place, its confidence, and the rule that decided."""
+    """A cause, with its place, its confidence, and the observation that decided."""
 
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = 0.9
-    because: str = ""
+    because: Because = ""
 
 
 def decide(evidence: Evidence) -> Conclusion:
@@ -189,7 +223,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
-    because = "written" if e.written else "state"
+    because: Because = "written" if e.written else "state"
     return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.evidence import (
@@ -22,10 +22,18 @@ from keras_nanguard._core.evidence import (
     Spread,
 )
 from keras_nanguard._core.history import JUMP
-from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._core.incident import NAMES_DATA, Diagnosis
 from keras_nanguard._core.literals import CAUSE_WORDS, DERIVATIVE_HINTS, HINTS, causes_with
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._diagnose.causes import LOW, MAX_RATE, Conclusion, decide, first_kinds, kind
+from keras_nanguard._diagnose.causes import (
+    LOW,
+    MAX_RATE,
+    Because,
+    Conclusion,
+    decide,
+    first_kinds,
+    kind,
+)
 
 PHASES = {
     "forward": "in the forward pass",
@@ -64,29 +72,29 @@ MAX_HALF_NORM = 256.0
 
 def conclude(evidence: Evidence) -> Diagnosis:
     """Return the diagnosis that the evidence supports."""
-    verdict = decide(evidence)
+    conclusion = decide(evidence)
     return Diagnosis(
-        verdict.cause,
-        verdict.culprit,
-        verdict.samples,
-        sentences(evidence, verdict),
-        advice(evidence, verdict),
-        verdict.confidence,
-        verdict.because == "rescaled",
+        conclusion.cause,
+        conclusion.culprit,
+        conclusion.samples,
+        sentences(evidence, conclusion),
+        advice(evidence, conclusion),
+        conclusion.confidence,
+        conclusion.because == "rescaled",
     )
 
 
-def sentences(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
+def sentences(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
     """Return the evidence as sentences, the most relevant first."""
     parts = (
         _state(e),
-        e.notes if verdict.because == "divergence" else (),
-        _origin(e, verdict),
+        e.notes if conclusion.because == "divergence" else (),
+        _origin(e, conclusion),
         _findings(e),
         data_sentences(e),
-        _history(e, verdict),
+        _history(e, conclusion),
         _reruns(e),
-        _optimizers(e, verdict),
+        _optimizers(e, conclusion),
         _layers(e),
         e.notes,
     )
@@ -104,7 +112,7 @@ def _state(e: Evidence) -> Iterator[str]:
         yield f"{listed}{more}: {what}{when}."
 
 
-def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
+def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     origin = e.origin
     if origin.source:
         yield _origin_sentence(origin)
@@ -116,16 +124,17 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if origin.phase in BACKWARD and origin.steep:
         yield f"{origin.steep} in the forward pass has no finite derivative at one of its values."
-    if verdict.because == "written" and e.state:
+    if conclusion.because == "written" and e.state:
         yield "It was finite after the step before, so other code has written it since."
-    elif verdict.because in ("written", "constraint") and e.written:
+    elif conclusion.because in ("written", "constraint") and e.written:
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
-        writer = "other code" if verdict.because == "written" else f"the constraint {e.constraint}"
+        by_constraint = conclusion.because == "constraint"
+        writer = f"the constraint {e.constraint}" if by_constraint else "other code"
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
             f" {writer} has written it."
         )
-    if verdict.cause == "gradient_domain" and origin.phase in ("forward", "loss"):
+    if conclusion.cause == "gradient_domain" and origin.phase in ("forward", "loss"):
         yield (
             "The value is masked before the loss, as in the unused branch of a `where`; its"
             " gradient is not masked."
@@ -216,10 +225,10 @@ def at_rows(rows: Sequence[int]) -> str:
     return f"the row at index {named}" if len(rows) == 1 else f"the rows at indices {named}"
 
 
-def _history(e: Evidence, verdict: Conclusion) -> Iterator[str]:
+def _history(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     g = e.growth
     large = max(g.loss, g.norm) >= 10.0
-    if g.losses and (large or verdict.cause in ("divergence", "spike")):
+    if g.losses and (large or conclusion.cause in ("divergence", "spike")):
         losses = ", ".join(f"{value:.3g}" for value in g.losses)
         last = f"the last {len(g.losses)} of " if len(g.losses) < g.steps else ""
         steps = f"{g.steps} steps" if g.steps > 1 else "step"
@@ -262,9 +271,9 @@ def _reruns(e: Evidence) -> Iterator[str]:
         yield f"The replay of the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
-def _optimizers(e: Evidence, verdict: Conclusion) -> Iterator[str]:
-    relevant = verdict.cause in OF_RATES
-    of_update = verdict.cause == "optimizer_domain"
+def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
+    relevant = conclusion.cause in OF_RATES
+    of_update = conclusion.cause == "optimizer_domain"
     for o in e.optimizers:
         if not abs(o.learning_rate) <= MAX_RATE and o.iteration is not None:
             rate = f"{o.learning_rate:.3g} at iteration {o.iteration}"
@@ -284,7 +293,8 @@ def _optimizers(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"{words} is {value:g}."
     if of_update and math.isfinite(e.gradient_norm):
         yield f"The gradient norm of this step was {e.gradient_norm:.3g}."
-    if e.loss_scale is not None and verdict.cause in ("loss_scale_collapsed", "float16_overflow"):
+    of_scale = conclusion.cause in ("loss_scale_collapsed", "float16_overflow")
+    if e.loss_scale is not None and of_scale:
         yield f"The loss scale was {e.loss_scale:g}."
 
 
@@ -309,11 +319,11 @@ def _layers(e: Evidence) -> Iterator[str]:
 # Advice
 
 
-def advice(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
+def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
     """Return the advice for a conclusion, in sentences specific to the program."""
-    known = _words(e, verdict)
+    known = _words(e, conclusion)
     found = []
-    for entry in CAUSE_WORDS[verdict.cause]["do"]:
+    for entry in CAUSE_WORDS[conclusion.cause]["do"]:
         entry = {"say": entry} if isinstance(entry, str) else entry
         for item in known[entry["each"]] if "each" in entry else ({},):
             words = {**known, **item}
@@ -330,7 +340,7 @@ def _holds(word: str, words: Mapping[str, Any]) -> bool:
 def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
     """Return the names in the advice, and the conditions on which it depends.
 
-    The rule that decided (`Conclusion.because`) is a condition, too.
+    The observation that decided (`Conclusion.because`) is a condition, too.
     """
     origin, optimizers = e.origin, [_about(o) for o in e.optimizers]
     half = any(o.dtype == "float16" for o in e.optimizers)
@@ -371,7 +381,7 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers),
         "untrained": v.because == "recurrence" and not e.growth.steps and origin.phase == "forward",
     }
-    rules = dict.fromkeys(("outlier", "constant", "dead", "scale_high", "rate", "written"), False)
+    rules = dict.fromkeys(get_args(Because), False)
     return {**rules, v.because: True, **facts}
 
 
@@ -381,8 +391,8 @@ def _culprit(e: Evidence, v: Conclusion) -> str:
     nobody = CAUSE_WORDS[v.cause].get("thing", "")
     if v.cause == "loss_domain" and e.origin.phase == "regularizer":
         nobody = "the layer"
-    of_data = v.cause in ("input_nonfinite", "target_nonfinite", "input_scale")
-    name = repr(argument_path(v.culprit) if of_data else v.culprit) if v.culprit else nobody
+    shown = argument_path(v.culprit) if v.cause in NAMES_DATA else v.culprit
+    name = repr(shown) if shown else nobody
     if v.cause == "gradient_domain" and layer_class.startswith("regularizer "):
         return f"the {layer_class} of {name}"
     return name

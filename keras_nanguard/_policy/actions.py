@@ -47,6 +47,10 @@ that it does not undo them.
 """
 
 
+MAX_DEPTH = 100
+"""Maximum depth of a rollback, also of one that goes further back on each repetition."""
+
+
 class Action(Record):
     """An action, as data.
 
@@ -88,7 +92,7 @@ class Rollback(Action):
     phase: ClassVar[int] = RESTORE
 
     depth: int = Field(
-        default=1, ge=1, le=100, description="which verified snapshot, 1 is the newest"
+        default=1, ge=1, le=MAX_DEPTH, description="which verified snapshot, 1 is the newest"
     )
     further_back: bool = Field(
         default=True, description="go one snapshot further back on each repetition"

@@ -26,7 +26,7 @@ from typing import Any
 
 from keras_nanguard._core.incident import Decision, Incident
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._policy.actions import Action, Skip, Warn
+from keras_nanguard._policy.actions import MAX_DEPTH, Action, Skip, Warn
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import (
     BUDGET_WINDOW,
@@ -43,9 +43,6 @@ REPORT_WINDOW = 1000
 REPORTED_REFUSALS, REPORTED_OTHERS = 20, 3
 """How often an incident is reported within `REPORT_WINDOW` steps: refused steps, and each kind of
 finite anomaly or bad result."""
-
-MAX_DEPTH = 100
-"""Maximum depth of a rollback that goes further back on each repetition."""
 
 
 @dataclass(frozen=True)
