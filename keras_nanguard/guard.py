@@ -15,7 +15,7 @@ import keras
 from typing_extensions import Unpack
 
 from keras_nanguard._backends import processes
-from keras_nanguard._backends.current import loop_step
+from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.display import block
 from keras_nanguard._core.errors import GuardError, GuardInUseError
@@ -209,6 +209,12 @@ class NanGuard(keras.callbacks.Callback):
         self._reporter.begin()
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
+        """Return the host side of the steps of a model, which continues that of its last fit.
+
+        Args:
+            model: the model.
+            optimizers: the optimizers of a loop without `fit`; by default those of the model.
+        """
         from keras_nanguard._diagnose.explain_step import Explainer
 
         run = Run(
@@ -403,7 +409,7 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: when called outside of `watch`.
         """
-        held: dict[str, Any] = {}
+        made = _LoopSteps(function)
 
         @functools.wraps(getattr(function, "python_function", function))
         def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
@@ -412,9 +418,7 @@ class NanGuard(keras.callbacks.Callback):
                     "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
                     " outside. Move the loop into the with block."
                 )
-            if held.get("session") is not self.session:
-                held["session"], held["run"] = self.session, loop_step()(function, self.session)
-            returned: Returned = held["run"](*args, **kwargs)
+            returned: Returned = made.of(self.session)(*args, **kwargs)
             return returned
 
         return guarded
@@ -535,3 +539,32 @@ class NanGuard(keras.callbacks.Callback):
             GuardError: if matplotlib is not installed.
         """
         return plots.curves(self.recording)
+
+
+def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
+    """Guard every step of a `NanGuardModel`, within a fit or not: create its train function.
+
+    Args:
+        guard: the guard of the model.
+        model: the model, which must be compiled.
+        make: creates the train function of Keras. The transaction is around its train step.
+    """
+    if guard.session is not None:  # of an earlier fit, or of another compile()
+        guard.session.end()
+    guard.session = guard._session(model)
+    attachment(model, guard.session).make_with(make)
+
+
+class _LoopSteps:
+    """A hand-written train step as the transaction of a loop: each `watch` has a new one."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self._session: Session | None = None
+        self._step: Any = None
+
+    def of(self, session: Session) -> Any:
+        """Return the guarded step of the loop with this session."""
+        if self._session is not session:
+            self._session, self._step = session, loop_step()(self._function, session)
+        return self._step

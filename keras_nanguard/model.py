@@ -7,12 +7,11 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
 from keras_nanguard._policy.records import safe_repr
-from keras_nanguard.guard import NanGuard
+from keras_nanguard.guard import NanGuard, guard_always
 
 __all__ = ["NanGuardModel"]
 
@@ -153,11 +152,5 @@ class NanGuardModel(keras.Model):
             return self.train_function
         if attached_to(self) is not None:  # a NanGuard among the callbacks guards this fit
             return super().make_train_function(force=force)
-        guard = self.nanguard
-        if guard.session is not None:  # of an earlier fit, or of another compile()
-            guard.session.end()
-        guard.session = guard._session(self)
-        placed = attachment(self, guard.session)
-        placed.in_use = lambda strictly=False: True
-        placed.make_with(super().make_train_function)
+        guard_always(self.nanguard, self, super().make_train_function)
         return self.train_function

@@ -61,8 +61,8 @@ class Fault:
         magnitude: factor of a spike.
     """
 
-    site: str
-    kind: str
+    site: FaultSite
+    kind: FaultKind
     steps: tuple[int, ...]
     path: str = "*"
     rows: tuple[int, ...] | None = (0,)
@@ -208,7 +208,7 @@ class Injection:
 
 
 def corrupt(
-    variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6
+    variable: Any, kind: FaultKind = "nan", *, entries: int | None = 1, magnitude: float = 1e6
 ) -> None:
     """Overwrite the first entries of a variable between two steps, as a faulty callback would.
 

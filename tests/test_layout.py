@@ -50,7 +50,7 @@ NOT_OF_KERAS = {
     *("_cdata", "_schema", "_version", "_foreach_norm", "_opt_called", "_torchdynamo_orig_callable"),  # PyTorch
     *("_get_default_store", "_get_total_norm", "_local_tensor", "_to_kwargs"),  # PyTorch
     "_src",  # JAX
-    *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
+    *("_fields", "_asdict", "_replace"),  # our own, named tuples
 }
 
 

@@ -62,8 +62,7 @@ class Attached:
             "on_epoch_end": self._around_epoch_end,
         }
         self._attachment = attachment(session.run.model, session)
-        self._attachment.in_use = self._in_use
-        self._attachment.attach()
+        self._attachment.attach(self._in_use)
         self.fit = Fit(surrounding(), cut_short, around)
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, Any] = {}

@@ -38,6 +38,7 @@ from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import EventKind
 
 # Counters
 
@@ -302,7 +303,7 @@ class Run:
 
     # The recording
 
-    def event(self, kind: str, text: str = "", data: Any = None) -> None:
+    def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
         self.recorder.event(kind, self.step, self.counts.epoch, text, data)
 

@@ -20,20 +20,19 @@ NAME = "recording.sqlite"
 """Name of the file within the guard's directory."""
 
 VERSION = 1
-"""`PRAGMA user_version` of the file; it increases if a reader of the old tables would misread the
-new ones."""
+"""`PRAGMA user_version` of the file: version of its tables, which readers check before they open
+it. It increases if a reader of the old tables would misread the new ones."""
 
 APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
 FORMAT = 1
-"""Version of the format of a recording. It increases if a reader of the old format would misread
-the new one."""
+"""`Recording.meta["format"]`: version of the values, such as the numbers of `status`, which also a
+recording in memory has. It increases if a reader of the old values would misread the new ones."""
 
 COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
-STATUSES = ("committed", "refused", "overflow", "skipped")
-"""The result of a step, by its number in the column `status`. An `overflow` is a refused step that
-dynamic loss scaling handles. A `skipped` batch was not trained on."""
+"""The result of a step, as in the column `status`. `OVERFLOW` is a refused step that dynamic loss
+scaling handles. A `SKIPPED` batch was not trained on."""
 
 MEASURED = ("loss", "gradient_norm", "learning_rate", "loss_scale")
 """Measurements of a step; NaN if unknown."""
@@ -98,7 +97,7 @@ SCHEMA = {
     "steps TEXT, why TEXT, PRIMARY KEY (fingerprint, label))",
 }
 """The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and
-`samples.steps` hold JSON."""
+`samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `samples.why` its `reason`."""
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:

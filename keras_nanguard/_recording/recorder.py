@@ -29,7 +29,14 @@ from keras_nanguard._recording.database import (
     insert,
     rows_of,
 )
-from keras_nanguard._recording.recording import BadSample, Recording, from_rows, read, writer_of
+from keras_nanguard._recording.recording import (
+    BadSample,
+    EventKind,
+    Recording,
+    from_rows,
+    read,
+    writer_of,
+)
 from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
@@ -205,7 +212,9 @@ class Recorder:
             rows = [(key, as_json(value)) for key, value in meta.items()]
             self._memory.run(insert("meta"), rows)
 
-    def event(self, kind: str, step: int, epoch: int, text: str = "", data: Any = None) -> None:
+    def event(
+        self, kind: EventKind, step: int, epoch: int, text: str = "", data: Any = None
+    ) -> None:
         """Record an event at a step of the current fit."""
         details = as_json(data or {})
         with self._lock:
@@ -230,8 +239,8 @@ class Recorder:
         """Record a bad sample, or that it has occurred again."""
         with self._lock:
             self.samples[sample.fingerprint, sample.label] = sample
-            place = None if sample.index is None else int(sample.index)
-            row = (sample.fingerprint, as_text(sample.label), place, int(sample.times))
+            index = None if sample.index is None else int(sample.index)
+            row = (sample.fingerprint, as_text(sample.label), index, int(sample.times))
             steps, reason = as_json(list(sample.steps)), as_text(sample.reason)
             self._memory.run(UPSERT_SAMPLE, [(*row, steps, reason)])
 
@@ -291,16 +300,6 @@ class Recorder:
             self._fold()
             self.note(written=self._now())
             return from_rows(rows_of(self._memory.connection))
-
-    def flush(self) -> bool:
-        """Write everything to the file, and return whether it is there. For tests."""
-        writer = self._writer
-        if writer is None or not writer.wait():
-            return False
-        with self._lock:
-            self._fold()
-            self._hand_over()
-        return writer.wait()
 
     def _work(self, now: float) -> None:
         """Put new steps into the database, and everything new into the file."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -226,16 +226,26 @@ def _event(_: int, step: Any, epoch: Any, moment: Any, kind: Any, text: Any, dat
     return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
 
 
-def _sample(mark: Any, label: Any, place: Any, times: Any, steps: Any, reason: Any) -> BadSample:
-    place = None if place is None else _whole(place)
+def _sample(
+    fingerprint: Any, label: Any, index: Any, times: Any, steps: Any, reason: Any
+) -> BadSample:
+    index = None if index is None else _whole(index)
     listed = tuple(_whole(step) for step in plain_values.loads(steps))
-    return BadSample(str(label), place, str(mark), _whole(times), listed, str(reason))
+    return BadSample(str(label), index, str(fingerprint), _whole(times), listed, str(reason))
 
 
-EVENT_KINDS = (
-    *("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall"),
-    *("resume", "end"),
-)
+EventKind = Literal[
+    "begin",
+    "epoch",
+    "incident",
+    "rollback",
+    "learning_rate",
+    "snapshot",
+    "firewall",
+    "resume",
+    "end",
+]
+"""What happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +256,7 @@ class Event:
         step: its step, from 0.
         epoch: its epoch, from 0.
         time: its time in seconds since 1970.
-        kind: one of `EVENT_KINDS`.
+        kind: an `EventKind`.
         text: a sentence that describes it.
         data: details as plain JSON values; for an incident `Incident.to_dict()`.
     """

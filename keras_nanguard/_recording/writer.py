@@ -164,10 +164,6 @@ class Writer:
         self._idle.clear()
         self._jobs.put(statements)
 
-    def wait(self) -> bool:
-        """Wait until everything is written, for a limited time; return whether it is."""
-        return self._thread.is_alive() and self._idle.wait(WAIT) and not self.problem
-
     def close(self) -> None:
         """Write the remaining data, and close the file."""
         atexit.unregister(self._at_exit)

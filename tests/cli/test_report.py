@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from support.recordings import synthetic, written
+from support.recordings import flushed, synthetic, written
 
 from keras_nanguard import Diagnosis, Finding, Incident
 from keras_nanguard.__main__ import main
@@ -122,7 +122,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            assert guard._recorder.flush()
+            assert flushed(guard._recorder)
             met.append(len(files.read(run).incidents))
 
     guard = NanGuard(directory=run, verbose=0)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.recordings import NAME, BadSample, File, begun, event_of, insert, push, same
+from support.recordings import NAME, BadSample, File, begun, event_of, flushed, insert, push, same
 
 from keras_nanguard import GuardError, Recording
 
@@ -39,7 +39,7 @@ def test_file_equals_memory(tmp_path):
         made.event("incident", 3000 * block, block, **event_of(recordings.incident(3000 * block, block, 0, block)))
         made.sample(BadSample("x[7]", 7, "ab" * 32, block + 1, tuple(range(block + 1)), "3 NaN of 64 in x"))
         made.rate(1e-3)
-        assert made.flush()
+        assert flushed(made)
         same(made.recording, Recording.read(tmp_path))
         made.undo(3000 * block + 2990)
     made.undo(200)
@@ -58,12 +58,12 @@ def test_bins_in_the_file(tmp_path, set_limit):
     for block in range(14):
         push(made, 2048, 2048 * block)
         made.undo(2048 * block - 11_000) if block == 7 else None
-        assert made.flush()
+        assert flushed(made)
         same(made.recording, Recording.read(tmp_path))
     made.end("finished", 14 * 2048, 0)
     assert len(made.recording.bins["first"]) < 64 and made.recording.bins["count"].max() == 512
     resumed = begun(tmp_path)
-    assert resumed.flush()
+    assert flushed(resumed)
     same(resumed.recording, Recording.read(tmp_path))
     resumed.end("finished", 14 * 2048, 0)
 
@@ -73,7 +73,7 @@ def test_a_disk_that_is_too_slow(tmp_path, set_limit):
     set_limit("rows that wait for the disk", 100)
     made = begun(tmp_path)
     push(made, 50)
-    assert made.flush()
+    assert flushed(made)
     push(made, 500, 50)
     made.undo(20)
     made.end("finished", 550, 0)
@@ -86,12 +86,12 @@ def test_the_last_run_owns_the_file(tmp_path):
     """
     first = begun(tmp_path)
     push(first, 10)
-    assert first.flush()
+    assert flushed(first)
     second = begun(tmp_path)
     push(second, 10)
-    assert second.flush()
+    assert flushed(second)
     push(first, 10, 10)
-    assert not first.flush() and "is in use by another run" in first.problem() and first.problem() == ""
+    assert not flushed(first) and "is in use by another run" in first.problem() and first.problem() == ""
     second.end("finished", 10, 0)
     assert len(Recording.read(tmp_path)) == 20
 
@@ -99,8 +99,7 @@ def test_the_last_run_owns_the_file(tmp_path):
 WRITES = """
 import sys
 from pathlib import Path
-from keras_nanguard._recording.database import NAME
-from keras_nanguard._recording.recorder import Recorder
+from support.recordings import NAME, Recorder, flushed
 made = Recorder()
 made.begin({"model": "net"}, scaled=False, path=Path(sys.argv[1]) / NAME)
 step = 0
@@ -109,7 +108,7 @@ while True:
         made.push(step, 1.0 * step, 1.0, 1.0)
         step += 1
     made.event("snapshot", step, 0)
-    made.flush()
+    flushed(made)
     print(step, flush=True)
 """
 
@@ -146,7 +145,7 @@ def test_process_that_ends_within_a_fit(tmp_path):
 def writing(folder):
     """Start a process that records, and prints the number of steps in the file after each flush."""
     command = [sys.executable, "-c", WRITES, str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))})
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])

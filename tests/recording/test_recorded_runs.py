@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import zoo
 from support.programs import differentiated
-from support.recordings import COMMITTED, OVERFLOW, REFUSED, SKIPPED
+from support.recordings import COMMITTED, OVERFLOW, REFUSED, SKIPPED, flushed
 
 from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
 from keras_nanguard.testing import inject
@@ -254,7 +254,7 @@ def test_incidents_of_another_run_stay(tmp_path):
 
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            assert guard._recorder.flush()
+            assert flushed(guard._recorder)
             seen.append(Recording.read(tmp_path).meta["status"])
 
     guard = NanGuard(directory=tmp_path, **QUIET)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.recordings import NAME, BadSample, File, Recorder, begun, push, same
+from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
 
@@ -79,7 +79,7 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
     monkeypatch.setattr(File, when, fails)
     made = begun(tmp_path)
     push(made, 5)
-    assert not made.flush() and len(made.recording) == 5
+    assert not flushed(made) and len(made.recording) == 5
     assert made.problem() == "recording.sqlite is not written: of another kind"
     assert made.problem() == ""
     made.end("finished", 5, 0)
@@ -92,15 +92,15 @@ def test_locked_for_long(tmp_path, set_limit):
     set_limit("seconds that a recording waits for a lock", 0.05)
     made = begun(tmp_path)
     push(made, 20)
-    assert made.flush()
+    assert flushed(made)
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     push(made, 20, 20)
     set_limit("seconds that a fit waits for its recording", 0.2)
-    assert not made.flush() and made.problem() == ""
+    assert not flushed(made) and made.problem() == ""
     other.execute("ROLLBACK")
     set_limit("seconds that a fit waits for its recording", 30.0)
-    assert made.flush()
+    assert flushed(made)
     same(made.recording, Recording.read(tmp_path))
     other.execute("BEGIN IMMEDIATE")
     push(made, 20, 40)

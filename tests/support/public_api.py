@@ -131,7 +131,7 @@ def words() -> Iterator[str]:
     for name in sorted(literals.__all__):
         said = name.replace("Fault", "Fault ").lower()
         yield from (f"{said} {word}" for word in sorted(getattr(literals, name).__args__))
-    for name in sorted(importlib.import_module("keras_nanguard._recording.recording").EVENT_KINDS):
+    for name in sorted(importlib.import_module("keras_nanguard._recording.recording").EventKind.__args__):
         yield f"event {name}"
     for name in sorted(importlib.import_module("keras_nanguard._files.problems").PROBLEMS):
         yield f"problem of a file {name}"
@@ -152,7 +152,8 @@ def recording() -> Iterator[str]:
     records = importlib.import_module("keras_nanguard._recording.database")
     for table, columns in (("steps", records.STEP_COLUMNS), ("bins", records.BIN_COLUMNS)):
         yield from (f"recording {table}.{name}" for name in columns)
-    yield from (f"recording status {number}: {name}" for number, name in enumerate(records.STATUSES))
+    statuses = {getattr(records, name): name.lower() for name in ("COMMITTED", "REFUSED", "OVERFLOW", "SKIPPED")}
+    yield from (f"recording status {number}: {name}" for number, name in sorted(statuses.items()))
     yield f"bad samples: {', '.join(importlib.import_module('keras_nanguard._report.files').SAMPLE_COLUMNS)}"
     for statement in importlib.import_module("keras_nanguard._recording.database").SCHEMA.values():
         yield f"recording.sqlite: {statement}"

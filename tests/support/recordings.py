@@ -6,10 +6,12 @@ Also recorders that receive synthetic steps.
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Recording
+from keras_nanguard._recording import writer as writing
 from keras_nanguard._recording.database import (
     BIN_COLUMNS,
     COMMITTED,
@@ -164,6 +166,18 @@ def begun(folder, **how):
     made = Recorder()
     made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
     return made
+
+
+def flushed(recorder):
+    """Have everything so far written to the file, for a limited time; return whether it is there."""
+    writer, end = recorder._writer, time.monotonic() + writing.WAIT
+    if writer is None:
+        return False
+    for _ in range(2):  # what is being written now, then the rest
+        recorder._work(time.time())
+        while not writer.ready and not writer.problem and time.monotonic() < end:
+            time.sleep(0.001)
+    return writer.ready
 
 
 def written(folder, recording):

@@ -107,14 +107,18 @@ class Attachment(StateAccess):
         self.attached = self.lasting = False
         self._changed = False
         self._modes: tuple[Any, ...] = ()
-        self.in_use: Callable[..., bool] = lambda strictly=False: False
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
         self.run.attach(self)
 
-    def attach(self) -> None:
-        """Replace the model's train function until `detach`."""
-        self.attached = True
+    def attach(self, in_use: Callable[..., bool]) -> None:
+        """Replace the model's train function until `detach`.
+
+        Args:
+            in_use: whether the call of Keras is still running. With `strictly=True`, a hand-written
+                loop does not count.
+        """
+        self.attached, self.in_use = True, in_use
         self.body = _plain_step(self.model)
         if {"make_train_function", "train_step"} & vars(self.model).keys():
             self._changed = True  # by other code, which may end before the next fit

@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,12 +23,12 @@ from keras_nanguard._keras.overrides import Overrides
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
-    def attach(self) -> None:
+    def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the train function, and make evaluation report a bad number instead of
         raising.
         """
         real = self.model.test_step
-        super().attach()
+        super().attach(in_use)
         WRITES.hold()
 
         def test_step(data: Any) -> Any:
