@@ -112,14 +112,15 @@ def recalibrate(given: argparse.Namespace) -> int:
     """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
     from keras_nanguard._files.live import data_arrays, load_model
     from keras_nanguard._files.recalibrate import recalibrate as estimate
-    from keras_nanguard._files.repair import save_model
+    from keras_nanguard._files.repair import model_output, save_model
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
+    output = model_output(given.path, given.output, given.overwrite)
     with _taking_data(given.data):
         options = {"steps": given.steps, "batch_size": given.batch_size, "only": given.only}
         report = estimate(model, inputs, **options)
-    output = save_model(model, given.path, given.output, given.overwrite)
+    save_model(model, given.path, output)
     if given.json:
         _print_json({**report.to_dict(), "output": output})
     else:

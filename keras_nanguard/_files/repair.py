@@ -170,9 +170,17 @@ def _stored(source: Any) -> Iterator[str | None]:
         yield path
 
 
-def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: bool) -> str:
-    """Return the absolute path of the new file, by default `model.repaired.keras` next to
-    `model.keras`.
+def checked_output(
+    path: str, output: str | None, *, in_place: bool, overwrite: bool, extension: str = ""
+) -> str:
+    """Return the absolute path of the new file.
+
+    Args:
+        path: the old file.
+        output: path of the new file, by default `model.repaired.keras` next to `model.keras`.
+        in_place: replace the old file.
+        overwrite: allow the output to exist.
+        extension: extension of the default, by default that of the old file.
 
     Raises:
         GuardError: if it exists, is a folder or a device, has no folder, is the old file (also
@@ -185,7 +193,7 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
     if in_place:
         return whole
     ending = next((ending for ending in _ENDINGS if whole.endswith(ending)), "")
-    default = f"{whole.removesuffix(ending)}.repaired{ending}"
+    default = f"{whole.removesuffix(ending)}.repaired{extension or ending}"
     final = os.path.abspath(default if output is None else output)
     if os.path.realpath(final) == os.path.realpath(path):
         remedy = "Pass in_place=True to replace the file."
@@ -216,28 +224,30 @@ def _backup(path: str) -> str:
     return backup
 
 
-def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> str:
-    """Save a model next to the file that it was loaded from, atomically.
+def model_output(path: str, output: str | None, overwrite: bool) -> str:
+    """Return the absolute path of a new model, by default `model.repaired.keras` next to
+    `model.keras` or `model.h5`.
+
+    Raises:
+        GuardError: as of `checked_output`, and if it is not a `.keras` file.
+    """
+    final = checked_output(path, output, in_place=False, overwrite=overwrite, extension=".keras")
+    if not final.endswith(".keras"):
+        remedy = "Name another one."
+        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", remedy))
+    return final
+
+
+def save_model(model: Any, path: str, final: str) -> None:
+    """Save a model atomically, with the permissions of the file that it was loaded from.
 
     Args:
         model: the model.
         path: the file that it was loaded from.
-        output: path of the new file, by default as for a repair.
-        overwrite: allow the output to exist.
-
-    Returns:
-        The path of the new file.
-
-    Raises:
-        GuardError: if the output exists or is not a `.keras` file.
+        final: path of the new file, from `model_output`.
     """
-    final = checked_output(path, output, in_place=False, overwrite=overwrite)
-    if not final.endswith(".keras"):
-        remedy = "Name another one."
-        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", remedy))
     with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
         model.save(unfinished)
         atomic_files.flush_to_disk(unfinished)
         if os.path.isfile(path):
             shutil.copymode(path, unfinished)
-    return final

@@ -236,6 +236,21 @@ def test_recalibrate_writes_a_repaired_model(model_file, tmp_path, capsys):
     assert "overwrite" in capsys.readouterr().err
 
 
+def test_recalibrate_refuses_an_output_before_it_runs_the_data(model_file, tmp_path, capsys):
+    """The new file of a legacy `.h5` model is a `.keras` file; a wrong output is refused first."""
+    keras = pytest.importorskip("keras")
+    old = str(tmp_path / "old.h5")
+    keras.models.load_model(model_file).save(old)
+    np.save(tmp_path / "x.npy", np.ones((4, 4), np.float32))
+    data = ["recalibrate", old, "--data", str(tmp_path / "x.npy")]
+    assert main(data) == CLEAN
+    assert (tmp_path / "old.repaired.keras").exists()
+    np.save(tmp_path / "x.npy", np.full((4, 4), np.nan, np.float32))
+    capsys.readouterr()
+    assert main([*data, "-o", str(tmp_path / "new.h5")]) == MISUSE
+    assert "an output that ends in .keras" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_loaded_gives_one_sentence(good, tmp_path, capsys):
     """Weights without a model, pickled data, a Lambda with code: exit code 2, no code is run."""
     keras = pytest.importorskip("keras")

@@ -258,6 +258,21 @@ def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
         assert f"keras-nanguard: {words[-1]} cannot be written: " in capsys.readouterr().err
 
 
+def test_a_model_without_permission_cannot_be_read(good, monkeypatch, capsys):
+    """A file that may not be opened is reported as unreadable, not as unwritable."""
+    pytest.importorskip("keras")
+
+    def refuse(path, *more, _open=open, **named):
+        if path == good["model"]:
+            raise PermissionError(13, "Permission denied", path)
+        return _open(path, *more, **named)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert main(["lint", good["model"]]) == MISUSE
+    error = capsys.readouterr().err
+    assert "cannot be read: " in error and "written" not in error
+
+
 def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
     """Any exception of the module becomes one sentence."""
     (tmp_path / "boom.py").write_text("raise ValueError('boom')")
