@@ -80,10 +80,14 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
 
 def _fill(folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evidence) -> None:
     variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
+    notes = []
     structure, arrays = _flattened(batch)
+    if not bundles.can_be_read(arrays):
+        structure, arrays = {"left_out": "the whole batch is too large"}, []
+        notes.append("The batch was too large for the bundle: the step cannot be run again.")
     state = [keras_variables.view(v) for v in variables]
     left = bundles.MAX_BYTES - _save(folder / "batch.npz", arrays)
-    fits, before, notes = sum(a.nbytes for a in state) <= left, None, []
+    fits, before = sum(a.nbytes for a in state) <= left, None
     if fits:
         left -= _save(folder / "state.npz", state)
         cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"

@@ -33,6 +33,10 @@ first, then the state.
 """
 
 
+_HEADERS = 1 << 20
+"""Bytes that names and headers of the arrays may take in a file."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """The content of a bundle.
@@ -58,6 +62,11 @@ class Bundle:
     before: Sequence[Any]
     growth: Growth
     model: str
+
+
+def can_be_read(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+    """Return whether a file of these arrays is as small as `read` requires."""
+    return sum(array.nbytes for array in arrays) <= 2 * MAX_BYTES
 
 
 def read(path: str | Path | None) -> Bundle:
@@ -165,7 +174,7 @@ def _load(
 ) -> list[np.ndarray[Any, Any]]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
     max_bytes = max_bytes or 2 * MAX_BYTES
-    regular(path, max_bytes)
+    regular(path, max_bytes + _HEADERS)
     if not dtypes:
         return []
     with opened_arrays(path) as found:

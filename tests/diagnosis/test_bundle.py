@@ -96,6 +96,17 @@ def test_a_state_above_the_limit_is_omitted_and_reported(tmp_path, monkeypatch, 
     assert "too large" in json.loads((folder / "bundle.json").read_text())["notes"][0]
 
 
+def test_a_batch_that_cannot_be_read_back_is_omitted_and_reported(tmp_path, monkeypatch, set_limit):
+    set_limit("bytes of a bundle", 50)
+    _, incident = written("nan_in_one_input_row", tmp_path)
+    monkeypatch.undo()
+    folder = Path(incident.bundle)
+    assert np.load(folder / "batch.npz").files == []
+    assert "The batch was too large for the bundle" in (folder / "README.md").read_text()
+    with pytest.raises(BundleError, match="omitted"):
+        replay(folder)
+
+
 def test_a_batch_is_restored_unchanged(tmp_path):
     case, incident = written("inf_in_second_input", tmp_path)
     kept = list(np.load(Path(incident.bundle) / "batch.npz").values())
