@@ -77,7 +77,7 @@ def live_arrays(model: Any) -> list[LiveArray]:
     metrics = getattr(model, "metrics_variables", ())
     of_metrics = {id(variable) for variable in metrics}
     found = [live for live in _of_layers(model) if id(live.variable) not in of_metrics]
-    for name, optimizer in optimizers(model):
+    for name, optimizer in _named_optimizers(model):
         for variable in optimizer.variables:
             who = Identity(name, _path(variable), "slot", "Optimizer")
             found.append(_live(who, who.name, variable, optimizer))
@@ -113,15 +113,20 @@ def _value(variable: Any) -> NDArray[Any]:
     return np.array(variable.numpy() if hasattr(variable, "numpy") else variable)
 
 
-def optimizers(model: Any) -> list[tuple[str, Any]]:
-    """Return the optimizers of a model with the attribute of each; a GAN has more than one."""
-    optimizer = getattr(model, "optimizer", None)
-    found = [("optimizer", optimizer)] if optimizer is not None else []
-    for name, value in sorted(vars(model).items()):
-        is_optimizer = hasattr(value, "stateless_apply") and hasattr(value, "learning_rate")
-        if is_optimizer and all(value is not known for _, known in found):
-            found.append((name.lstrip("_"), value))
-    return found
+def _named_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers of a model, each with its attribute; after a dot the number of one in a
+    list, a tuple or a dict. A GAN has more than one."""
+    from keras_nanguard._keras.optimizers import find_optimizers
+    from keras_nanguard._keras.variables import flat
+
+    places: dict[int, str] = {}
+    for name, value in [*vars(model).items(), ("optimizer", getattr(model, "optimizer", None))]:
+        items = list(flat(value))
+        for number, item in enumerate(items):
+            own = name.lstrip("_") if item is value else f"{name.lstrip('_')}.{number}"
+            places[id(item)] = own
+    for optimizer in find_optimizers(model):
+        yield places[id(optimizer)], optimizer
 
 
 def _of_layers(model: Any) -> Iterator[LiveArray]:
@@ -135,7 +140,8 @@ def _of_layers(model: Any) -> Iterator[LiveArray]:
         for variable in layer.variables:
             if id(variable) not in inner:
                 name = str(variable.name)
-                who = Identity(path, name, role_of(name, kind), kind, settings)
+                role = "weight" if variable.trainable else role_of(name, kind)
+                who = Identity(path, name, role, kind, settings)
                 yield _live(who, _path(variable), variable, layer)
         for place, state in enumerate(keras_layers.recurrent_states(layer)):
             who = Identity(path, f"states/{place}", "other", kind, settings)
@@ -227,7 +233,7 @@ def refuse_code_in_hdf5(path: str) -> None:
     runs its code in safe mode, too."""
     if not os.path.isfile(path):
         return
-    with open(path, "rb") as file:
+    with readable(path), open(path, "rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
     config = reading.ask("names", path)["config"]

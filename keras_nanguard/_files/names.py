@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from keras_nanguard._core.variable_names import MOVING
 from keras_nanguard._files.stored import Contents, Identity, ModelArray, plain_text
 
 
@@ -99,8 +100,6 @@ def optimizer_settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {**outer.settings, **inner.settings, "class_name": name} if node else {}
 
 
-_STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
-
 _KERNEL = ("kernel", "bias?use_bias")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias?use_bias")
 _SEPARABLE = ("depthwise_kernel", "pointwise_kernel", "bias?use_bias")
@@ -114,8 +113,8 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _SEPARABLE),
     **dict.fromkeys(("LayerNormalization", "GroupNormalization"), _AFFINE),
     "BatchNormalization": (
-        *(*_AFFINE, "moving_mean", "moving_variance"),
-        *("moving_stddev?renorm", "renorm_mean?renorm", "renorm_stddev?renorm"),
+        *(*_AFFINE, *MOVING[:2]),
+        *(f"{name}?renorm" for name in MOVING[2:]),
     ),
     "Normalization": ("mean", "variance", "count"),
     "RMSNormalization": ("scale",),
@@ -139,7 +138,7 @@ _DENSE_OF_ATTENTION = ("query_dense", "key_dense", "value_dense", "output_dense"
 
 def role_of(name: str, layer_class: str = "") -> str:
     """Return the role of a variable of a layer: `"statistics"`, `"weight"` or `"other"`."""
-    if name in _STATISTICS or (layer_class == "Normalization" and name in ("mean", "variance")):
+    if name in MOVING or (layer_class == "Normalization" and name in ("mean", "variance")):
         return "statistics"
     return "other" if name in ("count", "seed_generator_state") else "weight"
 

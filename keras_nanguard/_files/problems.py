@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.variable_names import SPREADS
 
 if TYPE_CHECKING:
     from keras_nanguard._files.stored import Identity, ModelArray
@@ -51,8 +52,6 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     "denormal": ("note", "{count} denormal, which float arithmetic may flush to 0"),
 }
 """Every problem that a scan can report: its severity, and its sentence."""
-
-_VARIANCES = ("moving_variance", "variance", "moving_stddev", "renorm_stddev")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +155,19 @@ class Limits:
         return min(self.statistics_limit, general) if moving else general
 
 
+def not_negative(who: Identity) -> bool:
+    """Return whether a variable cannot be negative: the variance of a layer's statistics, or the
+    second moment of an optimizer. A weight can, whatever its name."""
+    if who.role == "slot":
+        return who.name.endswith("velocity")
+    return who.role == "statistics" and any(word in who.name for word in SPREADS)
+
+
+def is_loss_scale(who: Identity) -> bool:
+    """Return whether a variable is the loss scale of an optimizer, which is above 0."""
+    return who.role == "slot" and who.name.endswith("dynamic_scale")
+
+
 def problem(code: str, count: int = 0, **values: Any) -> Problem:
     """Return a problem with its severity and sentence filled in."""
     severity, sentence = PROBLEMS[code]
@@ -179,12 +191,11 @@ def _problems(who: Identity, found: ArrayStats, limits: Limits, rank: int) -> It
             yield problem(code, count)
     if found.min is not None and found.max is not None:
         low, largest = found.min, max(-found.min, found.max)
-        squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
-        if squares and low < 0:
+        if not_negative(who) and low < 0:
             yield problem("negative_variance", value=low)
-        elif who.name.endswith("dynamic_scale") and low <= 0:
+        elif is_loss_scale(who) and low <= 0:
             yield problem("loss_scale", 1, value=low)
-        elif who.name in _VARIANCES and found.all_zero:
+        elif not_negative(who) and who.role == "statistics" and found.all_zero:
             yield problem("zero_variance", found.size)
         if found.beyond_limit and who.role != "other":
             bound = limits.of(who)

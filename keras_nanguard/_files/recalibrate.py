@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._core.variable_names import MOVING
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras.overrides import Overrides
@@ -121,8 +122,7 @@ class _Estimate:
     def pairs(self, mean: Any, variance: Any) -> list[tuple[Any, Any]]:
         """Return `(variable, value)` for each statistic of the layer."""
         values = {"mean": mean, "variance": variance, "stddev": variance**0.5}
-        names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
-        variables = ((name, getattr(self.layer, name, None)) for name in names)
+        variables = ((name, getattr(self.layer, name, None)) for name in MOVING)
         return [(v, values[name.rpartition("_")[2]]) for name, v in variables if v is not None]
 
     def result(self) -> list[tuple[Any, Any]]:

@@ -27,6 +27,7 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.atomic_files import save_arrays
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import widen
+from keras_nanguard._core.variable_names import ONES
 from keras_nanguard._files.names import optimizer_settings
 from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb
 from keras_nanguard._files.problems import Limits, RepairOptions
@@ -227,9 +228,8 @@ def _member(old: IO[bytes], written: IO[bytes], name: str, new: Arrays, folder: 
         shutil.copyfileobj(old, written, READ_BYTES)
 
 
-_ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
 _ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
-"""Variables of layers that start with 1 or 0 if the configuration does not say otherwise."""
+"""Variables of layers that start at 0 if the configuration does not say otherwise; see `ONES`."""
 
 _SCALING = {
     "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
@@ -264,8 +264,8 @@ def initial_value(
     prefix = "depthwise" if name == "depthwise_kernel" else name
     node = settings.get(f"{prefix}_initializer")
     if name == "moving_stddev" or not isinstance(node, dict):
-        if name in _ONES or name in _ZEROS:
-            return np.full(shape, float(name in _ONES))
+        if name in ONES or name in _ZEROS:
+            return np.full(shape, float(name in ONES))
         return f"its initial value is not in the file ({name})"
     kind, given = str(node.get("class_name")), node.get("config")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.problems import RepairOptions
+from keras_nanguard._files.problems import RepairOptions, is_loss_scale, not_negative
 from keras_nanguard._files.reports import Change, ScanReport
 from keras_nanguard._files.stored import MAX_UNBACKED, Contents, Identity, ModelArray, named_dtype
 
@@ -152,9 +152,7 @@ def _optimizer(slot: ModelArray) -> str:
     return slot.who.layer.partition("/")[0]
 
 
-def bad_values(
-    values: NDArray[Any], who: Identity, options: RepairOptions
-) -> NDArray[np.bool_]:
+def bad_values(values: NDArray[Any], who: Identity, options: RepairOptions) -> NDArray[np.bool_]:
     """Return which values of a variable are bad.
 
     Args:
@@ -163,7 +161,8 @@ def bad_values(
         options: the limits.
 
     Returns:
-        Mask of the shape of `values`: non-finite, beyond a limit, or a negative variance.
+        Mask of the shape of `values`: non-finite, beyond a limit, a negative variance or
+        second moment, or a loss scale of 0 or below.
     """
     wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
     bound = options.limits.of(who)
@@ -171,6 +170,8 @@ def bad_values(
         bad = np.asarray(~np.isfinite(wide))
         if math.isfinite(bound):
             bad |= np.abs(wide) > np.float64(bound)
-        if "variance" in who.name or "stddev" in who.name:
+        if not_negative(who):
             bad |= wide.real < 0
+        if is_loss_scale(who):
+            bad |= wide.real <= 0
     return bad

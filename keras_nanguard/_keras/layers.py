@@ -11,6 +11,8 @@ Private Keras names used here, because there is no public API:
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
 - ``Layer._dtype_policy``: the public setter would quantize, or write into a shared
   `DTypePolicyMap`.
+- ``keras.src.ops.function.Function``: what has a graph; ``keras.Model`` is also the base of
+  subclassed models.
 - ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
   dtypes; `dtype` is read-only.
 - ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
@@ -30,7 +32,9 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.backend.common import masking
+from keras.src.ops.function import Function
 
+from keras_nanguard._core.variable_names import ONES
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
@@ -123,9 +127,7 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
             initializer = getattr(layer, f"{variable.name}_initializer", None)
             if initializer is not None:
                 return keras_variables.read_tensor(initializer(shape, dtype=variable.dtype))
-            return np.full(
-                shape, 1.0 if variable.name in ("gamma", "variance", "moving_variance") else 0.0
-            )
+            return np.full(shape, 1.0 if variable.name in ONES else 0.0)
     return np.zeros(shape)
 
 
@@ -133,16 +135,16 @@ def operations_of(model: Any) -> list[Any]:
     """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models
     within a model.
     """
-    found = [o for layer in layers_of(model) for o in getattr(layer, "operations", ())]
+    found = [o for layer in layers_of(model) for o in graph_operations(layer)]
     return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))
 
 
 def graph_operations(layer: Any) -> list[Any]:
     """Return the operations of the graph of a functional or sequential model, layers included; none
-    for other layers.
+    for other layers, which may have attributes of the same name.
     """
-    inner = getattr(layer, "_functional", None)
-    return list(getattr(layer, "operations", None) or getattr(inner, "operations", None) or ())
+    graph = layer._functional if isinstance(layer, keras.Sequential) else layer
+    return list(graph.operations) if isinstance(graph, Function) else []
 
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
@@ -216,7 +218,8 @@ def snake_case(name: str) -> str:
 
 def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
     """Return the shape of each output of a functional model; none for other models."""
-    return [tuple(t.shape) for t in keras.tree.flatten(getattr(model, "outputs", None) or [])]
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    return [tuple(t.shape) for t in outputs if isinstance(t, keras.KerasTensor)]
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:

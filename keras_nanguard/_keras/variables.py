@@ -26,6 +26,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._core.errors import StateLostError
+from keras_nanguard._core.variable_names import STATISTIC
 from keras_nanguard._keras import arrays as keras_arrays
 
 VARIABLE = keras.src.backend.Variable
@@ -158,7 +159,7 @@ def is_statistic(variable: Any) -> bool:
     Normalization.
     """
     name = str(getattr(variable, "name", ""))
-    return not variable.trainable and ("mean" in name or "variance" in name)
+    return not variable.trainable and any(word in name for word in STATISTIC)
 
 
 def seeds(variables: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import inspect
 import os
 import stat
 import subprocess
@@ -433,6 +434,59 @@ def test_bad_weights_of_a_live_model_are_drawn_by_their_initialiser(nested):
     new = kernel.numpy()
     assert np.isfinite(new[0, 0])
     np.testing.assert_array_equal(new.ravel()[1:], old.ravel()[1:])
+
+
+def test_a_trained_variable_is_not_a_variance(keras):
+    """Negative values of a weight are healthy, whatever its name: only the NaN is replaced."""
+
+    class Noise(keras.layers.Layer):
+        def build(self, shape):
+            for name in ("log_variance", "moving_variance", "stddev_logits"):
+                self.add_weight(shape=(3,), name=name)
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Noise(name="noise")])
+    for variable in model.variables:
+        variable.assign([-1.0, np.nan, -2.0])
+    found = scan(model)
+    codes = {problem.code for entry in found.variables for problem in entry.problems}
+    assert codes == {"nan"}
+    assert repair(model, weights="zeros").ok
+    for variable in model.variables:
+        np.testing.assert_array_equal(np.array(variable.numpy()), [-1.0, 0.0, -2.0])
+
+
+@pytest.mark.parametrize("name", ("velocity", "dynamic_scale"))
+def test_a_bad_slot_of_a_live_model_is_taken_from_the_source(keras, name):
+    """A second moment below 0 and a loss scale of 0 are bad values, in a scan and in a repair."""
+    models = []
+    for _ in range(2):
+        inputs, head = keras.Input((2,)), keras.layers.Dense(1, name="head")
+        model = keras.Sequential([inputs, head], name="same")
+        optimizer = keras.optimizers.Adam(name="adam")
+        model.compile(keras.optimizers.LossScaleOptimizer(optimizer, name="scaled"))
+        model.optimizer.build(model.trainable_variables)
+        models.append(model)
+    good, bad = models
+    slot = next(v for v in bad.optimizer.variables if v.path.endswith(name))
+    slot.assign(np.full(slot.shape, -1.0 if name == "velocity" else 0.0))
+    assert not scan(bad).ok
+    assert repair(bad, source=good, slots="source").ok
+
+
+def test_statistics_of_a_live_model_start_as_in_a_file(keras):
+    """The moving standard deviations of batch renormalization start at 1, as the variances do."""
+    if "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters:
+        pytest.skip("this Keras has no batch renormalization")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(renorm=True)])
+    (layer,) = model.layers
+    for name in ("moving_stddev", "renorm_stddev"):
+        getattr(layer, name).assign([np.nan, -1.0])
+    assert repair(model).ok
+    for name in ("moving_stddev", "renorm_stddev"):
+        np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
 INITIALISERS = (

@@ -210,6 +210,27 @@ def test_anything_but_a_model_is_rejected(keras):
         scan(keras.Sequential([keras.layers.Dense(2)]))
 
 
+@pytest.mark.parametrize("held", (lambda o: [o], lambda o: (o,), lambda o: {"first": o}))
+def test_optimizers_in_containers_are_scanned(keras, held):
+    """Each optimizer in a list, a tuple or a dict of the model is scanned, and reset by itself."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizers = [keras.optimizers.Adam(), keras.optimizers.Adam()]
+    for optimizer in optimizers:
+        optimizer.build(model.trainable_variables)
+    both = held(optimizers[0])
+    if isinstance(both, dict):
+        model.both = {**both, "second": optimizers[1]}
+    else:
+        model.both = type(both)([*both, optimizers[1]])
+    bad, healthy = (next(v for v in o.variables if "kernel" in v.path) for o in optimizers)
+    bad.assign(np.full(bad.shape, np.nan))
+    healthy.assign(np.full(bad.shape, 2.0))
+    assert len(scan(model).bad) == 1
+    assert repair(model).ok
+    np.testing.assert_array_equal(np.array(bad.numpy()), np.zeros(bad.shape))
+    np.testing.assert_array_equal(np.array(healthy.numpy()), np.full(bad.shape, 2.0))
+
+
 def test_every_problem_and_every_choice_is_on_the_page():
     """The tables list each problem and each choice of a repair."""
     text = (DOCS / "files.md").read_text()
