@@ -53,6 +53,13 @@ _ACTIVATIONS = {
 """Layers and operations of `keras.ops` that are an activation, with its name."""
 
 
+def keras_class(thing: Any) -> str:
+    """Return the name of the first class of Keras that an object is an instance of, or `""`. A
+    custom class may have the name of one of Keras and none of its attributes."""
+    own = (kind for kind in type(thing).__mro__ if kind.__module__.startswith("keras."))
+    return next((kind.__name__ for kind in own), "")
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A layer or operation, and its path: the names of its outer layers and its own, joined by
@@ -63,8 +70,8 @@ class Placed:
 
     @property
     def kind(self) -> str:
-        """Name of its class."""
-        return type(self.layer).__name__
+        """Name of its class of Keras: of a subclass its base, of any other layer `"Layer"`."""
+        return keras_class(self.layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +143,9 @@ class Subject:
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
         """The outputs of a functional or sequential model; none if the graph is not known."""
-        tensors = getattr(self.model, "outputs", None)
-        if not tensors:
+        if not graph_operations(self.model):
             return ()
+        tensors = self.model.outputs
         names = [str(name) for name in getattr(self.model, "output_names", range(len(tensors)))]
         compiled = self.scaler is not None
         losses = _per_output(getattr(self.model, "loss", None) if compiled else None, names)
@@ -187,10 +194,9 @@ def _origin(tensor: Any) -> Any:
         if source is None:
             return None
         operation, call, output = source
-        nested = getattr(operation, "outputs", None)
-        if nested and getattr(operation, "operations", None):
-            tensor = nested[output]
-        elif type(operation).__name__ in _SHAPE_ONLY:
+        if graph_operations(operation):
+            tensor = operation.outputs[output]
+        elif keras_class(operation) in _SHAPE_ONLY:
             tensor = symbolic_arguments(operation, call)[0]
         else:
             return operation
@@ -198,7 +204,7 @@ def _origin(tensor: Any) -> Any:
 
 
 def _activation(operation: Any) -> str | None:
-    kind = type(operation).__name__
+    kind = keras_class(operation)
     if kind in _ACTIVATIONS:
         return _ACTIVATIONS[kind]
     return activation_name(operation.activation) if hasattr(operation, "activation") else None

@@ -4,6 +4,7 @@ metrics, which have to match; the optimizer; the data, if they are given."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,8 +190,8 @@ def learning_rate(subject: Subject) -> Iterator[Site]:
     rates, kind = _rates(subject), type(subject.optimizer).__name__
     if not rates:
         return
-    if not all(np.isfinite(rates)) or min(rates) < 0:
-        yield kind, f"a learning rate of {min(rates):g}"
+    if wrong := [rate for rate in rates if not (math.isfinite(rate) and rate >= 0)]:
+        yield kind, f"a learning rate of {wrong[0]:g}"
     elif max(rates) == 0:
         yield kind, "a learning rate of 0: weights never change"
     elif max(rates) > (_MAX_PLAIN if kind in _PLAIN else _MAX_ADAPTIVE):
@@ -283,7 +284,8 @@ def data_nonfinite(subject: Subject) -> Iterator[Site]:
 @rule("warning", fix="Add an adapted Normalization, or a Rescaling, as the first layer.")
 def input_scale(subject: Subject) -> Iterator[Site]:
     """Inputs that are not scaled."""
-    if any(placed.kind in ("Normalization", "Rescaling", "Embedding") for placed in subject.layers):
+    scaling = {"Normalization", "Rescaling", "Embedding"}
+    if any(scaling & {placed.kind, type(placed.layer).__name__} for placed in subject.layers):
         return
     for name, array in subject.inputs():
         found = statistics([array]) if array.dtype.kind == "f" else None

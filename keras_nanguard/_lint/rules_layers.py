@@ -41,8 +41,10 @@ _POSITIVE = ("softplus", "exponential", "sigmoid", "softmax")
 )
 def batchnorm_momentum(placed: Placed) -> str:
     """BatchNormalization with momentum 0 or 1."""
-    momentum = float(placed.layer.momentum)
-    return "" if 0.0 < momentum < 1.0 else f"momentum {momentum:g}"
+    momentum = getattr(placed.layer, "momentum", None)
+    if not isinstance(momentum, (int, float)) or 0.0 < momentum < 1.0:
+        return ""
+    return f"momentum {momentum:g}"
 
 
 @rule(
@@ -102,11 +104,14 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
         if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
             continue
         own = {str(variable.name): variable.numpy() for variable in placed.layer.variables}
-        given = placed.layer.input_variance  # `None` unless mean and variance were given
+        # `None` unless mean and variance were given.
+        given = getattr(placed.layer, "input_variance", None)
         variance = np.asarray(own.get("variance", given), np.float64)
         if constant := int((variance == 0).sum()):
             yield placed.path, f"{constant} features are constant"
-        elif own and not rescaled and (own["mean"] == 0).all() and (variance == 1).all():
+        elif "mean" not in own or rescaled:
+            continue
+        elif (own["mean"] == 0).all() and (variance == 1).all():
             yield placed.path, "adapt() was never called: the layer returns its inputs unchanged"
 
 
@@ -130,9 +135,10 @@ def nonfinite_weights(subject: Subject) -> Iterator[Site]:
 @rule("warning", fix="Make the stride at most the pool size.", each="layers")
 def pooling_stride(placed: Placed) -> str:
     """Pooling stride above its window."""
-    if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
+    pool_size = getattr(placed.layer, "pool_size", None)
+    if "Pooling" not in placed.kind or pool_size is None:  # global, or adaptive
         return ""
-    window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
+    window, strides = _tuple(pool_size), _tuple(placed.layer.strides)
     subsampling = max(window) == 1  # which is intentional
     above = any(step > size for step, size in zip(strides, window, strict=False))
     if subsampling or not above:
@@ -164,7 +170,8 @@ def initialiser_variance(placed: Placed) -> str:
     # (Glorot and Bengio, 2010; He et al., 2015).
     given = getattr(placed.layer, "kernel_initializer", None)
     shape = tuple(getattr(getattr(placed.layer, "kernel", None), "shape", ()))
-    if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
+    names = f"{placed.kind} {type(placed.layer).__name__}"
+    if len(shape) < 2 or given is None or "Einsum" in names or "Depthwise" in names:
         return ""
     variance, fan_in = _variance(given), math.prod(shape[:-1])
     if variance is None or _MIN_GAIN <= variance * fan_in <= _MAX_GAIN:
@@ -177,6 +184,8 @@ def _variance(initializer: Any) -> float | None:
     """Return the variance of an initializer that is independent of the fan, or `None` for any other
     initializer."""
     kind = type(initializer).__name__
+    if not type(initializer).__module__.startswith("keras."):
+        return None
     if kind in ("RandomNormal", "TruncatedNormal"):
         return float(initializer.stddev) ** 2
     if kind == "RandomUniform":

@@ -235,6 +235,64 @@ def test_schedules_are_checked_at_several_steps():
     assert not lint(model).ok
 
 
+NAMED = (
+    *("BatchNormalization", "Normalization", "AttentionPooling", "MaxPooling1D", "LSTM", "RNN"),
+    *("Rescaling", "Embedding", "Bidirectional", "Log", "Divide", "Reciprocal", "Softmax", "Exp"),
+    *("Identity", "Reshape", "Dropout", "Einsum", "DepthwiseConv"),
+)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_layer_of_your_own_may_have_any_name(name):
+    """A class that only has the name of one of Keras has none of its attributes: the rules about
+    that one do not apply.
+    """
+
+    def call(self, x):
+        return keras.ops.add(x, 1.0)
+
+    def init(self, **settings):
+        layers.Layer.__init__(self, **settings)
+        self.operations, self.outputs, self.kernel = [("add", 1)], 3, "linear"
+        self.kernel_initializer = type("RandomNormal", (), {})()
+
+    own = type(name, (layers.Layer,), {"__init__": init, "call": call})
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), own(), layers.Dense(1), own()])
+    model.compile("adam", "mse")
+    assert lint(model, np.ones((3, 4), "float32"), np.ones((3, 1), "float32")).ok
+
+
+def test_a_model_of_your_own_may_have_any_attribute():
+    """Attributes of a subclassed model that only have the name of one of Keras are no graph."""
+
+    class Sub(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.outputs, self.output_names, self.operations = layers.Dense(2), 3, 7
+            self.optimizer = "adam"
+
+        def call(self, x):
+            return self.outputs(x)
+
+    model = Sub()
+    model(np.ones((2, 3)))
+    assert lint(model, np.ones((2, 3), "float32")).ok
+
+
+@pytest.mark.parametrize("wrong", (np.nan, np.inf, -1.0))
+def test_the_wrong_learning_rate_is_named(wrong):
+    """Of several rates of a schedule the report names the one that is wrong."""
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.001 if step == 0 else wrong
+
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(Schedule()), "mse")
+    (hazard,) = lint(model).hazards
+    assert hazard.detail == f"a learning rate of {wrong:g}"
+
+
 def test_protected_operations_are_safe():
     """Adding a constant, clipping, softplus and the like protect a logarithm or a quotient."""
     inputs = keras.Input((4,))
