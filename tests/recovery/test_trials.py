@@ -108,6 +108,7 @@ def test_attributes_of_a_layer_are_restored():
     assert ends[0] == ends[1]
 
 
+@pytest.mark.requires_backend("torch", reason="there a layer is called in each step, also in one of a trial")
 def test_an_error_in_a_trial_does_not_end_training(capsys):
     """A trial that raises, as if the device had no memory left, is undone, and the run ends as
     without it.
