@@ -20,12 +20,10 @@ from typing import Any, TypeAlias
 from keras_nanguard._cli import commands as command_functions
 from keras_nanguard._cli.commands import CLEAN, FOUND as FOUND, MISUSE, option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
-from keras_nanguard._files.problems import CHOICES
+from keras_nanguard._files.problems import CHOICES, RepairOptions
 from keras_nanguard._version import __version__
 
 _EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be executed"
-
-_DEFAULTS = {"statistics": "initial", "weights": "keep", "slots": "reset"}
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -137,7 +135,7 @@ def _repair(commands: Commands) -> None:
     command.add_argument("path", metavar="FILE", help=_FILES)
     _output(command, "NAME.repaired.EXT")
     for name, choices in CHOICES.items():
-        text = f"what replaces bad {name} (default: {_DEFAULTS[name]})"
+        text = f"what replaces bad {name} (default: {getattr(RepairOptions(), name)})"
         command.add_argument(f"--{name}", choices=choices, help=text)
     source = "good file of the same model; statistics and weights then default to source"
     _file(command, "--source", source)

@@ -240,9 +240,12 @@ def report_of(plain: dict[str, Any]) -> ScanReport:
     variables = []
     for one in plain["variables"]:
         found = one["statistics"]
-        one["statistics"] = None if found is None else ArrayStats(**found)
-        one["problems"] = tuple(Problem(**problem) for problem in one["problems"])
-        variables.append(ScannedVariable(**{**one, "shape": tuple(one["shape"])}))
+        typed = {
+            "shape": tuple(one["shape"]),
+            "statistics": None if found is None else ArrayStats(**found),
+            "problems": tuple(Problem(**problem) for problem in one["problems"]),
+        }
+        variables.append(ScannedVariable(**{**one, **typed}))
     return ScanReport(plain["source"], plain["kind"], tuple(variables), tuple(plain["notes"]))
 
 

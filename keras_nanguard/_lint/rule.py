@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,7 +247,11 @@ program with the hazard and the corrected program; the tests run both."""
 
 
 def rule(
-    severity: str, *, fix: str, each: str = "", of: Collection[str] = ()
+    severity: Literal["error", "warning", "note"],
+    *,
+    fix: str,
+    each: Literal["", "layers", "operations", "outputs"] = "",
+    of: Collection[str] = (),
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Add a rule: the function below, whose name is its code, and whose docstring says the hazard.
 
