@@ -168,11 +168,12 @@ scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of the guard ag
 	$(BIN)/python campaigns/scale.py --write campaigns/results/scale.md
 
 mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## mutation testing of the rules and the transaction
-	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch
+	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch run
 	$(BIN)/python campaigns/mutate.py rules
 	$(FAST_XLA) $(BIN)/python campaigns/mutate.py tensorflow
 	$(FAST_XLA) .venv-jax/bin/python campaigns/mutate.py jax
 	.venv-torch/bin/python campaigns/mutate.py torch
+	.venv-torch/bin/python campaigns/mutate.py run
 	$(BIN)/python campaigns/mutate.py --write campaigns/results/mutate.md
 
 .venv-mutate/.ready:
