@@ -77,7 +77,7 @@ OWN_STEPS = tuple(
 OWN_STEPS += ("tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[writes a variable-eager]",)
 ON_TENSORFLOW = ("tests/backends/tensorflow/test_alone.py",)
 ON_JAX = ("step", "deferred_verdict", "watched")
-ON_TORCH = ("step", "alone", "own_steps", "cost", "undo_log")
+ON_TORCH = ("step", "alone", "own_steps", "cost", "undo_log", "companions")
 
 GROUPS = {
     "rules": Group(
@@ -86,7 +86,7 @@ GROUPS = {
             *(f"_policy/{name}.py" for name in ("decide", "state", "settings", "policy")),
             "_diagnose/causes.py",
         ),
-        ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
+        ("tests/core", "tests/policy", "tests/report/test_policy_warnings.py", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
         tuple(f"_backends/tensorflow/{name}.py" for name in ("execution", "step")),
