@@ -265,6 +265,12 @@ class Untracked:
     def __init__(self, handle: Any, dtype: Any):
         self.handle, self.dtype, self.name = handle, dtype, "untracked variable"
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of its current value; a replay sums up the sizes of what it keeps."""
+        with tf.init_scope():
+            return self.read_value().shape
+
     def read_value(self) -> Any:
         """Return its value at this point of the program."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)

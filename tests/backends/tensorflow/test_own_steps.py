@@ -497,3 +497,25 @@ def test_with_check_numerics(checked_numerics):
         guard = NanGuard(verbose=0)
         model.fit(WITH_BAD, WITH_BAD_Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert all(np.isfinite(np.asarray(v)).all() for v in (*model.variables, *model.optimizer.variables))
+
+
+def test_the_cause_in_a_step_that_writes_an_untracked_variable():
+    """A replay keeps such a variable, too, and names cause and rows."""
+    steps = tf.Variable(0)
+
+    class Counting(keras.Model):
+        def train_step(self, data):
+            steps.assign_add(1)
+            return super().train_step(data)
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Counting(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).standard_normal((32, 6)).astype("float32")
+    y = x[:, :1].copy()
+    x[18] = np.nan
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.samples) == ("input_nonfinite", (2,))
