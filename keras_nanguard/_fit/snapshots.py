@@ -167,8 +167,11 @@ class Ring:
         in_memory = [s for s in self.snapshots if s.step and s.file is None]
         short = not _fits(state.kept, first=not fresh.step)
         able = not short or bool(fresh.step and in_memory)
-        # Each process reads all variables, as reading one may need all processes.
-        good = [_is_good(v, tolerated) for v in state.kept]
+        # Each process reads each variable once: reading one may need all processes, and copies it
+        # from an accelerator. Without memory for all of them one after the other is read.
+        views = {id(v): keras_variables.view(v) for v in state.kept} if able else {}
+        found = ((v, views[id(v)] if able else keras_variables.view(v)) for v in state.kept)
+        good = [finiteness.is_finite(value) or id(v) in tolerated for v, value in found]
         lacks, bad = self._agree(not able and self._folder is None, not all(good))
         if lacks or bad:
             return "nonfinite" if bad else "memory"
@@ -181,7 +184,7 @@ class Ring:
             if able and (fresh.file is None or not fresh.step):
                 self._replace(in_memory, fresh.level, short)
                 copied = np.array if fresh.step else compact
-                fresh.arrays = {id(v): copied(keras_variables.view(v)) for v in state.kept}
+                fresh.arrays = {key: copied(views.pop(key)) for key in list(views)}
             elif fresh.file is not None:
                 fresh.arrays = fresh.file
             else:
@@ -395,12 +398,6 @@ class SnapshotFolder:
                 why = str(error).partition("\n")[0]
                 self._say(f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}")
             return None
-
-
-def _is_good(variable: Any, tolerated: Container[int]) -> bool:
-    """Whether the value of a variable is finite, or may be infinite."""
-    value = keras_variables.view(variable)
-    return id(variable) in tolerated or finiteness.is_finite(value)
 
 
 def compact(value: Array) -> Array:

@@ -22,6 +22,7 @@ from keras_nanguard._core.history import Level
 from keras_nanguard._files.snapshots import SnapshotFile, read, save, written
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 DISK = {"storage": "disk", "every": 5, "verify_after": 2}
@@ -68,6 +69,21 @@ class TestRing:
         weights.assign(np.ones(1000))
         ring.start.write([slots, weights])
         assert not np.asarray(slots).any() and np.asarray(weights)[-1] == 999
+
+
+    def test_each_value_is_read_once(self, monkeypatch):
+        """Reading copies from an accelerator, and exchanges an array that processes share: each of
+        them reads each variable once, with memory for a copy or without.
+        """
+        read, real = [], keras_variables.view
+        monkeypatch.setattr(keras_variables, "view", lambda v: (read.append(v), real(v))[1])
+        for room in (True, False):
+            monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, room=room: room)
+            ring, weights, slots = Ring(2, 0), variable(1.0, 2.0), variable(3.0, 4.0)
+            read.clear()
+            assert ring.take(Snapshot(5, 5), state(weights, slots)) == ("" if room else "memory")
+            assert read == [weights, slots]
+        assert ring.newest() is None
 
 
 class TestLeastLoss:
