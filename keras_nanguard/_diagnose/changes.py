@@ -124,7 +124,7 @@ def train_from(
             if not math.isfinite(losses[-1]):
                 return losses, ""
         for variable in train_state.trainable:
-            if not finiteness.is_finite(keras_variables.view(variable)):
+            if not keras_variables.is_finite(variable):
                 return losses, str(variable.path)
     return losses, ""
 

@@ -200,7 +200,7 @@ def _case(
     """Return the case with one of the runs, and the evidence of both modes and of the state."""
     far, held = training.far, TrainState.of(step.model)
     checked = (*held.trainable, *held.statistics, *held.slots)
-    bad = (v.path for v in checked if not finiteness.is_finite(keras_variables.view(v)))
+    bad = (v.path for v in checked if not keras_variables.is_finite(v))
     state = with_roles(held, bad)
     sites = ["predictions:nonfinite"] if not inference.finite or state else []
     sites += ["statistics:out_of_range"] if far else []

@@ -241,7 +241,7 @@ class Monitors:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
         for site, variable in checked(run.train_state()) if run.policy.limits else ():
             limit = run.policy.max_abs(variable.path, site)
-            if limit is not None and finiteness.is_finite(keras_variables.view(variable)):
+            if limit is not None and keras_variables.is_finite(variable):
                 yield from beyond(limit, site, variable)
 
     def _zero(self, run: Run) -> Iterator[Finding]:

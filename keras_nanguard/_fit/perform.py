@@ -204,7 +204,7 @@ def _fix_loss_scale(response: Response, p: Parameters) -> str:
 def _repair(response: Response, p: Parameters) -> str:
     run, source, state = response.run, p["source"], response.run.train_state()
     whole = (*state.trainable, *state.statistics, *state.slots)
-    bad = [v for v in whole if id(v) not in run.tolerated and not _is_finite(v)]
+    bad = [v for v in whole if id(v) not in run.tolerated and not keras_variables.is_finite(v)]
     if not bad:
         raise NotDoneError("no entry is bad")
     good = _source(response, source, bad)
@@ -220,10 +220,6 @@ def _repair(response: Response, p: Parameters) -> str:
         count += int(places.sum())
     write_all(repaired)
     return f"{count} entries of {', '.join(v.path for v in bad)} from {source}"
-
-
-def _is_finite(variable: Any) -> bool:
-    return finiteness.is_finite(keras_variables.view(variable))
 
 
 def _source(response: Response, source: str, variables: list[Any]) -> dict[int, Any]:
@@ -282,7 +278,7 @@ def _reset_slots(response: Response, p: Parameters) -> str:
     run = response.run
     slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # no step counts
     if p["scope"] == "bad":
-        slots = [v for v in slots if not _is_finite(v)]
+        slots = [v for v in slots if not keras_variables.is_finite(v)]
     if not slots:
         raise NotDoneError("no slot is bad")
     first = _first_slots(run)

@@ -425,7 +425,7 @@ class Run:
         fit; return all of them.
         """
         constants = train_state.constants
-        bad = [v for v in constants if not finiteness.is_finite(keras_variables.view(v))]
+        bad = [v for v in constants if not keras_variables.is_finite(v)]
         nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
         self.nan_markers |= nan & keras_layers.states_of_own_layers(self.model) if nan else set()
         self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan

@@ -25,6 +25,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.variable_names import STATISTIC
 from keras_nanguard._keras import arrays as keras_arrays
@@ -208,6 +209,11 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
         operations = keras.src.utils.module_utils.tensorflow.raw_ops
         value = operations.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return keras_arrays.as_array(value)
+
+
+def is_finite(variable: Any) -> bool:
+    """Return whether every entry of the variable's value is finite."""
+    return finiteness.is_finite(view(variable))
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:

@@ -278,7 +278,7 @@ def _first_written(train_state: TrainState, origins: Any) -> tuple[str, str, Ori
     """Return the first bad site of the state after the updates, its path and its origin."""
     for site, variables in (("slots", train_state.slots), ("weights", train_state.trainable)):
         for variable in variables:
-            if not finiteness.is_finite(keras_variables.view(variable)):
+            if not keras_variables.is_finite(variable):
                 return site, variable.path, origins.written(variable) if origins else None
     return "", "", None
 

@@ -148,9 +148,8 @@ class ModelAttachment(attach.Attachment):
             batch = self.run.transaction.take(data)
             return self._run(lambda: self.inner(batch, data), (batch,))
         of_fit = isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
-        batches = (
-            data if of_fit else list(data)
-        )  # of `train_on_batch`: a second trace reads it again
+        # The batch of `train_on_batch` is kept, because a second trace reads it again.
+        batches = data if of_fit else list(data)
         return self._run(lambda: self.inner(iter(batches)))
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
