@@ -94,6 +94,15 @@ def test_loss_scale_variables(model):
     assert len(optimizer.inner_optimizer._trainable_variables) == 4
 
 
+def test_compiled_again():
+    """`Model._compile_config` is another object after each `compile`."""
+    again = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    again.compile("sgd", "mse")
+    first = again._compile_config
+    again.compile("sgd", "mse")
+    assert first is not None and again._compile_config is not first
+
+
 def test_the_width_of_a_progress_bar(capsys):
     """A progress bar has the number of columns that it uses, 0 before it is drawn, and is redrawn
     after this is reset.
@@ -136,6 +145,32 @@ def test_printing():
     assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]
 
 
+def test_train_function_protocol(model):
+    """`make_train_function(force)` sets `train_function`, and `jit_compile` can be set on the
+    model.
+    """
+    assert "force" in inspect.signature(keras.Model.make_train_function).parameters
+    before = model.jit_compile
+    model.jit_compile = False
+    assert model.jit_compile is False
+    model.jit_compile = before
+
+
+def test_callback_list_sets_the_model_first():
+    """`CallbackList` passes the model to every callback when it is created, before a train function exists."""
+
+    class Probe(keras.callbacks.Callback):
+        seen = None
+
+        def set_model(self, model):
+            Probe.seen = model
+            super().set_model(model)
+
+    other = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    keras.callbacks.CallbackList([Probe()], model=other)
+    assert Probe.seen is other and other.train_function is None
+
+
 def test_seed_generator_states(model):
     """The state of a seed generator is an integer variable whose name ends in `seed_generator_state`."""
     names = [v.name for v in model.non_trainable_variables]
@@ -157,6 +192,23 @@ def test_moving_averages_of_an_optimizer():
     optimizer.build(weights)
     assert [w is t for w, t in zip(weights, optimizer._trainable_variables, strict=True)] == [True, True]
     assert [tuple(a.shape) for a in optimizer._model_variables_moving_average] == [(3,), (2,)]
+
+
+def test_initial_epoch_of_a_model(model):
+    """`fit` starts at `Model._initial_epoch` if a callback sets it before the first epoch."""
+    begun = []
+
+    class Begin(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model._initial_epoch = 2
+
+        def on_epoch_begin(self, epoch, logs=None):
+            begun.append(epoch)
+            self.model._initial_epoch = None
+
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, *model.input_shape[1:])), np.ones((4, *model.output_shape[1:])), epochs=4, verbose=0, callbacks=[Begin()])
+    assert begun == [2, 3]
 
 
 def test_direction_of_metrics():
@@ -388,6 +440,14 @@ def test_dtypes_are_exchanged_and_put_back():
         assert (before, dtypes()) == ({"float16"}, {"float32"})
         assert keras.backend.standardize_dtype(built(x).dtype) == "float32"
     assert dtypes() == before and keras.backend.standardize_dtype(built(x).dtype) == "float16"
+
+
+def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
+    optimizer = keras.optimizers.SGD(schedule)
+    optimizer.apply([keras.ops.ones(1)], [keras.Variable([1.0])])
+    rates = keras_optimizers.rate_before(optimizer), keras_optimizers.learning_rate(optimizer)
+    assert rates == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
