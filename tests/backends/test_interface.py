@@ -38,6 +38,10 @@ CLASSES = {
 """The classes that implement a declared one, in a backend or in the host."""
 
 
+HELD = {"transaction", "attachment", "_attachment", "hook", "_hook", "placed"}
+"""The names under which the rest of the library uses parts of a backend."""
+
+
 def found(place):
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name)
@@ -115,3 +119,39 @@ def test_only_current_imports_backends():
                 names = [f"{source}.{alias.name}" for alias in node.names]
             reached += [(module, name) for name in names if name.startswith(packages)]
     assert reached == []
+
+
+def test_only_declared_attributes_are_used():
+    """The rest of the library reads only declared attributes of a transaction, without `getattr`
+    for others.
+    """
+    known, wrong = declared("Transaction"), []
+    for module, syntax in outside().items():
+        for node in ast.walk(syntax):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "vars"):
+                guessed = ast.unparse(node.args[0]).rpartition(".")[2] in HELD
+                wrong += [(module, ast.unparse(node))] if guessed else []
+            elif isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                undeclared = owner == "transaction" and node.attr not in known
+                wrong += [(module, ast.unparse(node))] if undeclared else []
+    assert wrong == []
+
+
+def test_no_backend_uses_undeclared_attributes():
+    """A backend reads only declared attributes of a session, of its run, and of their parts."""
+    declares = {"session": "Session", "run": "Run", "recovery": "Recovery", "agreement": "Agreement", "logs": "Logs"}
+    read, wrong = set(), []
+    for path in sorted((PACKAGE / "_backends").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = ast.unparse(node.value)
+            part = owner.rpartition(".")[2]
+            whole = owner.removeprefix("self.").partition(".")[0]
+            of_host = whole == "session" or (whole == "run" and path.name in ("attach.py", "step.py"))
+            if part in declares and (of_host or part in ("agreement", "recovery")):
+                read.add((part, node.attr))
+                wrong += [] if node.attr in declared(declares[part]) else [(path.name, ast.unparse(node))]
+    assert wrong == []
+    assert read == {(part, member) for part, name in declares.items() for member in declared(name)}
