@@ -30,8 +30,8 @@ from campaigns.crash_life import (
     same,
     versions,
 )
-from keras_nanguard._files.snapshots import read, written
 from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import read, written
 
 
 class Case:

@@ -120,7 +120,7 @@ TARGETS: dict[str, Target] = {
             "`snapshots/`",
             "`NanGuard(resume=True)`",
             (
-                "keras_nanguard._files.snapshots",
+                "keras_nanguard._fit.snapshot_files",
                 "keras_nanguard._fit.resume",
                 "keras_nanguard._fit.recovery",
                 "keras_nanguard._policy.state",

@@ -42,7 +42,6 @@ ARROWS = (
     ("_fit", "_diagnose"),
     ("_diagnose", "_files"),
     ("_lint", "_files"),
-    ("_files", "_policy"),
     ("_files", "_backends"),
     ("testing", "_policy"),
     ("testing", "_backends"),
@@ -52,6 +51,7 @@ ARROWS = (
     ("_recording", "_core"),
     ("_keras", "_core"),
     ("_report", "_recording"),
+    ("_report", "_policy"),
     ("_report", "_files"),
     ("errors", "_core"),
 )

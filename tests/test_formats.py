@@ -31,7 +31,8 @@ from keras_nanguard import (
     scan,
 )
 from keras_nanguard._core import atomic_files
-from keras_nanguard._files import bundles, snapshots
+from keras_nanguard._files import bundles
+from keras_nanguard._fit import snapshot_files
 from keras_nanguard._policy.state import PolicyState
 from keras_nanguard._report import files
 
@@ -151,8 +152,8 @@ def test_bundle_replays(release):
 )
 def test_snapshots(release):
     """A run resumes from the snapshots, with the changes of the policy."""
-    written = snapshots.written(release / "run" / "snapshots")
-    assert [snapshots.read(path).step for path in written] == [8, 12]
+    written = snapshot_files.written(release / "run" / "snapshots")
+    assert [snapshot_files.read(path).step for path in written] == [8, 12]
     guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
     assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
@@ -209,7 +210,7 @@ NEWER = {
     "run/incidents.jsonl": (files.read, GuardError),
     f"{BUNDLE}/bundle.json": (lambda path: bundles.read(path.parent), BundleError),
     "run/snapshots/snapshot-00000004/snapshot.json": (
-        lambda path: snapshots.read(path.parent),
+        lambda path: snapshot_files.read(path.parent),
         FileFormatError,
     ),
 }

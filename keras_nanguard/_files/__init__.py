@@ -1,4 +1,4 @@
-"""Model files and live models: `scan`, `repair`, `recalibrate`; bundles and snapshots.
+"""Model files and live models: `scan`, `repair`, `recalibrate`; and bundles.
 
 | module | content |
 |---|---|
@@ -10,5 +10,5 @@
 | `names` | names of stored arrays as in the live model |
 | `live` | a live model as `stored.Contents`, and its repair; loading |
 | `repairs`, `repair_file` | the repair of any model, and of a file |
-| `bundles`, `snapshots` | the folders of an incident and of a resumable state |
+| `bundles` | the folder of an incident |
 """

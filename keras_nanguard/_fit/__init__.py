@@ -13,6 +13,6 @@ with one owner; all other files read them there. The files from top to bottom:
     data          bad_data (bad rows and batches), batchnorm (moving statistics)
     callbacks     callbacks (what others receive, and results that are not finite)
     the facts     run (with counters and recording), recovery (changes by the policy)
-                  snapshots, resume, recent_batches
+                  snapshots, their files (snapshot_files), resume, recent_batches
                   agreement (one decision in several processes)
 """

@@ -10,7 +10,10 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.snapshots import (
+from keras_nanguard._files.stored import PARSE_ERRORS
+from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshot_files import (
     FOLDER,
     GUARD_STATE,
     SnapshotFile,
@@ -20,9 +23,6 @@ from keras_nanguard._files.snapshots import (
     signature,
     written,
 )
-from keras_nanguard._files.stored import PARSE_ERRORS
-from keras_nanguard._fit.recovery import GuardState
-from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.state import PolicyState

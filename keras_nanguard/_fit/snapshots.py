@@ -26,8 +26,8 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._core import atomic_files, finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
-from keras_nanguard._files.snapshots import FOLDER, GUARD_STATE, SnapshotFile, save, written
 from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._fit.snapshot_files import FOLDER, GUARD_STATE, SnapshotFile, save, written
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 

@@ -19,8 +19,8 @@ from support import zoo
 from keras_nanguard import GuardError, NanGuard, Policy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.history import Level
-from keras_nanguard._files.snapshots import SnapshotFile, read, save, written
 from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import SnapshotFile, read, save, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState

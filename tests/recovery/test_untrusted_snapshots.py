@@ -15,9 +15,9 @@ from support import zoo
 
 from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
 from keras_nanguard._core import atomic_files
-from keras_nanguard._files.snapshots import written
 from keras_nanguard._fit.recovery import GuardState, RateChange
 from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import written
 from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}

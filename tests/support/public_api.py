@@ -169,7 +169,7 @@ FORMATS = {
     "policy": ("_policy.policy", "VERSION"),
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_files.bundles", "FORMAT"),
-    "snapshot": ("_files.snapshots", "FORMAT"),
+    "snapshot": ("_fit.snapshot_files", "FORMAT"),
     "guard state": ("_fit.recovery", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.database", "FORMAT"),
