@@ -28,7 +28,7 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars
+from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept, is_numeric
 from keras_nanguard._backends.torch.judging import (
@@ -76,17 +76,7 @@ class Given:
 
     def __init__(self, args: Any):
         self._versions: list[tuple[Any, int]] = []
-        self.tensors = self._structure(args)
-
-    def _structure(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._held(value)
-        kind = type(value)  # one of these, nearly always; `keras.tree` takes ten times as long
-        if kind is tuple or kind is list:
-            return kind([self._structure(part) for part in value])
-        if kind is dict:
-            return {key: self._structure(part) for key, part in value.items()}
-        return keras.tree.map_structure(self._held, value)
+        self.tensors = with_arrays(self._held, args)
 
     def _held(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
