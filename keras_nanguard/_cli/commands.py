@@ -111,12 +111,13 @@ def repair(given: argparse.Namespace) -> int:
 def recalibrate(given: argparse.Namespace) -> int:
     """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
     from keras_nanguard._files.live import data_arrays, load_model
-    from keras_nanguard._files.recalibrate import recalibrate as estimate
     from keras_nanguard._files.repair import model_output, save_model
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
     output = model_output(given.path, given.output, given.overwrite)
+    from keras_nanguard._files.recalibrate import recalibrate as estimate
+
     with _taking_data(given.data):
         options = {"steps": given.steps, "batch_size": given.batch_size, "only": given.only}
         report = estimate(model, inputs, **options)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from keras_nanguard._cli import commands as command_functions
 from keras_nanguard._cli.commands import CLEAN, FOUND as FOUND, MISUSE, option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
-from keras_nanguard._files.problems import CHOICES, RepairOptions
+from keras_nanguard._files.repair_report import CHOICES, RepairOptions
 from keras_nanguard._version import __version__
 
 _EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be executed"

@@ -1,5 +1,6 @@
-"""How records are shown: as HTML for notebooks, in which all text is escaped, and as figures of
-matplotlib, which is imported only when one is drawn."""
+"""How records are shown: as HTML for notebooks, in which all text is escaped, as tables on a
+terminal, and as figures of matplotlib. Rich and matplotlib are imported only when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +44,44 @@ def block(
     if len(rows) > MAX_ROWS:
         parts.append(f"<div>and {len(rows) - MAX_ROWS} more</div>")
     return "".join([*parts, "</div>"])
+
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+_STYLES |= {"done": "green", "skipped": "yellow"}
+"""Colours of words in tables on a terminal."""
+
+
+class TableReport:
+    """A report with one verdict, `ok`, which a notebook and a terminal show as a table. Names in it
+    are plain text, never markup."""
+
+    __slots__ = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; notes are no faults."""
+        raise NotImplementedError
+
+    def _table(self) -> tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[str]]]:
+        """Return a headline, further lines, and head and rows of the table."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return block(*self._table(), self.ok)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        headline, lines, head, rows = self._table()
+        table = Table(*head, box=None, pad_edge=False, header_style="bold")
+        for row in rows[:MAX_ROWS]:
+            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        more = [f"and {len(rows) - MAX_ROWS} more; --json lists all of them"]
+        below = (more if len(rows) > MAX_ROWS else []) + list(lines)
+        texts = (*map(Text, below), Text(headline, style="green" if self.ok else "bold red"))
+        return Group(*([table] if rows else []), *texts)
 
 
 def is_terminal() -> bool:

@@ -3,7 +3,8 @@
 | module | content |
 |---|---|
 | `scan`, `repair`, `recalibrate` | the public functions |
-| `reports`, `problems` | their results, and what counts as a problem |
+| `scan_report`, `repair_report` | their results, and the options of a repair |
+| `problems` | what counts as a problem |
 | `reading`, `worker` | a file is read in another process: the two ends of the pipe |
 | `opening` | a file of any kind as `stored.Contents`, whose arrays are read in pieces |
 | `hdf5`, `orbax`, `stored` | the readers, and their limits |

@@ -17,7 +17,7 @@ from keras_nanguard._files import reading
 from keras_nanguard._files.hdf5 import SIGNATURE
 from keras_nanguard._files.names import role_of
 from keras_nanguard._files.opening import opened_arrays
-from keras_nanguard._files.problems import RepairOptions
+from keras_nanguard._files.repair_report import RepairOptions
 from keras_nanguard._files.repairs import Repair, Values
 from keras_nanguard._files.stored import (
     Contents,

@@ -13,16 +13,79 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import keras
 import numpy as np
+from keras import ops
 from numpy.typing import NDArray
 
+from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._core.plain_values import plain
 from keras_nanguard._core.variable_names import MOVING
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
-from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
+
+FORMAT = 1
+"""Version of the JSON format of a `RecalibrateReport`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrated:
+    """One layer whose statistics were re-estimated.
+
+    Attributes:
+        path: names of its outer layers and its own, joined by `/`.
+        mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
+        variance_ratio: largest factor by which a moving variance grew or shrank, or `None` if an
+            old one was not finite.
+        samples: number of values per channel.
+    """
+
+    path: str
+    mean_moved: float | None
+    variance_ratio: float | None
+    samples: int
+
+    def __str__(self) -> str:
+        change = "old statistics not finite"
+        if self.mean_moved is not None and self.variance_ratio is not None:
+            change = f"mean changed by up to {self.mean_moved:.4g}"
+            change += f", variance by up to x{self.variance_ratio:.4g}"
+        return f"{self.path}: {change}; {self.samples} values per channel used"
+
+
+@dataclass(frozen=True, slots=True)
+class RecalibrateReport:
+    """The result of `recalibrate`.
+
+    Attributes:
+        model: name of the model.
+        batches: number of batches.
+        layers: the layers, in the order of the model.
+    """
+
+    model: str
+    batches: int
+    layers: tuple[Recalibrated, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, with a format version."""
+        return dict(plain({"format": FORMAT, **asdict(self)}))
+
+    def __repr__(self) -> str:
+        counted = f"{len(self.layers)} layers, {self.batches} batches"
+        return f"RecalibrateReport({self.model!r}, {counted})"
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        layers = f"{count:,} BatchNormalization layer{'' if count == 1 else 's'}"
+        batches = f"{self.batches} batch{'' if self.batches == 1 else 'es'}"
+        head = f"{self.model}: statistics of {layers} estimated from {batches}."
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers)])
 
 
 def recalibrate(
@@ -37,7 +100,8 @@ def recalibrate(
     Args:
         model: a built Keras model; nested models are included.
         x: arrays as `fit` takes them (no targets), or an iterable of batches (a `tf.data.Dataset`,
-            a `PyDataset`, a generator); if a batch is a tuple, its first element is used.
+            a `PyDataset`, a `DataLoader`, a generator); as in `fit`, the first element of a tuple
+            or list is the inputs.
         steps: number of batches to run; all by default.
         batch_size: size of the batches into which arrays are split.
         only: shell patterns; only BatchNormalization layers whose path or name matches one are
@@ -54,9 +118,6 @@ def recalibrate(
 
         recalibrate(model, x_train, steps=50)
     """
-    from keras_nanguard._backends import current  # imports Keras
-    from keras_nanguard._keras import variables as keras_variables
-
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
     for name, count in (("steps", steps), ("batch_size", batch_size)):
@@ -107,8 +168,8 @@ class _Estimate:
         self.count = 0
         self._mean: NDArray[Any] = np.zeros(1)
         self._deviations: NDArray[Any] = np.zeros(1)
-        old = (layer.moving_mean, layer.moving_variance)
-        self._old = [np.array(variable.numpy(), np.float64) for variable in old]
+        old = map(keras_variables.read, (layer.moving_mean, layer.moving_variance))
+        self._old = [array.astype(np.float64) for array in old]
 
     def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
         """Merge the statistics of one batch, with `count` values per channel."""
@@ -154,15 +215,13 @@ class _Estimate:
 def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
     """Return a `call` for a layer that uses the statistics of each batch and adds them to its
     estimate."""
-    import keras
-
     layer, original = estimate.layer, estimate.layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        values = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        values = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance, count = _moments(values, layer.axis % len(values.shape), mask)
         try:
-            arrays = (keras.ops.convert_to_numpy(value) for value in (mean, variance))
+            arrays = (ops.convert_to_numpy(value) for value in (mean, variance))
             new_mean, new_variance = (np.asarray(array, np.float64) for array in arrays)
         except Exception as error:
             received, remedy = f"{path} within a compiled function", "Undo the compilation."
@@ -182,8 +241,6 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     In two passes: `keras.ops.moments` subtracts two means on JAX and PyTorch, and loses small
     variances.
     """
-    from keras import ops
-
     axes = [place for place in range(len(values.shape)) if place != axis]
     counted = ops.ones_like(values, dtype="bool")
     if mask is not None:
@@ -211,8 +268,6 @@ def _batchnorms(arrays: Sequence[LiveArray], only: Sequence[str]) -> dict[str, A
 
 def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs from arrays, or from an iterable of batches."""
-    import keras
-
     arrays = keras.tree.flatten(data)
     if arrays and all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays):
         length = min(int(array.shape[0]) for array in arrays)
@@ -223,4 +278,4 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     source = (data[index] for index in range(len(data))) if indexed else iter(data)
     for batch in source:
-        yield batch[0] if isinstance(batch, tuple) else batch
+        yield keras.utils.unpack_x_y_sample_weight(batch)[0]

@@ -19,10 +19,11 @@ from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import reading
 from keras_nanguard._files.live import LiveRepair, live_arrays, live_contents
 from keras_nanguard._files.opening import opened_arrays
-from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits, RepairOptions
+from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
+from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
 from keras_nanguard._files.repairs import by_name
-from keras_nanguard._files.reports import Change, RepairReport, ScanReport, report_of
 from keras_nanguard._files.scan import scan_contents
+from keras_nanguard._files.scan_report import ScanReport, report_of
 from keras_nanguard._files.stored import ModelArray
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")

@@ -30,8 +30,9 @@ from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.variable_names import ONES
 from keras_nanguard._files.names import optimizer_settings
 from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb
-from keras_nanguard._files.problems import Limits, RepairOptions
+from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.reading import Progress
+from keras_nanguard._files.repair_report import RepairOptions
 from keras_nanguard._files.repairs import Repair, Values, by_name
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._files.stored import (

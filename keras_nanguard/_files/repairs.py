@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.problems import RepairOptions, is_loss_scale, not_negative
-from keras_nanguard._files.reports import Change, ScanReport
+from keras_nanguard._files.problems import is_loss_scale, not_negative
+from keras_nanguard._files.repair_report import Change, RepairOptions
+from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._files.stored import MAX_UNBACKED, Contents, Identity, ModelArray, named_dtype
 
 Values = NDArray[Any] | str

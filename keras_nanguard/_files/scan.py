@@ -27,7 +27,7 @@ from keras_nanguard._files.problems import (
     problem,
 )
 from keras_nanguard._files.reading import Progress
-from keras_nanguard._files.reports import ScannedVariable, ScanReport, report_of
+from keras_nanguard._files.scan_report import ScannedVariable, ScanReport, report_of
 from keras_nanguard._files.stored import PARSE_ERRORS, Contents, ModelArray
 
 FLOAT16_MAX = 65504.0

@@ -206,7 +206,6 @@ def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
         if data is None or not trained:
             return None
         x, y, weights = data
-        inputs = [keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in trained]
 
         def loss() -> float:
             found = model.compute_loss(x, y, model(x, training=False), weights)
@@ -214,7 +213,7 @@ def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
         names = [name for layer in layers for name in (layer.path, layer.name)]
-        recalibrate(model, iter(inputs), only=names)
+        recalibrate(model, (args[0] for args in trained), only=names)
         estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
         for variable, momentum, old, new in zip(moving, momenta, before, after):

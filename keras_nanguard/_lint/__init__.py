@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keras_nanguard._core.display import TableReport
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
-from keras_nanguard._files.reports import SEVERITIES, Report
+from keras_nanguard._files.problems import SEVERITIES
 from keras_nanguard._lint import rules_compiled, rules_layers  # noqa: F401  they add their rules
 from keras_nanguard._lint.rule import RULES, Hazard, Subject
 
@@ -21,7 +22,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class LintReport(Report):
+class LintReport(TableReport):
     """The hazards of one model, worst first.
 
     Attributes:

@@ -1,5 +1,7 @@
 """Recalibrating estimates the statistics of the data, and changes nothing else."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -128,11 +130,13 @@ def test_any_source_of_batches_will_do(keras):
             return x[index * 10 : index * 10 + 10], np.zeros(10)
 
     found = []
+    warnings.filterwarnings("error", "The structure of")  # more inputs than the model has
     for data in (
         x,
         Data(),
         ((x[i : i + 10], 0) for i in range(0, 40, 10)),
         [(x[:10], 0), (x[10:40], 0)],
+        ([x[i : i + 10], np.zeros(10)] for i in range(0, 40, 10)),  # as a DataLoader of PyTorch
     ):
         model = chain(keras, keras.layers.BatchNormalization())
         recalibrate(model, data, batch_size=10)

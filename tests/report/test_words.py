@@ -12,7 +12,8 @@ from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport
-from keras_nanguard._files.reports import RepairReport, ScanReport
+from keras_nanguard._files.repair_report import RepairReport
+from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import Lines, brief_line, kinds, markdown, summary, why
