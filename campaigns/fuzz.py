@@ -39,7 +39,7 @@ from campaigns.fuzz_oracles import Finding, Watch  # noqa: E402
 from campaigns.fuzz_recipes import Recipe, crossed, mutated, packed, unpacked, words_of  # noqa: E402
 from campaigns.fuzz_runs import warmed_up  # noqa: E402
 from campaigns.fuzz_targets import TARGETS, Target, with_command  # noqa: E402
-from keras_nanguard._files import reading  # noqa: E402
+from keras_nanguard._files import isolated  # noqa: E402
 
 MAX_INPUT, MAX_LINES = 1 << 19, 300
 """Maximum bytes of a recipe; number of recipes of a corpus for which lines are counted."""
@@ -123,7 +123,7 @@ def fuzz(target: Target, folder: Path, seconds: float, seed: int) -> None:
 
     with atheris.instrument_imports(include=["keras_nanguard"]):
         bench = Bench(target, folder)
-    reading.STALL_SECONDS = 5.0
+    isolated.STALL_SECONDS = 5.0
     corpus = folder / "corpus"
     corpus.mkdir(exist_ok=True)
     for number, recipe in enumerate(bench.seeds):

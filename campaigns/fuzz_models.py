@@ -23,7 +23,7 @@ __all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "
 def _here() -> Iterator[None]:
     """Read in this process instead of a worker, to measure coverage, time and memory."""
     from keras_nanguard._core.errors import FileFormatError
-    from keras_nanguard._files import reading, worker
+    from keras_nanguard._files import isolated, worker
 
     def within(task: str, path: str, progress: Any = None, **details: Any) -> dict[str, Any]:
         request = {"task": task, "path": path, "details": details}
@@ -33,18 +33,18 @@ def _here() -> Iterator[None]:
         answer: dict[str, Any] = found["answer"]
         return answer
 
-    before, reading.ask = reading.ask, within  # type: ignore[assignment]
+    before, isolated.ask = isolated.ask, within  # type: ignore[assignment]
     try:
         yield
     finally:
-        reading.ask = before
+        isolated.ask = before
 
 
 def look_model(path: Path) -> None:
     """Scan a model file, print the report, list its names, and read its arrays."""
     from rich.console import Console
 
-    from keras_nanguard._files.opening import opened
+    from keras_nanguard._files.formats.opening import opened
     from keras_nanguard._files.scan import model_names, scan
 
     with _here():

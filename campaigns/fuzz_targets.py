@@ -45,7 +45,10 @@ def no_command(path: Path) -> None:
     """Run nothing: no command reads it, or only through a model."""
 
 
-_FILES = ("keras_nanguard._files.opening", "keras_nanguard._files.stored", "keras_nanguard._files.scan", "keras_nanguard._files.names")
+_FILES = (
+    *("keras_nanguard._files.scan", "keras_nanguard._files.formats.opening", "keras_nanguard._files.formats.npz"),
+    *("keras_nanguard._files.formats.contents", "keras_nanguard._files.formats.limits", "keras_nanguard._files.formats.names"),
+)
 _POLICY = (
     "keras_nanguard._policy.documents",
     "keras_nanguard._policy.records",
@@ -109,7 +112,7 @@ TARGETS: dict[str, Target] = {
                 "keras_nanguard._files.bundles",
                 "keras_nanguard._report.cards",
                 "keras_nanguard._core.incident",
-                "keras_nanguard._files.opening",
+                "keras_nanguard._files.formats.npz",
             ),
             runs.bundle_at,
             runs.look_bundle,
@@ -142,7 +145,7 @@ TARGETS: dict[str, Target] = {
             "keras",
             "`.keras`, and its folder",
             "`scan`, `repair`",
-            (*_FILES, "keras_nanguard._files.hdf5", "keras_nanguard._files.names"),
+            (*_FILES, "keras_nanguard._files.formats.hdf5", "keras_nanguard._files.formats.names"),
             models.keras_file,
             models.look_model,
             models.model_commands,
@@ -151,7 +154,7 @@ TARGETS: dict[str, Target] = {
             "weights",
             "`.weights.h5`, legacy `.h5`",
             "`scan`, `repair`",
-            (*_FILES, "keras_nanguard._files.hdf5"),
+            (*_FILES, "keras_nanguard._files.formats.hdf5"),
             models.weights,
             models.look_model,
             models.model_commands,
@@ -160,7 +163,7 @@ TARGETS: dict[str, Target] = {
             "sharded",
             "`.weights.json` with shards",
             "`scan`, `repair`",
-            (*_FILES, "keras_nanguard._files.hdf5"),
+            (*_FILES, "keras_nanguard._files.formats.hdf5"),
             models.sharded,
             models.look_model,
             models.model_commands,
@@ -169,7 +172,7 @@ TARGETS: dict[str, Target] = {
             "orbax",
             "Orbax checkpoint",
             "`scan`",
-            (*_FILES, "keras_nanguard._files.orbax"),
+            (*_FILES, "keras_nanguard._files.formats.orbax"),
             models.orbax,
             models.look_model,
             models.model_commands,

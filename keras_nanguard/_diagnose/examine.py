@@ -15,12 +15,12 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import named_outputs
 from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
 from keras_nanguard._diagnose.trials import Case, tensors
 from keras_nanguard._diagnose.words import conclude, table
-from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,

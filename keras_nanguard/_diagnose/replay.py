@@ -19,15 +19,15 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._core.plain_values import plain
+from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_changes
 from keras_nanguard._diagnose.facts import known, optimizer_facts
 from keras_nanguard._diagnose.raised import diagnosed
 from keras_nanguard._diagnose.trials import Case, compiled, investigated, tensors
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
+from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.live import refuse_code_in_hdf5
-from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 

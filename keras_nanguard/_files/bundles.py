@@ -18,8 +18,9 @@ from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Growth
 from keras_nanguard._core.incident import Incident, stored
-from keras_nanguard._files.opening import opened_arrays
-from keras_nanguard._files.stored import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS, plain_text
+from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
+from keras_nanguard._files.formats.npz import opened_arrays
 
 FORMAT = 1
 """Number of the form of `bundle.json`."""

@@ -13,22 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._files import reading
-from keras_nanguard._files.hdf5 import SIGNATURE
-from keras_nanguard._files.names import role_of
-from keras_nanguard._files.opening import opened_arrays
-from keras_nanguard._files.repair_report import RepairOptions
-from keras_nanguard._files.repairs import Repair, Values
-from keras_nanguard._files.stored import (
+from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files import isolated
+from keras_nanguard._files.formats.contents import (
     Contents,
     Identity,
     ModelArray,
-    first_line,
     float_name,
     named_dtype,
-    plain_text,
-    readable,
 )
+from keras_nanguard._files.formats.hdf5 import SIGNATURE
+from keras_nanguard._files.formats.limits import first_line, readable
+from keras_nanguard._files.formats.names import role_of
+from keras_nanguard._files.formats.npz import opened_arrays
+from keras_nanguard._files.repair_report import RepairOptions
+from keras_nanguard._files.repairs import Repair, Values
 
 
 @dataclass(slots=True)
@@ -236,7 +235,7 @@ def refuse_code_in_hdf5(path: str) -> None:
     with readable(path), open(path, "rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
-    config = reading.ask("names", path)["config"]
+    config = isolated.ask("names", path)["config"]
     refused = f"{plain_text(path)} cannot be loaded as a model"
     if config is None:
         raise FileFormatError(f"{refused}: it has no configuration.")

@@ -12,7 +12,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.variable_names import SPREADS
 
 if TYPE_CHECKING:
-    from keras_nanguard._files.stored import Identity, ModelArray
+    from keras_nanguard._files.formats.contents import Identity, ModelArray
 
 SEVERITIES = ("error", "warning", "note")
 """Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for

@@ -16,15 +16,15 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.finiteness import widen
-from keras_nanguard._files import reading
+from keras_nanguard._files import isolated
+from keras_nanguard._files.formats.contents import ModelArray
+from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import LiveRepair, live_arrays, live_contents
-from keras_nanguard._files.opening import opened_arrays
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
 from keras_nanguard._files.repairs import by_name
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._files.scan_report import ScanReport, report_of
-from keras_nanguard._files.stored import ModelArray
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 
@@ -129,7 +129,7 @@ def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, Model
         names = [entry.path for entry in before.bad]
         with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
             copy = os.path.join(folder, "values.npz")
-            reading.ask("values", os.fsdecode(source), names=names, output=copy)
+            isolated.ask("values", os.fsdecode(source), names=names, output=copy)
             with opened_arrays(copy) as stored:
                 yield stored
 
@@ -144,7 +144,7 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     try:
         with _stored(source) as good:
             details: dict[str, Any] = {"options": asdict(options), "source": good}
-            found = reading.ask("repair", path, None, **details, scratch=scratch, output=final)
+            found = isolated.ask("repair", path, None, **details, scratch=scratch, output=final)
         if found["after"]:
             after = report_of(found["after"])
             backup = _backup(final) if os.path.abspath(path) == output else None

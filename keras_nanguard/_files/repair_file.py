@@ -27,22 +27,17 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.atomic_files import save_arrays
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import widen
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import ONES
-from keras_nanguard._files.names import optimizer_settings
-from keras_nanguard._files.opening import WEIGHTS, opened, refuse_bomb
+from keras_nanguard._files.formats.contents import Contents, ModelArray
+from keras_nanguard._files.formats.limits import BOMB_FLOOR, MAX_EXPANSION, READ_BYTES, refuse_bomb
+from keras_nanguard._files.formats.names import optimizer_settings
+from keras_nanguard._files.formats.opening import WEIGHTS, opened
+from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.repair_report import RepairOptions
 from keras_nanguard._files.repairs import Repair, Values, by_name
 from keras_nanguard._files.scan import scan_contents
-from keras_nanguard._files.stored import (
-    BOMB_FLOOR,
-    MAX_EXPANSION,
-    READ_BYTES,
-    Contents,
-    ModelArray,
-    plain_text,
-)
 
 Arrays = Mapping[str, NDArray[Any]]
 """New values of arrays, by their key in the file."""

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray, named_dtype
+from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
 from keras_nanguard._files.repair_report import Change, RepairOptions
 from keras_nanguard._files.scan_report import ScanReport
-from keras_nanguard._files.stored import MAX_UNBACKED, Contents, Identity, ModelArray, named_dtype
 
 Values = NDArray[Any] | str
 """The values of an array, or the reason why there are none."""

@@ -17,7 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files import reading
+from keras_nanguard._files import isolated
+from keras_nanguard._files.formats.contents import Contents, ModelArray
+from keras_nanguard._files.formats.limits import PARSE_ERRORS
+from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import (
     STATISTICS_LIMIT,
     ArrayStats,
@@ -26,9 +29,7 @@ from keras_nanguard._files.problems import (
     find_problems,
     problem,
 )
-from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.scan_report import ScannedVariable, ScanReport, report_of
-from keras_nanguard._files.stored import PARSE_ERRORS, Contents, ModelArray
 
 FLOAT16_MAX = 65504.0
 """Largest finite float16 (IEEE 754 binary16)."""
@@ -72,7 +73,7 @@ def scan(
     limits = Limits(limit, statistics_limit)
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fsdecode(model_or_path)
-        return report_of(reading.ask("scan", path, progress, limits=asdict(limits)))
+        return report_of(isolated.ask("scan", path, progress, limits=asdict(limits)))
     from keras_nanguard._files.live import live_contents
 
     return scan_contents(live_contents(model_or_path), limits)
@@ -186,7 +187,7 @@ def model_names(path: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
-    described = reading.ask("names", path)
+    described = isolated.ask("names", path)
     root, paths = described["root"], []
     for layer, name, role in described["variables"]:
         for known in _COMMON_NAMES if name.isdigit() else (name,):

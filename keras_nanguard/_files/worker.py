@@ -1,5 +1,5 @@
 """The process that reads a model file: `python -m keras_nanguard._files.worker`, started by
-`reading.py`.
+`isolated.py`.
 
 It writes a line of JSON when it has started, takes one line of JSON, and writes any number of lines
 `{"progress": [done, total]}` and then an answer.
@@ -16,14 +16,14 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.names import LayerConfig
-from keras_nanguard._files.opening import opened
-from keras_nanguard._files.orbax import orbax_tree
+from keras_nanguard._files.formats.limits import readable, size_on_disk
+from keras_nanguard._files.formats.names import LayerConfig
+from keras_nanguard._files.formats.opening import opened
+from keras_nanguard._files.formats.orbax import orbax_tree
+from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.reading import Progress, size_on_disk
 from keras_nanguard._files.repair_file import Unwritable, copy_values, repair_file
 from keras_nanguard._files.scan import scan_contents
-from keras_nanguard._files.stored import readable
 
 MAX_MEMORY = 1 << 30
 """Memory limit for any file, in bytes, in addition to the memory of the process before reading.

@@ -10,7 +10,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.stored import PARSE_ERRORS
+from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshot_files import (

@@ -25,7 +25,7 @@ from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, argumen
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import BUNDLES, SITES, Diagnosis, Finding, Incident, told
 from keras_nanguard._core.literals import CAUSE_WORDS
-from keras_nanguard._files.stored import PARSE_ERRORS
+from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
 from keras_nanguard._report.shown import ShownRun
 

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard._files import reading, worker
+from keras_nanguard._files import isolated, worker
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -31,7 +31,7 @@ def within(request):
 def in_this_process(request, monkeypatch):
     """Read files in this process, except in a test with the fixture `own_process`."""
     if "own_process" not in request.fixturenames:
-        monkeypatch.setattr(reading, "_worker", within)
+        monkeypatch.setattr(isolated, "_worker", within)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
 
 def test_a_zip_bomb_is_refused(make, set_limit):
     """A member that would unpack to many times its size is refused before it is unpacked."""
-    set_limit("bytes of a zip bomb", 1 << 16)
+    set_limit("bytes that any file may declare", 1 << 16)
     bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
     with pytest.raises(FileFormatError, match="zip bomb"):
         scan(bomb)
@@ -344,14 +344,25 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make
         scan(make.weights())
 
 
-def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process):
-    """A worker gets one more second for each MiB of the file."""
+@pytest.mark.parametrize("layout", ("file", "folder of links", "shards"))
+def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, layout):
+    """A worker gets one more second for each MiB of the file, also through links, and beside a link
+    that leads nowhere.
+    """
     odd_worker(
-        monkeypatch, 'import time; time.sleep(3); print(\'{"refused": "late"}\', flush=True)'
+        monkeypatch, 'import time; time.sleep(2); print(\'{"refused": "late"}\', flush=True)'
     )
     set_limit("seconds until a reader hangs", 1.0)
+    path = make.npz(a=np.zeros(1 << 20))
+    if layout == "folder of links":
+        os.mkdir(make.folder / "model")
+        os.symlink(path, make.folder / "model" / "model.weights.h5")
+        path = make.folder / "model"
+    elif layout == "shards":
+        os.symlink("nowhere", make.folder / "lost")
+        path = make.raw(b"{}", "model.weights.json")
     with pytest.raises(FileFormatError, match="late"):
-        scan(make.npz(a=np.zeros(1 << 20)))
+        scan(path)
 
 
 def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_process):

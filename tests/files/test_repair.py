@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_nanguard import FileFormatError, GuardError, repair, scan
-from keras_nanguard._files.opening import opened
+from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.repair_file import _ZERO_SLOTS, initial_value
 
 

@@ -15,9 +15,15 @@ from support.public_api import listed
 
 from keras_nanguard import GuardError, repair, scan
 from keras_nanguard._core.atomic_files import save_arrays, typed
+from keras_nanguard._files.formats.contents import (
+    Identity,
+    ModelArray,
+    float_name,
+    named_dtype,
+    tiles,
+)
 from keras_nanguard._files.problems import PROBLEMS, SEVERITIES, Limits, find_problems
 from keras_nanguard._files.scan import _PIECE_VALUES, FLOAT16_MAX, statistics
-from keras_nanguard._files.stored import Identity, ModelArray, float_name, named_dtype, tiles
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

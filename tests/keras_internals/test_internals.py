@@ -482,13 +482,13 @@ def test_the_limits_of_files_are_those_of_the_loader_of_keras():
     """A scan rejects exactly the files that Keras itself refuses to load as a bomb."""
     from keras.src.saving import saving_lib
 
-    from keras_nanguard._files import opening, stored
+    from keras_nanguard._files.formats import limits
 
     if zoo.OLD:
         pytest.skip("this version of Keras loads bombs")
-    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == stored.BOMB_FLOOR
-    assert saving_lib._H5_DATASET_MAX_EXPANSION == stored.MAX_EXPANSION
-    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == opening._MAX_MEMBER_EXPANSION
+    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == limits.BOMB_FLOOR
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == limits.MAX_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == limits.MAX_MEMBER_EXPANSION
 
 
 def test_an_attribute_set_twice_gets_its_first_value_back():

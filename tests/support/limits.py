@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 
 LIMITS = {
-    "bytes of a zip bomb": "_files.opening.BOMB_FLOOR",
-    "bytes that any file may declare": "_files.stored.BOMB_FLOOR",
-    "times its size that a file may declare": "_files.stored.MAX_EXPANSION",
-    "times its size that a member may expand to": "_files.opening._MAX_MEMBER_EXPANSION",
-    "seconds until a reader hangs": "_files.reading.STALL_SECONDS",
-    "seconds until a reader is abandoned": "_files.reading.EXIT_SECONDS",
+    "bytes that any file may declare": "_files.formats.limits.BOMB_FLOOR",
+    "times its size that a file may declare": "_files.formats.limits.MAX_EXPANSION",
+    "times its size that a member may expand to": "_files.formats.limits.MAX_MEMBER_EXPANSION",
+    "seconds until a reader hangs": "_files.isolated.STALL_SECONDS",
+    "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
     "values of a chunk of the row search": "_core.data._CHUNK",
     "share of the time for looks": "_fit.monitors.SHARE",
     "steps between two looks": "_fit.monitors.MIN_STEPS",

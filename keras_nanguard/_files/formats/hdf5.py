@@ -15,15 +15,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files.stored import (
-    PARSE_ERRORS,
-    ModelArray,
-    declared_too_much,
-    float_name,
-    named_dtype,
-    pieces_of,
-    plain_text,
-)
+from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files.formats.contents import ModelArray, float_name, named_dtype, pieces_of
+from keras_nanguard._files.formats.limits import PARSE_ERRORS, declared_too_much
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 

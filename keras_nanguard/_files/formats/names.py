@@ -18,8 +18,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import MOVING
-from keras_nanguard._files.stored import Contents, Identity, ModelArray, plain_text
+from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 
 
 def snake_case(name: str) -> str:

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files.formats.limits import size_on_disk
 
 STALL_SECONDS = 30.0
 """Seconds without progress after which reading an empty file counts as hung ..."""
@@ -69,19 +70,6 @@ def ask(task: str, path: str, progress: Progress | None = None, **details: Any) 
             if progress:
                 progress(*message["progress"])
         return dict(message["answer"])
-
-
-def size_on_disk(path: str) -> int:
-    """Return the size of a file in bytes, or of all files in a folder. For the index of sharded
-    weights it is the size of its folder."""
-    try:
-        if os.path.isdir(path):
-            return sum(entry.lstat().st_size for entry in Path(path).rglob("*"))
-        if path.endswith(".json"):
-            return sum(entry.stat().st_size for entry in Path(path).absolute().parent.iterdir())
-        return os.path.getsize(path)
-    except (OSError, ValueError):
-        return 0
 
 
 @contextmanager

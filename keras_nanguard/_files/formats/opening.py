@@ -8,9 +8,7 @@ compressed HDF5 member is first unpacked to an unnamed temporary file, within li
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import shutil
 import struct
@@ -18,41 +16,28 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import h5py
-import numpy as np
-from numpy.lib import format as npy
-from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._files.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
-from keras_nanguard._files.names import name_arrays
-from keras_nanguard._files.orbax import orbax_tree, read_orbax
-from keras_nanguard._files.stored import (
-    BOMB_FLOOR,
+from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files.formats.contents import Contents
+from keras_nanguard._files.formats.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
+from keras_nanguard._files.formats.limits import (
     MAX_JSON,
     PARSE_ERRORS,
     READ_BYTES,
-    Contents,
-    ModelArray,
-    declared_too_much,
-    plain_text,
     readable,
+    refuse_bomb,
 )
+from keras_nanguard._files.formats.names import name_arrays
+from keras_nanguard._files.formats.npz import archived_arrays
+from keras_nanguard._files.formats.orbax import orbax_tree, read_orbax
 
 WEIGHTS = "model.weights.h5"
 """Name of the weights in a `.keras` archive."""
-
-_MAX_MEMBER_EXPANSION = 100
-"""Maximum expansion of a compressed member: the limit of Keras' own loader (`saving_lib`)."""
-
-_MAX_HEADER = 1 << 16
-"""Maximum size of the header of an array; NumPy takes 10,000 bytes. A header may declare 4 GiB, all
-of which NumPy would read before it checks the length.
-"""
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
@@ -192,7 +177,7 @@ def _archive(path: str, stack: ExitStack) -> Contents:
     if WEIGHTS in names:
         return _keras(archive, path, stack)
     if names and all(name.endswith(".npy") for name in names):
-        return Contents("npz", _members(archive, path))
+        return Contents("npz", archived_arrays(archive, path))
     what = f"a zip archive with {WEIGHTS!r} (.keras) or of .npy arrays (.npz)"
     listed = f"{len(names)} members, such as {plain_text(names[:3])}"
     remedy = "Save the model with model.save('name.keras')."
@@ -223,17 +208,6 @@ def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
     return Window(unpacked, 0, info.file_size)
 
 
-def refuse_bomb(info: zipfile.ZipInfo) -> None:
-    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it
-    stores."""
-    name = plain_text(info.filename)
-    if info.flag_bits & 1:
-        raise FileFormatError(f"{name} is encrypted; Keras files never are.")
-    if info.file_size > max(BOMB_FLOOR, _MAX_MEMBER_EXPANSION * info.compress_size):
-        declared = f"declares {info.file_size} bytes and stores {info.compress_size}"
-        raise FileFormatError(f"{name} {declared}: a zip bomb.")
-
-
 def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
     """Return the offset of a member's data: after its local header, whose name and extra field vary
     in length."""
@@ -243,76 +217,3 @@ def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise FileFormatError(f"The archive's entry for {name} points to no local header.")
     return int(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])))
-
-
-@contextmanager
-def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, ModelArray]]:
-    """Open an archive of `.npy` arrays and return them by name: no part of it reaches the HDF5
-    library, so it may be read in this process.
-
-    Raises:
-        FileFormatError: if it contains anything else.
-        OSError, ValueError, ...: those of `PARSE_ERRORS`, if it is damaged.
-    """
-    with zipfile.ZipFile(path) as archive:
-        if not all(name.endswith(".npy") for name in archive.namelist()):
-            raise FileFormatError(f"{plain_text(path)} contains more than .npy arrays.")
-        yield {array.location: array for array in _members(archive, os.fspath(path))}
-
-
-def _members(archive: zipfile.ZipFile, path: str) -> list[ModelArray]:
-    """Return the arrays of an `.npz` file. Several entries may share their data, so their total
-    declared size is limited.
-    """
-    before, found = 0, []
-    for info in archive.infolist():
-        location = plain_text(info.filename.removesuffix(".npy"))
-        try:
-            array = _member(archive, info, location, before, os.path.getsize(path))
-        except (*PARSE_ERRORS, FileFormatError) as error:
-            array = ModelArray(location, unread=plain_text(error, 200), key=info.filename)
-        before += info.file_size
-        found.append(array)
-    return found
-
-
-def _member(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, location: str, before: int, file_size: int
-) -> ModelArray:
-    refuse_bomb(info)
-    if reason := declared_too_much((info.file_size,), None, 1, before, file_size):
-        raise ValueError(reason)
-    with archive.open(info) as member:
-        head = io.BytesIO(member.read(_MAX_HEADER))
-    read_header = {1: npy.read_array_header_1_0}.get(npy.read_magic(head)[0])
-    shape, _, dtype = (read_header or npy.read_array_header_2_0)(head)
-    start, size = head.tell(), math.prod(shape) * dtype.itemsize
-    reason = ""
-    if dtype.hasobject:
-        reason = "an array of pickled Python objects, which is never loaded"
-    elif min(shape, default=0) < 0 or size != info.file_size - start:
-        reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
-    pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
-    reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
-    return ModelArray.found(location, info.filename, dtype, shape, reason, **reading)
-
-
-def _pieces(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], start: int
-) -> Iterator[NDArray[Any]]:
-    """Read the values in the order of the file, without their shape."""
-    values = max(1, READ_BYTES // max(1, dtype.itemsize))
-    left = info.file_size - start
-    with archive.open(info) as member:
-        member.read(start)
-        while left:
-            block = member.read(min(left, values * dtype.itemsize))
-            if not block:
-                raise ValueError(f"the archive ends within {plain_text(info.filename)}")
-            left -= len(block)
-            yield np.frombuffer(block, dtype)
-
-
-def _whole(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
-    with archive.open(info) as member:
-        return npy.read_array(member, allow_pickle=False)

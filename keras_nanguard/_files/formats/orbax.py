@@ -19,15 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.stored import (
-    MAX_JSON,
-    PARSE_ERRORS,
-    Contents,
-    ModelArray,
-    declared_too_much,
-    pieces_of,
-    plain_text,
-)
+from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._files.formats.contents import Contents, ModelArray, pieces_of
+from keras_nanguard._files.formats.limits import MAX_JSON, PARSE_ERRORS, declared_too_much
 
 
 def read_orbax(path: str, tree: str) -> Contents:
