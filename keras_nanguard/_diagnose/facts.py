@@ -215,7 +215,7 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
-    if not all(keras_losses.names_of(loss) & keras_losses.PROBABILITIES for loss in entries):
+    if not all(keras_losses.class_of(loss) in keras_losses.PROBABILITIES for loss in entries):
         return None
     lowest = min(losses)
     words = (

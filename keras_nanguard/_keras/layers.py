@@ -15,6 +15,7 @@ Private Keras names used here, because there is no public API:
   subclassed models.
 - ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
   dtypes; `dtype` is read-only.
+- ``Functional._outputs_struct``: the keys of outputs in a dict.
 - ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`.
@@ -216,10 +217,28 @@ def snake_case(name: str) -> str:
     return str(keras.src.utils.naming.to_snake_case(name))
 
 
+def class_of(thing: Any) -> str:
+    """Return the name of the first class of Keras that an object is an instance of, or `""`. A
+    custom class may have the name of one of Keras and none of its attributes.
+    """
+    own = (kind for kind in type(thing).__mro__ if kind.__module__.startswith("keras."))
+    return next((kind.__name__ for kind in own), "")
+
+
 def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
     """Return the shape of each output of a functional model; none for other models."""
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     return [tuple(t.shape) for t in outputs if isinstance(t, keras.KerasTensor)]
+
+
+def output_names(model: Any) -> list[str]:
+    """Return the name of each output of a functional or sequential model, by which `compile` and
+    `fit` know it: its key in a dict, or the name of its layer.
+    """
+    structure = getattr(model, "_outputs_struct", None)
+    named = structure.items() if isinstance(structure, dict) else ()
+    keys = {id(tensor): str(key) for key, tensor in named}
+    return [keys.get(id(t), str(t._keras_history.operation.name)) for t in model.outputs]
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:

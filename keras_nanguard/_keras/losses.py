@@ -81,27 +81,32 @@ def given_metrics(model: Any) -> Any:
     return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
 
 
-PROBABILITIES = frozenset(
-    (
-        *("categorical_crossentropy", "binary_crossentropy"),
-        *("categorical_focal_crossentropy", "binary_focal_crossentropy"),
-        "categorical_generalized_cross_entropy",
-    )
+PROBABILITIES = (
+    *("CategoricalCrossentropy", "BinaryCrossentropy"),
+    *("CategoricalFocalCrossentropy", "BinaryFocalCrossentropy"),
+    "CategoricalGeneralizedCrossEntropy",
 )
 """Losses whose targets are probabilities."""
 
-NOT_NEGATIVE = frozenset(("poisson", "kl_divergence", "mean_squared_logarithmic_error"))
+_NOT_NEGATIVE = ("Poisson", "KLDivergence", "MeanSquaredLogarithmicError")
 """Losses whose targets are not negative."""
 
+_CLASSES = {keras_layers.snake_case(n): n for n in dir(keras.losses) if n[0].isupper()}
+"""The classes in `keras.losses`, by the names of their functions."""
 
-def names_of(loss: Any) -> set[str]:
-    """Return the names of a loss in Keras: that of its class in snake case, and that of the
-    function that it is or wraps.
+
+def class_of(loss: Any) -> str:
+    """Return the name of the class of Keras that a loss or metric belongs to: `"KLDivergence"` for
+    an instance of it or of a class derived from it, for `keras.losses.kl_divergence`, and for a
+    partial or a wrapper of that function. A custom one has its own name.
     """
     function = getattr(loss, "fn", loss)
     function = getattr(function, "func", function)  # of a partial
     name = str(getattr(function, "__name__", ""))
-    return {keras_layers.snake_case(type(loss).__name__), name} - {""}
+    if name:
+        return _CLASSES.get(name, name)
+    own = keras_layers.class_of(loss)
+    return type(loss).__name__ if own in ("", "Loss") else own
 
 
 def option_of(loss: Any, name: str) -> Any:
@@ -138,20 +143,20 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
         targets: the targets of one output, of any shape.
         width: length of the last axis of that output, 0 if unknown.
     """
-    names, wide = names_of(loss), finiteness.widen(targets)
+    kind, wide = class_of(loss), finiteness.widen(targets)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
-    if any("sparse_categorical" in name for name in names):
+    if "sparse_categorical" in keras_layers.snake_case(kind):
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)
         classes = f" with {width} classes" if width else ""
         return _first(wide, wrong, f"class index {{:g}}{classes}", fatal=True)
-    if names & PROBABILITIES:
+    if kind in PROBABILITIES:
         wrong = (wide < 0) | (wide > 1)
         words = "{:g} instead of a probability from 0 to 1"
         return _first(wide, wrong, words, fatal=True) or _smoothed(loss)
-    if names & NOT_NEGATIVE:
+    if kind in _NOT_NEGATIVE:
         return _first(wide, wide < 0, "the negative number {:g}", fatal=False)
     return None
 

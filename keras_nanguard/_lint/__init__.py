@@ -15,7 +15,8 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.problems import SEVERITIES
 from keras_nanguard._lint import rules_compiled, rules_layers  # noqa: F401  they add their rules
-from keras_nanguard._lint.rule import RULES, Hazard, Subject
+from keras_nanguard._lint.rule import RULES, Hazard
+from keras_nanguard._lint.subject import Subject
 
 FORMAT = 1
 """Version of the JSON format of a `LintReport`."""

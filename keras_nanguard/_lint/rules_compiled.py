@@ -3,7 +3,6 @@ metrics, which have to match; the optimizer; the data, if they are given."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._files.scan import statistics
-from keras_nanguard._keras.losses import option_of, rejected
+from keras_nanguard._keras.losses import class_of, option_of, rejected
 from keras_nanguard._keras.optimizers import given_rate
-from keras_nanguard._lint.rule import Output, Site, Subject, as_loss, rule
+from keras_nanguard._lint.rule import Site, rule
+from keras_nanguard._lint.subject import Output, Subject
 
 _CROSSENTROPIES = (
     *("CategoricalCrossentropy", "SparseCategoricalCrossentropy", "BinaryCrossentropy"),
@@ -26,30 +26,10 @@ _NONNEGATIVE = (*_PROBABILITIES, "softplus", "exponential", "exp", "relu", "relu
 
 _POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
 
-_KINDS = {
-    **{name.lower(): name for name in (*_CROSSENTROPIES, "KLDivergence", "Poisson")},
-    "meansquaredlogarithmicerror": "MeanSquaredLogarithmicError",
-    "kullbackleiblerdivergence": "KLDivergence",
-}
-"""Classes of losses that rules name, by their names in lower case without underscores."""
-
-
-def kind_of(loss: Any) -> str:
-    """Return the class name of a loss or metric: `"KLDivergence"` for `kl_divergence`, `"kld"` and
-    `KLDivergence()`."""
-    named = as_loss(loss) or loss
-    if isinstance(named, functools.partial):
-        named = named.func
-    if not isinstance(named, str):
-        named = getattr(named, "__name__", None) or type(named).__name__
-    name = str(named)
-    other = name if name[:1].isupper() else name.title().replace("_", "")
-    return _KINDS.get(name.replace("_", "").lower(), other)
-
 
 def _expects_logits(loss: Any) -> bool | None:
     """Return whether a crossentropy expects logits; `None` for any other loss."""
-    if loss is None or kind_of(loss) not in _CROSSENTROPIES:
+    if loss is None or class_of(loss) not in _CROSSENTROPIES:
         return None
     return bool(option_of(loss, "from_logits"))
 
@@ -76,7 +56,7 @@ def probabilities_as_logits(output: Output) -> str:
     """Softmax or sigmoid before a loss that expects logits."""
     if output.activation not in _PROBABILITIES or _expects_logits(output.loss) is not True:
         return ""
-    return f"{output.activation} is followed by {kind_of(output.loss)}(from_logits=True)"
+    return f"{output.activation} is followed by {class_of(output.loss)}(from_logits=True)"
 
 
 @rule("error", fix="Pass from_logits=True to the loss.", each="outputs")
@@ -84,7 +64,7 @@ def logits_as_probabilities(output: Output) -> str:
     """No activation before a loss that expects probabilities."""
     if output.activation != "linear" or _expects_logits(output.loss) is not False:
         return ""
-    followed = f"{kind_of(output.loss)}(from_logits=False)"
+    followed = f"{class_of(output.loss)}(from_logits=False)"
     return f"a layer without activation is followed by {followed}"
 
 
@@ -100,7 +80,7 @@ def activation_does_not_fit(output: Output) -> str:
 
 def _misfit(output: Output, loss: Any) -> str:
     """Return why a loss or metric does not fit the last activation, `""` if it does."""
-    kind, activation = kind_of(loss), output.activation
+    kind, activation = class_of(loss), output.activation
     if activation is None:
         return ""
     logarithm = f"{kind} takes the logarithm of the output of {activation}"
@@ -133,10 +113,7 @@ def metric_does_not_fit(subject: Subject) -> Iterator[Site]:
     """A metric that may become NaN."""
     for output in subject.outputs:
         for metric in output.metrics:
-            kind = kind_of(metric)
-            if kind == "MeanRelativeError":
-                yield kind, "MeanRelativeError divides by its normalizer, which may contain 0"
-                continue
+            kind = class_of(metric)
             sentence = _misfit(output, metric)
             if output.activation == "linear" and _expects_logits(metric) is False:
                 sentence = f"{kind} gets logits and expects probabilities"
@@ -300,9 +277,9 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
         if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
             continue
         if found := rejected(output.loss, array, output.units or 0):
-            kind = kind_of(output.loss)
+            kind = class_of(output.loss)
             yield output.name, f"targets with {found.clause}, which {kind} does not accept"
-        elif kind_of(output.loss) in _OF_CLASSES and array.ndim > 1:
+        elif class_of(output.loss) in _OF_CLASSES and array.ndim > 1:
             total = array.astype(np.float64).sum(-1)
             if np.abs(total - 1).max() > 0.01:
                 sums = f"{total.min():g} to {total.max():g}"

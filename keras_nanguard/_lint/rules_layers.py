@@ -12,7 +12,8 @@ import numpy as np
 from keras_nanguard._files.live import live_arrays
 from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.layers import arguments_of, source_of
-from keras_nanguard._lint.rule import Placed, Site, Subject, activation_name, rule
+from keras_nanguard._lint.rule import Site, rule
+from keras_nanguard._lint.subject import Placed, Subject, activation_name
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 

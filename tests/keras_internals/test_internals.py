@@ -407,16 +407,17 @@ def test_second_moments():
 def test_operations_losses_and_inputs_are_found():
     inputs = keras.Input((4,), dtype="float16")
     h = layers.Dense(3, dtype="float16", name="low")(inputs)
-    outputs = {"a": layers.Dense(1, name="a")(keras.ops.log(h)), "b": layers.Dense(1, name="b")(h)}
+    outputs = {"x": layers.Dense(1, name="a")(keras.ops.log(h)), "y": layers.Dense(1, name="b")(h)}
     built = keras.Model(inputs, outputs)
-    built.compile("sgd", {"a": "mse", "b": "mae"}, auto_scale_loss=False)
+    built.compile("sgd", {"x": "mse", "y": "mae"}, auto_scale_loss=False)
     y = np.zeros((2, 1), "float32")
-    built.train_on_batch(np.ones((2, 4), "float16"), {"a": y, "b": y})
+    built.train_on_batch(np.ones((2, 4), "float16"), {"x": y, "y": y})
     found = [op.name.split("_")[0] for op in keras_layers.operations_of(built)]
     assert "log" in found and set(found) <= {"log", "cast"}  # the lowest Keras casts inputs by operations
-    assert [name for name, _ in keras_losses.losses_by_output(built)] == ["a", "b"]
+    assert [name for name, _ in keras_losses.losses_by_output(built)] == ["x", "y"]
     assert [str(t.dtype) for t in keras_layers.symbolic_inputs(built)] == ["float16"]
     assert keras_layers.output_shapes(built) == [(None, 1), (None, 1)]
+    assert keras_layers.output_names(built) == ["x", "y"]
 
 
 def test_a_policy_is_exchanged_and_put_back():

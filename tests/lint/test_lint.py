@@ -152,7 +152,7 @@ SPARSE, IGNORED = (
         (functools.partial(SPARSE), [0, 1, 255, 2], "softmax", False),
         *(
             (name, FIVES, "softmax", False)
-            for name in ("kl_divergence", "kld", "KLD", "kullback_leibler_divergence")
+            for name in ("kl_divergence", "kld", "KLD")
         ),
         (keras.losses.KLDivergence(), FIVES, "softmax", False),
         (keras.losses.kl_divergence, FIVES, "softmax", False),
@@ -197,8 +197,8 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     """With several outputs, losses and targets are matched by name or by position."""
     inputs = keras.Input((4,))
     outputs = {
-        "a": layers.Dense(2, activation="softmax", name="a")(inputs),
-        "b": layers.Dense(1, name="b")(inputs),
+        "a": layers.Dense(2, activation="softmax", name="first")(inputs),
+        "b": layers.Dense(1, name="second")(inputs),
     }
     model = keras.Model(inputs, outputs)
     model.compile("adam", {"a": "sparse_categorical_crossentropy", "b": "mse"})
@@ -206,7 +206,7 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     (hazard,) = lint(model, y={"a": np.array([0, 2]), "b": np.array([9.0, -9.0])}).hazards
     assert (hazard.code, hazard.path) == ("labels_out_of_range", "a")
     model.compile("adam", {"a": "mse", "b": "poisson"})
-    assert [hazard.path for hazard in lint(model).hazards] == ["b"]
+    assert [hazard.path for hazard in lint(model).hazards] == ["second"]
 
 
 @pytest.mark.parametrize(
