@@ -45,7 +45,8 @@ def look_model(path: Path) -> None:
     from rich.console import Console
 
     from keras_nanguard._files.formats.opening import opened
-    from keras_nanguard._files.scan import model_names, scan
+    from keras_nanguard._files.loading import model_names
+    from keras_nanguard._files.scan import scan
 
     with _here():
         report = scan(path)

@@ -110,8 +110,7 @@ def repair(given: argparse.Namespace) -> int:
 
 def recalibrate(given: argparse.Namespace) -> int:
     """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
-    from keras_nanguard._files.live import data_arrays, load_model
-    from keras_nanguard._files.repair import model_output, save_model
+    from keras_nanguard._files.loading import data_arrays, load_model, model_output, save_model
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
@@ -147,7 +146,7 @@ def _taking_data(path: str) -> Iterator[None]:
 
 def lint(given: argparse.Namespace) -> int:
     """Load a model and check it for hazards."""
-    from keras_nanguard._files.live import data_arrays, load_model
+    from keras_nanguard._files.loading import data_arrays, load_model
 
     data = data_arrays(given.data) if given.data else (None, None)
     model = load_model(given.path)
@@ -173,7 +172,7 @@ def check_policy(given: argparse.Namespace) -> int:
     else:
         names: tuple[Any, ...] = ()
         if given.model is not None:
-            from keras_nanguard._files.scan import model_names
+            from keras_nanguard._files.loading import model_names
 
             names = model_names(given.model)
         warnings = list(warnings_about(policy, *names))
@@ -188,7 +187,7 @@ def check_policy(given: argparse.Namespace) -> int:
 
 def diagnose(given: argparse.Namespace) -> int:
     """Load a model and diagnose it on the first rows of the data."""
-    from keras_nanguard._files.live import data_arrays, first_rows, load_model
+    from keras_nanguard._files.loading import data_arrays, first_rows, load_model
 
     inputs, targets = data_arrays(given.data)
     model = load_model(given.path)

@@ -27,7 +27,7 @@ from keras_nanguard._diagnose.trials import Case, compiled, investigated, tensor
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
-from keras_nanguard._files.live import refuse_code_in_hdf5
+from keras_nanguard._files.loading import refuse_code_in_hdf5
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 

@@ -1,20 +1,15 @@
-"""Live models: their variables as arrays, the repair of these, and loading. Keras is imported only
-with a model."""
+"""A live model as `Contents`: every variable is an array, with its names and its role."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files import isolated
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files.formats.contents import (
     Contents,
     Identity,
@@ -22,12 +17,12 @@ from keras_nanguard._files.formats.contents import (
     float_name,
     named_dtype,
 )
-from keras_nanguard._files.formats.hdf5 import SIGNATURE
-from keras_nanguard._files.formats.limits import first_line, readable
 from keras_nanguard._files.formats.names import role_of
-from keras_nanguard._files.formats.npz import opened_arrays
-from keras_nanguard._files.repair_report import RepairOptions
-from keras_nanguard._files.repairs import Repair, Values
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 
 @dataclass(slots=True)
@@ -106,31 +101,24 @@ def _live(who: Identity, location: str, variable: Any, owner: Any) -> LiveArray:
 
 
 def _value(variable: Any) -> NDArray[Any]:
-    """Return a copy of the value of a variable."""
-    if hasattr(variable, "detach"):  # a torch tensor, such as the states of a stateful layer
-        variable = variable.detach().cpu()
-    return np.array(variable.numpy() if hasattr(variable, "numpy") else variable)
+    """Return a copy of the value of a variable of Keras or of the backend."""
+    return keras_variables.read_tensor(keras_variables.native(variable))
 
 
 def _named_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers of a model, each with its attribute; after a dot the number of one in a
     list, a tuple or a dict. A GAN has more than one."""
-    from keras_nanguard._keras.optimizers import find_optimizers
-    from keras_nanguard._keras.variables import flat
-
     places: dict[int, str] = {}
     for name, value in [*vars(model).items(), ("optimizer", getattr(model, "optimizer", None))]:
-        items = list(flat(value))
+        items = list(keras_variables.flat(value))
         for number, item in enumerate(items):
             own = name.lstrip("_") if item is value else f"{name.lstrip('_')}.{number}"
             places[id(item)] = own
-    for optimizer in find_optimizers(model):
+    for optimizer in keras_optimizers.find_optimizers(model):
         yield places[id(optimizer)], optimizer
 
 
 def _of_layers(model: Any) -> Iterator[LiveArray]:
-    from keras_nanguard._keras import layers as keras_layers
-
     for outer, layer in [((), model), *keras_layers.walk(model)]:
         within = keras_layers.children(layer)
         inner = {id(variable) for child in within for variable in child.variables}
@@ -149,159 +137,3 @@ def _of_layers(model: Any) -> Iterator[LiveArray]:
 
 def _path(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
-
-
-class LiveRepair(Repair):
-    """The repair of a live model: each array is replaced at once.
-
-    Args:
-        model: the model.
-        contents, options, good: see `Repair`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        contents: Contents,
-        options: RepairOptions,
-        good: Mapping[str, ModelArray],
-    ):
-        super().__init__(contents, options, good)
-        self._model = model
-        self._starts: dict[int, dict[int, Any]] = {}
-
-    def replace(self, array: Any, values: NDArray[Any]) -> None:
-        """Assign the values to the variable."""
-        array.variable.assign(np.array(values))
-
-    def initial(self, array: Any) -> Values:
-        """Return a value of the layer's initializer; for a slot the one in a new optimizer with the
-        same configuration, and for a moving average of a weight that weight."""
-        from keras_nanguard._keras import (  # imports Keras
-            layers as keras_layers,
-            optimizers as keras_optimizers,
-            variables as keras_variables,
-        )
-
-        if array.who.role != "slot":
-            return keras_layers.initial_value(self._model, array.variable)
-        optimizer = array.owner
-        if id(optimizer) not in self._starts:
-            fresh = keras_optimizers.fresh_like(optimizer).variables
-            starts = {id(v): start for v, start in zip(optimizer.variables, fresh, strict=True)}
-            averaged = {id(mean): w for mean, w in keras_optimizers.averages_of(optimizer)}
-            self._starts[id(optimizer)] = starts | averaged
-        return keras_variables.read(self._starts[id(optimizer)][id(array.variable)])
-
-
-# Loading of models and data, for the commands that need a live model
-
-
-def load_model(path: str) -> Any:
-    """Load a model.
-
-    Args:
-        path: a `.keras` or legacy `.h5` file of a whole model.
-
-    Returns:
-        The model, compiled if the file has a compile configuration.
-
-    Raises:
-        FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is never executed.
-    """
-    shown = plain_text(path)
-    if not os.path.exists(path):
-        remedy = "There is no such file."
-        raise FileFormatError(expected("a model file", f"path={shown!r}", remedy))
-    if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would block
-        received = f"{shown}, which is not a file"
-        raise FileFormatError(expected("a model file", received, "Pass a model file."))
-    refuse_code_in_hdf5(path)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import keras
-
-    try:
-        return keras.models.load_model(path, safe_mode=True)
-    except Exception as error:  # Keras and its backend raise anything on a foreign file
-        reason = first_line(error)
-        raise FileFormatError(f"{shown} cannot be loaded as a model: {reason}.") from error
-
-
-def refuse_code_in_hdf5(path: str) -> None:
-    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one,
-    runs its code in safe mode, too."""
-    if not os.path.isfile(path):
-        return
-    with readable(path), open(path, "rb") as file:
-        if file.read(len(SIGNATURE)) != SIGNATURE:
-            return
-    config = isolated.ask("names", path)["config"]
-    refused = f"{plain_text(path)} cannot be loaded as a model"
-    if config is None:
-        raise FileFormatError(f"{refused}: it has no configuration.")
-    nodes = [config]
-    for node in nodes:  # which grows
-        known = node if isinstance(node, dict) else {}
-        words = [known.get(key) for key in ("class_name", "registered_name", "function_type")]
-        if any("lambda" in str(word).lower() for word in words):
-            reason = "it has a Lambda layer, which is code and never runs"
-            raise FileFormatError(f"{refused}: {reason}.")
-        nodes += node if isinstance(node, list) else known.values()
-
-
-def data_arrays(path: str) -> tuple[Any, Any]:
-    """Load inputs and targets from an `.npz` or `.npy` file; nothing pickled is loaded.
-
-    Args:
-        path: an `.npy` file with the inputs, or an `.npz` file: `x` and `y` are inputs and targets,
-            and if there is no `x`, all arrays except `y` are inputs by name.
-
-    Returns:
-        Inputs and targets; the latter may be `None`.
-
-    Raises:
-        FileFormatError: if the file cannot be read.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        received = f"{plain_text(path)}, which is not a file"
-        raise FileFormatError(expected("an .npz or .npy file", received, "Name another file."))
-    with readable(path):
-        with open(path, "rb") as file:
-            is_archive = file.read(2) == b"PK"
-        if is_archive:
-            with opened_arrays(path) as stored:
-                arrays = {name: array.read() for name, array in stored.items()}
-        else:  # mapped into memory, it cannot declare more than it contains
-            arrays = {"x": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
-    _refuse_no_data(arrays, path)
-    targets = arrays.pop("y", None)
-    if not arrays:
-        received = f"{plain_text(path)} without one"
-        remedy = "Save the inputs under the name x."
-        raise FileFormatError(expected("an array with inputs", received, remedy))
-    if "x" in arrays or len(arrays) == 1:
-        return arrays.get("x", next(iter(arrays.values()))), targets
-    return arrays, targets
-
-
-def _refuse_no_data(arrays: Mapping[str, NDArray[Any]], path: str) -> None:
-    """Raise a `FileFormatError` for arrays that are not numeric, have no rows, or differ in their
-    number of rows."""
-    for name, array in arrays.items():
-        if array.dtype.kind not in "biufc" or not array.ndim or not len(array):
-            what = "arrays of numbers with at least one row"
-            received = f"{plain_text(name)} of {array.dtype} and shape {array.shape}"
-            in_file = f"{received} in {plain_text(path)}"
-            raise FileFormatError(expected(what, in_file, "Check the data."))
-    if len({len(array) for array in arrays.values()}) > 1:
-        what = "arrays with the same number of rows"
-        lengths = ", ".join(f"{plain_text(name)} with {len(a)}" for name, a in arrays.items())
-        in_file = f"{lengths} in {plain_text(path)}"
-        raise FileFormatError(expected(what, in_file, "Check the data."))
-
-
-def first_rows(data: Any, count: int) -> Any:
-    """Return the first rows of an array, or of every array of a dict; `None` for `None`."""
-    if isinstance(data, dict):
-        return {name: array[:count] for name, array in data.items()}
-    return None if data is None else data[:count]

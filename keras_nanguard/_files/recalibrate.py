@@ -186,10 +186,13 @@ class _Estimate:
         variables = ((name, getattr(self.layer, name, None)) for name in MOVING)
         return [(v, values[name.rpartition("_")[2]]) for name, v in variables if v is not None]
 
+    @property
+    def _variance(self) -> NDArray[Any]:
+        return self._deviations / self.count
+
     def result(self) -> list[tuple[Any, Any]]:
         """Return the pairs of the estimate."""
-        variance = self._deviations / self.count
-        return self.pairs(self._mean.astype(np.float32), variance.astype(np.float32))
+        return self.pairs(self._mean.astype(np.float32), self._variance.astype(np.float32))
 
     def report(self, path: str) -> Recalibrated:
         """Return the changes of the layer's statistics.
@@ -197,7 +200,7 @@ class _Estimate:
         Raises:
             GuardError: if the estimate is not finite.
         """
-        new_variance = self._deviations / self.count
+        new_variance = self._variance
         if not (np.isfinite(self._mean).all() and np.isfinite(new_variance).all()):
             what, received = "finite inputs to every BatchNormalization", f"NaN or Inf at {path}"
             remedy = "Scan the model and the data; the old statistics were restored."

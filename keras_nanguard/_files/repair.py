@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +17,9 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import isolated
-from keras_nanguard._files.formats.contents import ModelArray
-from keras_nanguard._files.formats.npz import opened_arrays
-from keras_nanguard._files.live import LiveRepair, live_arrays, live_contents
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
-from keras_nanguard._files.repairs import by_name
-from keras_nanguard._files.scan import scan_contents
-from keras_nanguard._files.scan_report import ScanReport, report_of
+from keras_nanguard._files.scan_report import report_of
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 
@@ -105,33 +100,9 @@ def repair(
     if output is not None or in_place:
         remedy = "Save the repaired model yourself."
         raise GuardError(expected("a path, to write a file", "a model", remedy))
-    return _repair_model(model_or_path, source, options)
+    from keras_nanguard._files.repair_live import repair_model  # imports Keras
 
-
-def _repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
-    """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
-    contents = live_contents(model)
-    before = scan_contents(contents, options.limits)
-    with _good_arrays(source, before) as good:
-        changes = tuple(LiveRepair(model, contents, options, good).changes(before))
-    after = None if options.dry_run else scan_contents(contents, options.limits)
-    return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
-
-
-@contextmanager
-def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
-    """Yield the arrays of a source by path; of a file only those that are bad in the model."""
-    if source is None:
-        yield {}
-    elif not isinstance(source, (str, os.PathLike)):
-        yield by_name(live_contents(source))
-    else:
-        names = [entry.path for entry in before.bad]
-        with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
-            copy = os.path.join(folder, "values.npz")
-            isolated.ask("values", os.fsdecode(source), names=names, output=copy)
-            with opened_arrays(copy) as stored:
-                yield stored
+    return repair_model(model_or_path, source, options)
 
 
 def _repair_file(path: str, output: str, source: Any, options: RepairOptions) -> RepairReport:
@@ -164,6 +135,8 @@ def _stored(source: Any) -> Iterator[str | None]:
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
+    from keras_nanguard._files.live import live_arrays
+
     found = reversed(live_arrays(source))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
@@ -223,32 +196,3 @@ def _backup(path: str) -> str:
     except OSError:
         shutil.copy2(path, backup)
     return backup
-
-
-def model_output(path: str, output: str | None, overwrite: bool) -> str:
-    """Return the absolute path of a new model, by default `model.repaired.keras` next to
-    `model.keras` or `model.h5`.
-
-    Raises:
-        GuardError: as of `checked_output`, and if it is not a `.keras` file.
-    """
-    final = checked_output(path, output, in_place=False, overwrite=overwrite, extension=".keras")
-    if not final.endswith(".keras"):
-        remedy = "Name another one."
-        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", remedy))
-    return final
-
-
-def save_model(model: Any, path: str, final: str) -> None:
-    """Save a model atomically, with the permissions of the file that it was loaded from.
-
-    Args:
-        model: the model.
-        path: the file that it was loaded from.
-        final: path of the new file, from `model_output`.
-    """
-    with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
-        model.save(unfinished)
-        atomic_files.flush_to_disk(unfinished)
-        if os.path.isfile(path):
-            shutil.copymode(path, unfinished)

@@ -169,29 +169,3 @@ def _smallest_normal(dtype: np.dtype[Any]) -> float:
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).smallest_normal)
-
-
-_COMMON_NAMES = (
-    *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
-)
-"""Common names of variables of layers: what only has a number in the file may have any of them."""
-
-
-def model_names(path: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the model in a file, and the Keras paths of its variables, each without
-    and with the name of the model, which only some paths of Keras contain.
-
-    Args:
-        path: any model file that `scan` reads.
-
-    Raises:
-        FileFormatError: if the file is missing, truncated, malicious or of another format.
-    """
-    described = isolated.ask("names", path)
-    root, paths = described["root"], []
-    for layer, name, role in described["variables"]:
-        for known in _COMMON_NAMES if name.isdigit() else (name,):
-            if role != "other":
-                paths.append(f"{layer}/{known}".removeprefix("/"))
-    inside = tuple(f"{root}/{path}" for path in paths) if root else ()
-    return root or os.path.basename(plain_text(path)), (*paths, *inside)

@@ -12,6 +12,7 @@ import numpy as np
 from keras_nanguard._files.live import live_arrays
 from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.layers import arguments_of, source_of
+from keras_nanguard._keras.variables import read
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import Placed, Subject, activation_name
 
@@ -104,7 +105,7 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
         if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
             continue
-        own = {str(variable.name): variable.numpy() for variable in placed.layer.variables}
+        own = {str(variable.name): read(variable) for variable in placed.layer.variables}
         # `None` unless mean and variance were given.
         given = getattr(placed.layer, "input_variance", None)
         variance = np.asarray(own.get("variance", given), np.float64)

@@ -21,6 +21,7 @@ from keras_nanguard._keras.layers import (
     walk,
 )
 from keras_nanguard._keras.losses import given_metrics
+from keras_nanguard._keras.optimizers import inner
 
 _SHAPE_ONLY = (
     *("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze"),
@@ -105,7 +106,7 @@ class Subject:
     def optimizer(self) -> Any:
         """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or
         `None`."""
-        return getattr(self.scaler, "inner_optimizer", self.scaler)
+        return inner(self.scaler)
 
     @cached_property
     def operations(self) -> tuple[Placed, ...]:

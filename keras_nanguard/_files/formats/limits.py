@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from keras_nanguard._core.errors import FileFormatError, NanGuardError
+from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.plain_values import plain_text
 
 READ_BYTES = 4 << 20
@@ -99,6 +99,16 @@ def refuse_bomb(info: zipfile.ZipInfo) -> None:
     if info.file_size > max(BOMB_FLOOR, MAX_MEMBER_EXPANSION * info.compress_size):
         declared = f"declares {info.file_size} bytes and stores {info.compress_size}"
         raise FileFormatError(f"{name} {declared}: a zip bomb.")
+
+
+def refuse_missing(path: str, what: str) -> None:
+    """Raise a `FileFormatError`, which names what is expected, unless the path is a file or a
+    folder: a pipe would block its reader."""
+    shown = plain_text(path)
+    if "\0" in path or not os.path.exists(path):
+        raise FileFormatError(expected(what, f"path={shown!r}", "There is no such file."))
+    if not (os.path.isfile(path) or os.path.isdir(path)):
+        raise FileFormatError(expected(what, f"{shown}, which is not a file", f"Pass {what}."))
 
 
 def size_on_disk(path: str) -> int:

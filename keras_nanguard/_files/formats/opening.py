@@ -31,6 +31,7 @@ from keras_nanguard._files.formats.limits import (
     READ_BYTES,
     readable,
     refuse_bomb,
+    refuse_missing,
 )
 from keras_nanguard._files.formats.names import name_arrays
 from keras_nanguard._files.formats.npz import archived_arrays
@@ -68,15 +69,9 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
 
 
 def _contents(path: str, stack: ExitStack) -> Contents:
-    shown = plain_text(path)
-    if "\0" in path or not os.path.exists(path):
-        remedy = "There is no such file."
-        raise FileFormatError(expected("a model file", f"path={shown!r}", remedy))
+    refuse_missing(path, "a model file")
     if os.path.isdir(path):
         return _folder(path, stack)
-    if not os.path.isfile(path):
-        remedy = "Pass a model file."
-        raise FileFormatError(expected("a file or a folder", f"path={shown!r}", remedy))
     with open(path, "rb") as file:
         head = file.read(8)
     if head == SIGNATURE:
@@ -85,7 +80,7 @@ def _contents(path: str, stack: ExitStack) -> Contents:
         return _archive(path, stack)
     if head.lstrip()[:1] == b"{":
         return _sharded(path, stack)
-    received = f"{shown}, which starts with {head!r}" if head else "an empty file"
+    received = f"{plain_text(path)}, which starts with {head!r}" if head else "an empty file"
     raise FileFormatError(expected(f"one of {_KINDS}", received, "Pass a file that Keras 3 saved."))
 
 
