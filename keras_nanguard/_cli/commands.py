@@ -1,5 +1,5 @@
 """The commands of the command line: each calls one public function, prints its report and returns
-an exit code. Messages name options in place of arguments: `overwrite=True` becomes `--overwrite`.
+an exit code. The first paragraph of its docstring is its help.
 
 Everything except the standard library is imported inside the command that needs it.
 """
@@ -8,83 +8,72 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from keras_nanguard._cli.arguments import (
+    COMMANDS as COMMANDS,
+    FILES,
+    JSON,
+    LIMITS,
+    MODEL,
+    Argument,
+    argument,
+    choice,
+    command,
+    count,
+    flag,
+    number,
+    only,
+    output,
+    several,
+)
+from keras_nanguard._cli.output import (
+    CLEAN,
+    FOUND,
+    MISUSE,
+    in_options,
+    print_error,
+    print_json,
+    progress,
+    show,
+)
 from keras_nanguard._core.plain_values import one_line
-
-_VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
-
-_ELSEWHERE = {"custom_objects": "--import"}
-"""Options whose name differs from that of the argument."""
-
-
-def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the options of a command by the names of the Python arguments; `""` for positional
-    arguments."""
-    found = {}
-    for action in command._actions:
-        if action.dest not in ("help", "mode"):
-            name = action.dest if action.option_strings else "path"
-            found[name] = (action.option_strings or [""])[-1]
-    known = found.values()
-    return {**found, **{name: own for name, own in _ELSEWHERE.items() if own in known}}
-
-
-def in_options(text: str, options: Mapping[str, str]) -> str:
-    """Return a message with each `argument=value` replaced by the option and its value.
-
-    Args:
-        text: the message.
-        options: the options, from `option_words`.
-    """
-    if not options:
-        return text
-
-    def option_of(match: re.Match[str]) -> str:
-        option, value = options[match[1]], match[2]
-        if value == "True":
-            return option
-        if value == "None":
-            return f"no {option}"
-        plain = value.strip("'\"") if re.fullmatch(r"'[\w.*-]+'", value) else value
-        return f"{option} {plain}" if option else value
-
-    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    return re.sub(rf"(?<![\w-])({names}){_VALUE}", option_of, text)
-
-
-CLEAN, FOUND, MISUSE = 0, 1, 2
+from keras_nanguard._files.repair_report import CHOICES, RepairOptions
 
 CHECKED_POLICY = COMPARED_RUNS = 1
 """Versions of what `check-policy --json` and `report --json` of several runs print."""
 
-Command = Callable[[argparse.Namespace], int]
-"""Takes the parsed arguments and returns the exit code."""
 
-
+@command(
+    argument("paths", "FILE", FILES, nargs="+"),
+    flag("--notes", "also list harmless observations, such as kernels of zeros"),
+    *LIMITS,
+    JSON,
+)
 def scan(given: argparse.Namespace) -> int:
-    """Scan files one after the other; one that cannot be read does not end the command, but is its
-    exit code."""
+    """Find NaN, Inf and values out of range in model files, without building the model.
+
+    A file that cannot be read does not end the command, but is its exit code.
+    """
     from keras_nanguard._core.errors import NanGuardError
     from keras_nanguard._files.scan import scan as scan_file
 
     codes = {CLEAN}
     for path in given.paths:
         try:
-            with _progress() as progress:
-                report = scan_file(path, progress=progress, **_limits(given))
+            with progress() as done:
+                limits = {"limit": given.limit, "statistics_limit": given.statistics_limit}
+                report = scan_file(path, progress=done, **limits)
         except NanGuardError as error:
             print_error(error, given.words)
             codes.add(MISUSE)
             continue
-        codes.add(_show(report, given.json, report.ok))
+        codes.add(show(report, given.json, report.ok))
         for entry in report.variables if given.notes and not given.json else ():
             for one in entry.problems:
                 if one.severity == "note":
@@ -92,24 +81,50 @@ def scan(given: argparse.Namespace) -> int:
     return max(codes)
 
 
-def print_error(error: Exception, words: Mapping[str, str]) -> None:
-    """Print an error in one line, with command line options instead of Python arguments."""
-    print(f"keras-nanguard: {in_options(one_line(error), words)}", file=sys.stderr)
+def _method(role: str) -> Argument:
+    text = f"what replaces bad {role} (default: {getattr(RepairOptions(), role)})"
+    return argument(f"--{role}", None, text, choices=CHOICES[role])
 
 
+@command(
+    argument("path", "FILE", FILES),
+    *output("NAME.repaired.EXT"),
+    *map(_method, CHOICES),
+    argument(
+        "--source",
+        "FILE",
+        "good file of the same model; statistics and weights then default to source",
+    ),
+    only("variables"),
+    *LIMITS,
+    flag("--in-place", "replace the file; the old one is kept as FILE.bak"),
+    flag("--dry-run", "list what would change and write nothing"),
+    count("--seed", "seed for the weights of --weights initial", low=0),
+    JSON,
+)
 def repair(given: argparse.Namespace) -> int:
-    """Repair a file."""
+    """Replace the bad values of a model file, and nothing else, in a new file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    names = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
-    options: dict[str, Any] = {name: getattr(given, name) for name in (*names, "only")}
-    report = repair_file(given.path, given.output, **options, **_limits(given))
+    names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite", "seed")
+    names += ("limit", "statistics_limit")
+    options: dict[str, Any] = {name: getattr(given, name) for name in names}
+    report = repair_file(given.path, given.output, **options)
     changes = (replace(c, detail=in_options(c.detail, given.words)) for c in report.changes)
-    return _show(replace(report, changes=tuple(changes)), given.json, report.ok)
+    return show(replace(report, changes=tuple(changes)), given.json, report.ok)
 
 
+@command(
+    MODEL,
+    argument("--data", "FILE", "an .npz or .npy file with the inputs (x)", required=True),
+    *output("NAME.repaired.keras"),
+    count("--steps", "number of batches to run (default: all)"),
+    count("--batch-size", "number of rows per batch (default: 32)", 32),
+    only("layers"),
+    JSON,
+)
 def recalibrate(given: argparse.Namespace) -> int:
-    """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
+    """Re-estimate the statistics of BatchNormalization from data, in a new file."""
     from keras_nanguard._files.loading import data_arrays, load_model, model_output, save_model
 
     inputs, _ = data_arrays(given.data)
@@ -122,7 +137,7 @@ def recalibrate(given: argparse.Namespace) -> int:
         report = estimate(model, inputs, **options)
     save_model(model, given.path, output)
     if given.json:
-        _print_json({**report.to_dict(), "output": output})
+        print_json({**report.to_dict(), "output": output})
     else:
         print(report)
         print(f"Written to {output}.")
@@ -144,8 +159,14 @@ def _taking_data(path: str) -> Iterator[None]:
         raise GuardError(expected("data that the model accepts", received, remedy)) from error
 
 
+@command(
+    MODEL,
+    argument("--data", "FILE", "an .npz file with inputs (x) and targets (y) to check, too"),
+    several("--ignore", "RULE", "disable a rule"),
+    JSON,
+)
 def lint(given: argparse.Namespace) -> int:
-    """Load a model and check it for hazards."""
+    """Check a model for numeric hazards before it is trained."""
     from keras_nanguard._files.loading import data_arrays, load_model
 
     data = data_arrays(given.data) if given.data else (None, None)
@@ -153,11 +174,43 @@ def lint(given: argparse.Namespace) -> int:
     from keras_nanguard._lint import lint as lint_model
 
     report = lint_model(model, *data, ignore=tuple(given.ignore))
-    return _show(report, given.json, report.ok)
+    return show(report, given.json, report.ok)
 
 
+@command(
+    MODEL,
+    argument("--data", "FILE", "an .npz or .npy file: inputs (x), targets (y)", required=True),
+    count("--rows", "number of rows of the data to run (default: 32)", 32),
+    JSON,
+)
+def diagnose(given: argparse.Namespace) -> int:
+    """Run one batch in inference and training mode, and report the first bad layer and the
+    cause."""
+    from keras_nanguard._files.loading import data_arrays, first_rows, load_model
+
+    inputs, targets = data_arrays(given.data)
+    model = load_model(given.path)
+    from keras_nanguard._diagnose.examine import diagnose as examine
+
+    with _taking_data(given.data):
+        found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
+    code = show(found, given.json, found.healthy)
+    if found.error and found.diagnosis.cause == "unknown":
+        print(f"keras-nanguard: {found.error}.", file=sys.stderr)
+        return MISUSE
+    return code
+
+
+@command(
+    argument("policy", "POLICY", "a .toml, .yaml or .json file, or the name of a preset"),
+    argument("--model", "FILE", f"a file of the model, to check names against: {FILES}"),
+    JSON,
+)
 def check_policy(given: argparse.Namespace) -> int:
-    """Check a policy: problems and warnings are findings, a missing file is misuse."""
+    """Check a policy, and explain what it will do and which parts of it have no effect.
+
+    Problems and warnings are findings, a missing file is misuse.
+    """
     from keras_nanguard._core.errors import PolicyError
     from keras_nanguard._policy.policy import Policy, warnings_about
 
@@ -179,31 +232,37 @@ def check_policy(given: argparse.Namespace) -> int:
         lines = [str(policy), *(f"warning: {warning}" for warning in warnings)]
         document |= {"warnings": warnings, "policy": policy.to_dict()}
     if given.json:
-        _print_json(document)
+        print_json(document)
     else:
         print("\n".join(lines))
     return CLEAN if document["valid"] and not warnings else FOUND
 
 
-def diagnose(given: argparse.Namespace) -> int:
-    """Load a model and diagnose it on the first rows of the data."""
-    from keras_nanguard._files.loading import data_arrays, first_rows, load_model
-
-    inputs, targets = data_arrays(given.data)
-    model = load_model(given.path)
-    from keras_nanguard._diagnose.examine import diagnose as examine
-
-    with _taking_data(given.data):
-        found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    code = _show(found, given.json, found.healthy)
-    if found.error and found.diagnosis.cause == "unknown":
-        print(f"keras-nanguard: {found.error}.", file=sys.stderr)
-        return MISUSE
-    return code
-
-
+@command(
+    argument("bundle", "BUNDLE", "folder of the incident: Incident.bundle"),
+    argument("--model", "FILE", "a .keras file, if the bundle contains no configuration"),
+    several(
+        "--import",
+        "MODULE",
+        "module to import with custom classes and functions of the model",
+        dest="custom_objects",
+    ),
+    choice(
+        "mode",
+        eager="run the step in eager mode",
+        graph="run the step in graph mode",
+        xla="compile the step with XLA",
+    ),
+    argument("--dtype", None, "compute everything in this dtype", choices=("float32",)),
+    argument("--device", "NAME", "device to run on, such as CPU:0"),
+    flag("--plain", "only run the step, without counterfactuals"),
+    JSON,
+)
 def replay(given: argparse.Namespace) -> int:
-    """Replay the step of a bundle; a step that is bad again is a finding."""
+    """Run the bad step of an incident bundle again and diagnose it.
+
+    A step that is bad again is a finding.
+    """
     from keras_nanguard._core.errors import BundleError, expected
 
     # Before a backend is loaded, which takes seconds.
@@ -215,13 +274,13 @@ def replay(given: argparse.Namespace) -> int:
     found = run(
         given.bundle,
         given.model,
-        mode=given.mode or "eager",
+        mode=given.mode,
         dtype=given.dtype,
         device=given.device,
         counterfactuals=not given.plain,
-        custom_objects=_custom_objects(given.own),
+        custom_objects=_custom_objects(given.custom_objects),
     )
-    return _show(found, given.json, found.result != "bad")
+    return show(found, given.json, found.result != "bad")
 
 
 def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
@@ -244,8 +303,23 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+@command(
+    argument(
+        "paths",
+        "REPORT",
+        "the directory that was given to NanGuard, a .json or .jsonl file of guard.report,"
+        " or a bundle; several are compared",
+        nargs="+",
+    ),
+    argument(
+        "-o --output",
+        "FILE",
+        "write a .html page, or a .md, .json or .jsonl file, instead of printing",
+    ),
+    JSON,
+)
 def report(given: argparse.Namespace) -> int:
-    """List the incidents of a guarded run, or compare several runs."""
+    """Show what happened in a guarded run, or compare several runs."""
     from keras_nanguard._report import console, files
 
     if len(given.paths) > 1:
@@ -257,7 +331,7 @@ def report(given: argparse.Namespace) -> int:
         print(f"Written to {files.write(run, head, given.output)}.")
     elif given.json:
         for incident in incidents:
-            _print_json(incident.to_dict())
+            print_json(incident.to_dict())
     else:
         print("\n".join([head, *(console.incident_line(incident) for incident in incidents)]))
     return FOUND if incidents else CLEAN
@@ -289,21 +363,35 @@ def _compared(given: argparse.Namespace) -> int:
         for run in runs:
             row = asdict(html.row(run)) | {"causes": dict(run.causes)}
             del row["spark"]
-            _print_json({"format": COMPARED_RUNS, **row})
+            print_json({"format": COMPARED_RUNS, **row})
     else:
         print(html.compared_text(runs))
     return FOUND if any(run.incidents for run in runs) else CLEAN
 
 
+@command(
+    argument("directory", "DIR", "the directory that was given to NanGuard"),
+    argument(
+        "--interval",
+        "SECONDS",
+        "seconds between two updates (default: 1)",
+        type=number(float, 0.05, 3600),
+        default=1.0,
+    ),
+    flag("--once", "print one frame and exit; the default if the output is not a terminal"),
+)
 def watch(given: argparse.Namespace) -> int:
-    """Show a running fit in the terminal."""
-    from keras_nanguard._report.terminal import watch as show
+    """Follow a guarded run in the terminal: curves, incidents, and remaining budgets of the
+    policy."""
+    from keras_nanguard._report.terminal import watch as follow
 
-    return FOUND if show(given.directory, given.interval, given.once) else CLEAN
+    return FOUND if follow(given.directory, given.interval, given.once) else CLEAN
 
 
+@command()
 def demo(given: argparse.Namespace) -> int:
-    """Run the demonstration."""
+    """Train a small network on data with five corrupted images, with and without the guard, and on
+    clean data."""
     from keras_nanguard._core.errors import GuardError, no_backend
 
     try:
@@ -312,43 +400,3 @@ def demo(given: argparse.Namespace) -> int:
         return run()
     except ImportError as error:
         raise GuardError(no_backend(error) or str(error)) from error
-
-
-def _limits(given: argparse.Namespace) -> dict[str, Any]:
-    found = {"limit": given.limit, "statistics_limit": given.statistics_limit}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _show(report: Any, as_json: bool, ok: bool) -> int:
-    """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file;
-    and return the exit code."""
-    if as_json:
-        _print_json(report.to_dict())
-    elif sys.stdout.isatty() and hasattr(report, "__rich__"):
-        from rich.console import Console
-
-        Console().print(report)
-    else:
-        print(report)
-    return CLEAN if ok else FOUND
-
-
-def _print_json(document: Any) -> None:
-    """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
-    from keras_nanguard._core.plain_values import plain
-
-    print(json.dumps(plain(document), allow_nan=False))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr if that is a terminal; it disappears at the end."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -104,9 +104,10 @@ def errors() -> Iterator[str]:
 
 def command_line() -> Iterator[str]:
     """The commands with their arguments and options, and the exit codes."""
-    module = importlib.import_module("keras_nanguard._cli.parser")
+    codes = importlib.import_module("keras_nanguard._cli.output")
     for name in ("CLEAN", "FOUND", "MISUSE"):
-        yield f"exit code {getattr(module, name)}: {name.lower()}"
+        yield f"exit code {getattr(codes, name)}: {name.lower()}"
+    module = importlib.import_module("keras_nanguard._cli.parser")
     commands = next(a for a in module.parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
     for name, parser in commands.items():
         yield f"command {name}"

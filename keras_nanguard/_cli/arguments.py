@@ -1,0 +1,127 @@
+"""What commands share: how each is declared, with its arguments and its help, and which arguments
+several of them take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from keras_nanguard._files.problems import STATISTICS_LIMIT
+
+Argument: TypeAlias = Callable[[argparse.ArgumentParser], object]
+"""Adds an argument to the parser of a command."""
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+"""Takes the parsed arguments and returns the exit code."""
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        run: runs it.
+        arguments: its arguments, in the order of the help.
+    """
+
+    run: Run
+    arguments: tuple[Argument, ...]
+
+    @property
+    def description(self) -> str:
+        """The first paragraph of the docstring of `run`."""
+        return " ".join(inspect.cleandoc(self.run.__doc__ or "").partition("\n\n")[0].split())
+
+
+COMMANDS: dict[str, Command] = {}
+"""Every command, by its name."""
+
+
+def command(*arguments: Argument) -> Callable[[Run], Run]:
+    """Return a decorator that makes a function a command: `check_policy` becomes `check-policy`."""
+
+    def declare(run: Run) -> Run:
+        COMMANDS[run.__name__.replace("_", "-")] = Command(run, arguments)
+        return run
+
+    return declare
+
+
+def argument(names: str, metavar: str | None, text: str, **settings: Any) -> Argument:
+    """Return an argument with its names, as `-o --output`, and its help; other settings are those
+    of `ArgumentParser.add_argument`."""
+    settings |= {"metavar": metavar, "help": text}
+    return lambda parser: parser.add_argument(*names.split(), **settings)
+
+
+def several(name: str, metavar: str, text: str, **settings: Any) -> Argument:
+    """Return an option that can be repeated."""
+    return argument(name, metavar, text, action="append", default=[], **settings)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return lambda parser: parser.add_argument(name, action="store_true", help=text)
+
+
+def choice(dest: str, **texts: str) -> Argument:
+    """Return options of which one can be given, each with its help; the first is the default."""
+    shared: dict[str, Any] = {"dest": dest, "action": "store_const", "default": next(iter(texts))}
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for name, text in texts.items():
+            group.add_argument(f"--{name}", const=name, help=text, **shared)
+
+    return add
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """Return a type of arguments: a number from `low` to `high`."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            bounds = f"of {low:g} or above" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}, received {text}")
+        return value
+
+    number.__name__ = kind.__name__  # as argparse names it
+    return number
+
+
+def count(name: str, text: str, default: int | None = None, low: int = 1) -> Argument:
+    """Return an option that is a whole number of at least `low`."""
+    return argument(name, "NUMBER", text, type=number(int, low), default=default)
+
+
+# Arguments of several commands
+
+FILES = (
+    "a .keras, .weights.h5, .h5 or .npz file, the .json index of sharded weights, or an Orbax"
+    " checkpoint"
+)
+"""The files of models, in words."""
+
+MODEL = argument("path", "MODEL", "a .keras or legacy .h5 file of a whole model")
+JSON = flag("--json", "print JSON, one document per line")
+
+_OF_STATISTICS = "magnitude that no moving statistic may exceed (default: 1e6)"
+LIMITS = (
+    argument("--limit", "NUMBER", "magnitude that no value may exceed", type=float),
+    argument("--statistics-limit", "NUMBER", _OF_STATISTICS, type=float, default=STATISTICS_LIMIT),
+)
+
+
+def output(default: str) -> tuple[Argument, Argument]:
+    """Return the options for a new file."""
+    new = argument("-o --output", "FILE", f"the new file (default: {default})")
+    return new, flag("--overwrite", "replace an existing output")
+
+
+def only(what: str) -> Argument:
+    """Return the option that selects variables or layers."""
+    return several("--only", "PATTERN", f"only {what} whose path matches: '*bn*'")

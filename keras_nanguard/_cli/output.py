@@ -1,0 +1,92 @@
+"""What commands print: reports as tables, lines or JSON, and errors in the words of the command
+line, in which `overwrite=True` is `--overwrite`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from keras_nanguard._core.plain_values import one_line, plain
+
+CLEAN, FOUND, MISUSE = 0, 1, 2
+"""The exit codes."""
+
+_VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
+
+
+def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the options of a command by the names of the Python arguments; `""` for positional
+    arguments."""
+    found = {}
+    for action in command._actions:
+        if action.dest not in ("help", "mode"):
+            name = action.dest if action.option_strings else "path"
+            found[name] = (action.option_strings or [""])[-1]
+    return found
+
+
+def in_options(text: str, options: Mapping[str, str]) -> str:
+    """Return a message with each `argument=value` replaced by the option and its value.
+
+    Args:
+        text: the message.
+        options: the options, from `option_words`.
+    """
+    if not options:
+        return text
+
+    def option_of(match: re.Match[str]) -> str:
+        option, value = options[match[1]], match[2]
+        if value == "True":
+            return option
+        if value == "None":
+            return f"no {option}"
+        plain = value.strip("'\"") if re.fullmatch(r"'[\w.*-]+'", value) else value
+        return f"{option} {plain}" if option else value
+
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    return re.sub(rf"(?<![\w-])({names}){_VALUE}", option_of, text)
+
+
+def print_error(error: Exception, words: Mapping[str, str]) -> None:
+    """Print an error in one line, with command line options instead of Python arguments."""
+    print(f"keras-nanguard: {in_options(one_line(error), words)}", file=sys.stderr)
+
+
+def show(report: Any, as_json: bool, ok: bool) -> int:
+    """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file;
+    and return the exit code."""
+    if as_json:
+        print_json(report.to_dict())
+    elif sys.stdout.isatty() and hasattr(report, "__rich__"):
+        from rich.console import Console
+
+        Console().print(report)
+    else:
+        print(report)
+    return CLEAN if ok else FOUND
+
+
+def print_json(document: Any) -> None:
+    """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
+    print(json.dumps(plain(document), allow_nan=False))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on stderr if that is a terminal; it disappears at the end."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
