@@ -79,7 +79,7 @@ def _plain_page() -> str:
     from keras_nanguard._report.shown import ShownRun
 
     found = Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))
-    return html.page(ShownRun([found]), "")
+    return html.page(ShownRun([found]))
 
 
 def warmed_up() -> None:
@@ -104,10 +104,9 @@ def _shown_incidents(path: Path) -> None:
 
     run = files.read(path)
     incidents = run.incidents
-    head = console.summary(incidents, len(run.recording) or None, 0, 0)
     check_printed("\n".join(console.incident_line(incident) for incident in incidents), "lines")
-    console.markdown(incidents, head)
-    check_page(html.page(run, head), _plain_page())
+    console.markdown(incidents, run.summary)
+    check_page(html.page(run), _plain_page())
     for incident in incidents[:20]:
         if type(incident).from_dict(json.loads(incident.to_json())) is None:
             raise Wrong("an incident that is written is not read again")
@@ -121,7 +120,7 @@ def _shown_incidents(path: Path) -> None:
     screen = io.StringIO()
     Console(file=screen, width=100, force_terminal=False).print(terminal.frame(run, 100))
     check_printed(screen.getvalue(), "watch")
-    check_printed(terminal.table_text(incidents, head), "table")
+    check_printed(terminal.table_text(incidents, run.summary), "table")
 
 
 def look_incidents(path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._version import __version__
+from keras_nanguard._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from keras_nanguard._core.errors import (
@@ -45,16 +45,9 @@ _HOMES = {
     "NanGuard": "guard",
     "NanGuardModel": "model",
     "Policy": "_policy.policy",
-    "Incident": "_core.incident",
-    "Finding": "_core.incident",
-    "Diagnosis": "_core.incident",
-    "Decision": "_core.incident",
-    "Outcome": "_core.incident",
-    **dict.fromkeys(
-        ("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"
-    ),
-    **dict.fromkeys(("NanGuardError", "PolicyError", "StateLostError"), "_core.errors"),
-    "NonFiniteError": "_core.incident",
+    **dict.fromkeys(("Incident", "Finding", "Diagnosis", "Decision", "Outcome"), "_core.incident"),
+    **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "errors"),
+    **dict.fromkeys(("NanGuardError", "NonFiniteError", "PolicyError", "StateLostError"), "errors"),
     "Recording": "_recording.recording",
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
@@ -63,36 +56,10 @@ _HOMES = {
     "replay": "_diagnose.replay",
     "scan": "_files.scan",
 }
-
-__all__ = [
-    "BundleError",
-    "Decision",
-    "Diagnosis",
-    "FileFormatError",
-    "Finding",
-    "GuardError",
-    "GuardInUseError",
-    "Incident",
-    "NanGuard",
-    "NanGuardError",
-    "NanGuardModel",
-    "NonFiniteError",
-    "Outcome",
-    "Policy",
-    "PolicyError",
-    "Recording",
-    "StateLostError",
-    "__version__",
-    "diagnose",
-    "lint",
-    "recalibrate",
-    "repair",
-    "replay",
-    "scan",
-]
-
+"""The module of each name."""
 
 if not TYPE_CHECKING:  # a tool that saw it would take any name for a public one
+    __all__ = sorted([*_HOMES, "__version__"])
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
@@ -110,4 +77,4 @@ if not TYPE_CHECKING:  # a tool that saw it would take any name for a public one
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_HOMES, "__version__"])

@@ -26,15 +26,15 @@ from keras_nanguard._fit.attached import Attached, guardable
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import Resumed, find
-from keras_nanguard._fit.run import Run, Totals
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
-from keras_nanguard._report import console, files, html, plots
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report import console, files, html
+from keras_nanguard._report.shown import ShownRun, curves
 
 __all__ = ["NanGuard"]
 
@@ -119,7 +119,7 @@ class NanGuard(keras.callbacks.Callback):
         self._reporter, self._recorder = Reporter(arguments.verbosity(verbose)), Recorder()
         self._bad_rows = BadRows(self._recorder, self.sample_ids)
         self._unnamed = self._resumed = self._watching = False
-        self._counts = Totals()  # of the fits before the last one
+        self._counts = console.Totals()  # of the fits before the last one
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
@@ -167,7 +167,7 @@ class NanGuard(keras.callbacks.Callback):
 
     @verbose.setter
     def verbose(self, verbose: int) -> None:
-        self._reporter.verbose = verbose
+        self._reporter.verbose = arguments.verbosity(verbose)
 
     # Installing and uninstalling
 
@@ -238,7 +238,7 @@ class NanGuard(keras.callbacks.Callback):
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.close()
-            self._reporter.end_tracking(self._page)
+            self._reporter.end_tracking(lambda: html.page(self._run))
 
     # What Keras calls
 
@@ -409,7 +409,7 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: when called outside of `watch`.
         """
-        made = _LoopSteps(function)
+        of_loop = functools.lru_cache(1)(lambda session: loop_step()(function, session))
 
         @functools.wraps(getattr(function, "python_function", function))
         def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
@@ -418,7 +418,7 @@ class NanGuard(keras.callbacks.Callback):
                     "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
                     " outside. Move the loop into the with block."
                 )
-            returned: Returned = made.of(self.session)(*args, **kwargs)
+            returned: Returned = of_loop(self.session)(*args, **kwargs)
             return returned
 
         return guarded
@@ -442,9 +442,10 @@ class NanGuard(keras.callbacks.Callback):
         """The `Recording` of all steps and events so far. It is a copy from memory."""
         return self._recorder.recording
 
-    def _counted(self) -> Totals:
-        """Return the counts of all fits so far."""
-        return self._counts if self.session is None else self._counts.plus(self.session.run.counts)
+    def _counted(self) -> console.Totals:
+        """Return the numbers of steps of all fits so far."""
+        last = None if self.session is None else self.session.run.counts.totals
+        return self._counts if last is None else self._counts.plus(last)
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
         """Return the rows of the data that caused bad steps, each once, in the order in which they
@@ -485,11 +486,7 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def _run(self) -> ShownRun:
         """All fits so far, as reports show them."""
-        return ShownRun(self.incidents, self.recording, self.directory)
-
-    def _page(self) -> str:
-        """Return the HTML page of all fits so far."""
-        return html.page(self._run, self.summary())
+        return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
 
     def __repr__(self) -> str:
         incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
@@ -502,7 +499,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return a summary of all fits so far: numbers of steps, incidents by cause, and
         actions.
         """
-        return console.summary(self.incidents, *self._counted())
+        return console.summary(self.incidents, self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.
@@ -517,7 +514,7 @@ class NanGuard(keras.callbacks.Callback):
         """
         if processes.index() != 0:
             return Path(path)
-        return files.write(self._run, self.summary(), path)
+        return files.write(self._run, path)
 
     def _repr_html_(self) -> str:
         title, *lines = self.summary().splitlines()
@@ -538,7 +535,7 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: if matplotlib is not installed.
         """
-        return plots.curves(self.recording)
+        return curves(self.recording)
 
 
 def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
@@ -553,18 +550,3 @@ def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
         guard.session.end()
     guard.session = guard._session(model)
     attachment(model, guard.session).make_with(make)
-
-
-class _LoopSteps:
-    """A hand-written train step as the transaction of a loop: each `watch` has a new one."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-        self._session: Session | None = None
-        self._step: Any = None
-
-    def of(self, session: Session) -> Any:
-        """Return the guarded step of the loop with this session."""
-        if self._session is not session:
-            self._session, self._step = session, loop_step()(self._function, session)
-        return self._step

@@ -326,14 +326,15 @@ def report(given: argparse.Namespace) -> int:
         return _compared(given)
     run = files.read(given.paths[0])
     incidents = run.incidents
-    head = console.summary(incidents, len(run.recording) or None, *run.skipped)
     if given.output:
-        print(f"Written to {files.write(run, head, given.output)}.")
+        print(f"Written to {files.write(run, given.output)}.")
     elif given.json:
         for incident in incidents:
             print_json(incident.to_dict())
     else:
-        print("\n".join([head, *(console.incident_line(incident) for incident in incidents)]))
+        print(
+            "\n".join([run.summary, *(console.incident_line(incident) for incident in incidents)])
+        )
     return FOUND if incidents else CLEAN
 
 
@@ -392,11 +393,6 @@ def watch(given: argparse.Namespace) -> int:
 def demo(given: argparse.Namespace) -> int:
     """Train a small network on data with five corrupted images, with and without the guard, and on
     clean data."""
-    from keras_nanguard._core.errors import GuardError, no_backend
+    from keras_nanguard._cli.demo import run
 
-    try:
-        from keras_nanguard._cli.demo import run
-
-        return run()
-    except ImportError as error:
-        raise GuardError(no_backend(error) or str(error)) from error
+    return run()

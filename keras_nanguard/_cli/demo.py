@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._report import terminal
@@ -50,15 +51,14 @@ def digits() -> tuple[Any, Any, Any, Any, Any]:
         `(n,)`.
 
     Raises:
-        ImportError: if scikit-learn is not installed.
+        GuardError: if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            "Expected scikit-learn, which contains the digits. Received: it is not installed. "
-            "Run: pip install 'keras-nanguard[demo]'"
-        ) from error
+        wanted = "scikit-learn, which contains the digits"
+        remedy = "Run: pip install 'keras-nanguard[demo]'"
+        raise GuardError(expected(wanted, "it is not installed", remedy)) from error
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     x = (data.data[order] / 16.0).astype("float32").reshape(-1, 8, 8, 1)
@@ -128,7 +128,7 @@ def run(epochs: int = EPOCHS) -> int:
     """Train three times and print the results; return 0 if the guarded run wins, 1 if it does not.
 
     Raises:
-        ImportError: if scikit-learn is not installed.
+        GuardError: if scikit-learn is not installed.
     """
     from rich.console import Console
 

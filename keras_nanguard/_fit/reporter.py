@@ -33,7 +33,7 @@ class Reporter:
 
     def __init__(self, verbose: int):
         self.verbose = verbose
-        self._lines = console.Lines(every=verbose == 2)
+        self._lines = console.Lines()
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
         self._callbacks: list[Any] | None = None
@@ -59,7 +59,7 @@ class Reporter:
             samples: the bad rows of its step.
         """
         self._of_run.append(incident)
-        what = (incident, samples, _details(directory))
+        what = (incident, samples, _details(directory), self.verbose == 2)
         self.attempt("print a line", lambda: self.line(self._lines.line(*what)))
 
     def epoch(
@@ -70,18 +70,17 @@ class Reporter:
         Ordinary overflows under dynamic loss scaling are part of a healthy run: without any other
         refused step there is no line, unless all steps were refused or `verbose` is 2.
         """
-        ordinary = counts.epoch_overflows >= counts.epoch_refused and counts.epoch_committed > 0
-        if ordinary and self.verbose < 2:
+        refused, committed, every = counts.epoch_refused, counts.epoch_committed, self.verbose == 2
+        if counts.epoch_overflows >= refused and committed > 0 and not every:
             return
-        seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
+        seen = (refused, committed, sorted(unmeasured), committed_before, every)
         self.attempt("print a line", lambda: self.line(self._lines.epoch(epoch, *seen)))
 
     def end(self, counts: Counts, directory: str | None) -> None:
         """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
-            seen = (counts.step, counts.refused, counts.run_again, len(incidents))
-            head = console.closing_line(*seen, _details(directory))
+            head = console.closing_line(counts.totals, len(incidents), _details(directory))
             self.attempt("print a table", lambda: self.line(terminal.table_text(incidents, head)))
 
     def line(self, text: str) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,25 +39,12 @@ from keras_nanguard._recording import database
 from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import EventKind
+from keras_nanguard._report.console import Totals
 
 # Counters
 
 _MAX_EPOCHS = 256
 """Number of epochs whose first step is remembered, for replays."""
-
-
-class Totals(NamedTuple):
-    """Sums of the counters of one or several fits; the fields are those of `Counts`."""
-
-    steps: int = 0
-    refused: int = 0
-    overflows: int = 0
-    run_again: int = 0
-
-    def plus(self, counts: Counts) -> Totals:
-        """Return the totals including another fit."""
-        more = (counts.step, counts.refused, counts.overflows, counts.run_again)
-        return Totals(*map(sum, zip(self, more)))
 
 
 class Counts:
@@ -157,6 +144,11 @@ class Counts:
             if step >= began:
                 return epoch, step - start
         return self.epoch, self.batch(step)
+
+    @property
+    def totals(self) -> Totals:
+        """The numbers of steps that a summary has."""
+        return Totals(self.step, self.refused, self.overflows, self.run_again)
 
     @property
     def position(self) -> tuple[int, int]:

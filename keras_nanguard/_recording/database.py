@@ -7,11 +7,9 @@ the statements that have changed the memory are executed there again. See docs/r
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,12 +96,6 @@ SCHEMA = {
 }
 """The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and
 `samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `samples.why` its `reason`."""
-
-
-def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the file, given it or its directory."""
-    found = Path(path)
-    return found / NAME if found.is_dir() else found
 
 
 def make(connection: sqlite3.Connection) -> None:

@@ -36,7 +36,6 @@ from keras_nanguard._recording.database import (
     STEP_COLUMNS,
     VERSION,
     Row,
-    path_of,
     rows_of,
 )
 
@@ -352,7 +351,8 @@ class Recording:
             GuardError: if the file is missing, is not a recording, is of a newer version, or is
                 damaged or too large.
         """
-        return read(path_of(path))[0]
+        file = Path(path)
+        return read(file / NAME if file.is_dir() else file)[0]
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")

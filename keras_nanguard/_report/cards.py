@@ -23,7 +23,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import BUNDLES, SITES, Diagnosis, Finding, Incident, told
+from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, told
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
@@ -205,7 +205,6 @@ class Card:
         title: cause and place.
         group: the incidents of this kind.
         first: the first of them that still has its bundle, or the first of all.
-        findings: the findings of `first`, in causal order.
         outcomes: action, status and detail of the most frequent outcomes, and how often they
             occurred.
         code: code to paste, or `""`.
@@ -221,7 +220,6 @@ class Card:
     title: str
     group: Sequence[Incident]
     first: Incident
-    findings: Sequence[Finding]
     outcomes: Sequence[tuple[str, str, str, int]]
     code: str
     layers: str
@@ -271,7 +269,6 @@ def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Ca
         title=console.why(group[0]),
         group=group,
         first=first,
-        findings=sorted(first.findings, key=lambda finding: SITES.index(finding.site)),
         outcomes=[(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
         code=snippet(diagnosis) if diagnosis is not None else "",
         layers=layer_table(folder),

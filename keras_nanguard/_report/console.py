@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_nanguard._core.incident import (
     Diagnosis,
@@ -177,25 +177,28 @@ class Lines:
     """Selects the lines to print during training: the first incident of each kind, then the 10th,
     the 100th, ...
 
-    An incident with a change of the model, the optimizer or the training is always printed.
-
-    Args:
-        every: whether every incident is printed.
+    An incident with a change of the model, the optimizer or the training is always printed. All
+    methods take whether to print every line.
     """
 
-    def __init__(self, every: bool = False):
-        self.every = every
+    def __init__(self) -> None:
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._most_printed = 0
 
-    def line(self, incident: Incident, samples: Sequence[BadSample] = (), details: str = "") -> str:
+    def line(
+        self,
+        incident: Incident,
+        samples: Sequence[BadSample] = (),
+        details: str = "",
+        every: bool = False,
+    ) -> str:
         """Return the line of an incident, or `""` if it is only counted. See `brief_line`."""
         kind = _kind(incident)
         self._seen[kind] += 1
         count = self._seen[kind]
         round_number = count >= 10 and str(count).strip("0") == "1"
         new = count == 1 or incident.decision is None or not CHANGING.isdisjoint(incident.changes)
-        if self.every:
+        if every:
             return incident_line(incident)
         repeats = count if round_number and not new else 0
         if not new and not round_number:
@@ -209,6 +212,7 @@ class Lines:
         committed: int,
         unmeasured: Sequence[str] = (),
         committed_before: bool = True,
+        every: bool = False,
     ) -> str:
         """Return the line at the end of an epoch, or `""` if it would repeat an earlier one.
 
@@ -220,8 +224,9 @@ class Lines:
             refused, committed: numbers of its refused and committed steps.
             unmeasured: names of logs that no committed step of this fit has measured.
             committed_before: whether any step of this fit has committed.
+            every: whether each epoch with refused steps has a line.
         """
-        if not (refused and (refused >= 2 * self._most_printed or not committed or self.every)):
+        if not (refused and (refused >= 2 * self._most_printed or not committed or every)):
             return ""
         self._most_printed = max(refused, self._most_printed)
         head = f"NanGuard: epoch {epoch + 1}"
@@ -246,40 +251,57 @@ def times(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def closing_line(steps: int, refused: int, run_again: int, incidents: int, details: str) -> str:
+class Totals(NamedTuple):
+    """Numbers of steps of one or several fits.
+
+    Attributes:
+        steps: complete train steps, including refused ones; `None` if unknown.
+        refused: refused steps.
+        overflows: those of them that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback, and replayed.
+    """
+
+    steps: int | None = 0
+    refused: int = 0
+    overflows: int = 0
+    run_again: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the sums."""
+        return Totals(*(sum(filter(None, both)) for both in zip(self, other)))
+
+    @property
+    def replayed(self) -> str:
+        """The further steps in words, after a comma; `""` without any."""
+        again = times(self.run_again, "step")
+        return f", {again} replayed after a rollback" if self.run_again else ""
+
+
+def closing_line(totals: Totals, incidents: int, details: str) -> str:
     """Return the line at the end of a run with incidents."""
+    steps, refused = totals.steps or 0, totals.refused
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
-    found = f"{counted}{_replayed(run_again)}, {times(incidents, 'incident')}"
+    found = f"{counted}{totals.replayed}, {times(incidents, 'incident')}"
     return f"NanGuard: {found}. Details: {details}"
 
 
-def summary(
-    incidents: Sequence[Incident],
-    steps: int | None,
-    refused: int,
-    overflows: int,
-    run_again: int = 0,
-) -> str:
+def summary(incidents: Sequence[Incident], totals: Totals) -> str:
     """Return the numbers of steps (if known), skipped steps, incidents by cause, and actions.
 
     The action `warn`, which changes nothing, is not counted.
     """
-    counted = "" if steps is None else f"{steps} steps, "
+    counted = "" if totals.steps is None else f"{totals.steps} steps, "
     found = times(len(incidents), "incident")
-    lines = [f"NanGuard: {counted}{refused} skipped{_replayed(run_again)}, {found}."]
-    if overflows:
+    lines = [f"NanGuard: {counted}{totals.refused} skipped{totals.replayed}, {found}."]
+    if totals.overflows:
         ordinary = "of those were ordinary float16 overflows, which loss scaling handled."
-        lines.append(f"  {overflows} {ordinary}")
+        lines.append(f"  {totals.overflows} {ordinary}")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     done = (o.action for i in incidents for o in i.outcomes if o.status == "done")
     actions = Counter(action for action in done if action != "warn")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
     return printable("\n".join(lines))
-
-
-def _replayed(run_again: int) -> str:
-    return f", {times(run_again, 'step')} replayed after a rollback" if run_again else ""
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

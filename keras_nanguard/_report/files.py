@@ -38,12 +38,11 @@ _REMEDY = (
 )
 
 
-def write(run: ShownRun, head: str, path: str | os.PathLike[str]) -> Path:
+def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
     """Write the incidents of a run to a file atomically, and return its path.
 
     Args:
         run: the run.
-        head: lines before the incidents in Markdown and HTML.
         path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line),
             `.md` or `.html`.
 
@@ -57,8 +56,8 @@ def write(run: ShownRun, head: str, path: str | os.PathLike[str]) -> Path:
     texts: dict[str, Callable[[], str]] = {
         ".json": lambda: json.dumps(document, indent=2, default=Incident.to_dict),
         ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in run.incidents),
-        ".md": lambda: console.markdown(run.incidents, head),
-        ".html": lambda: html.page(run, head),
+        ".md": lambda: console.markdown(run.incidents, run.summary),
+        ".html": lambda: html.page(run),
     }
     if path.suffix not in texts:
         wanted = "a path that ends in .json, .jsonl, .md or .html"

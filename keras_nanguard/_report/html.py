@@ -71,13 +71,9 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return made
 
 
-def page(run: ShownRun, summary: str) -> str:
-    """Return the report of one run.
-
-    Args:
-        run: the run.
-        summary: a summary, for a page without a recording.
-    """
+def page(run: ShownRun) -> str:
+    """Return the report of one run."""
+    summary = [] if len(run.recording) else run.summary.splitlines()
     run, steps = _placed(run)
     recording = run.recording
     found, numbers = cards(run, steps)
@@ -92,7 +88,7 @@ def page(run: ShownRun, summary: str) -> str:
         "report.html",
         data,
         title=str(meta.get("model") or "run"),
-        summary=[] if len(recording) else summary.splitlines(),
+        summary=summary,
         facts=_facts(run),
         cards=found,
         healthy=_healthy(run),
@@ -194,23 +190,23 @@ def _marks(run: ShownRun, numbers: Sequence[int], at: Sequence[int]) -> dict[str
         "incidents": [[step + 1 for step in at], [*numbers], refusals],
         "refused": refused,
         "overflows": overflows.tolist(),
-        "overflow_count": run.skipped[1],
+        "overflow_count": run.totals.overflows,
         "rollbacks": _rollbacks(recording),
         "rates": [[event.step + 1, event.text] for event in rates],
     }
 
 
 def _facts(run: ShownRun) -> list[tuple[str, str]]:
-    recording, (refused, overflows) = run.recording, run.skipped
+    recording, totals = run.recording, run.totals
     meta = recording.meta
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
-        ("steps", f"{len(recording):,}" if len(recording) else ""),
-        ("skipped steps", f"{refused - overflows:,}"),
+        ("steps", f"{totals.steps:,}" if totals.steps else ""),
+        ("skipped steps", f"{totals.refused - totals.overflows:,}"),
         ("incidents", f"{len(run.incidents):,}"),
         ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
         ("bad rows", str(len(recording.samples))),
-        ("float16 overflows", f"{overflows:,}" if overflows else ""),
+        ("float16 overflows", f"{totals.overflows:,}" if totals.overflows else ""),
         ("backend", str(meta.get("backend", ""))),
         *_times(meta),
     ]
@@ -219,7 +215,7 @@ def _facts(run: ShownRun) -> list[tuple[str, str]]:
 
 def _healthy(run: ShownRun) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
-    if run.skipped[1]:
+    if run.totals.overflows:
         overflows = "ordinary float16 overflows, which loss scaling handles"
         return f"No incidents. All skipped steps are {overflows}."
     return "No incidents: every step was finite and committed." if len(run.recording) else ""
@@ -299,7 +295,7 @@ def row(run: ShownRun) -> ComparedRun:
     return ComparedRun(
         name=run.name,
         status=str(run.recording.meta.get("status", "")),
-        steps=f"{len(run.recording):,}" if len(run.recording) else "",
+        steps=f"{run.totals.steps:,}" if run.totals.steps else "",
         incidents=len(run.incidents),
         first=run.incidents[0].moment if run.incidents else "",
         causes="; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),

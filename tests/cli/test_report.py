@@ -29,7 +29,7 @@ INCIDENTS = [
 
 @pytest.mark.parametrize("ending", ["json", "jsonl"])
 def test_round_trip(tmp_path, ending):
-    path = files.write(ShownRun(INCIDENTS), "head", tmp_path / f"run.{ending}")
+    path = files.write(ShownRun(INCIDENTS), tmp_path / f"run.{ending}")
     assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
 
 
@@ -43,7 +43,7 @@ def test_folder_of_bundles(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    path = files.write(ShownRun(INCIDENTS), "head", tmp_path / "run.json")
+    path = files.write(ShownRun(INCIDENTS), tmp_path / "run.json")
     assert main(["report", str(path)]) == 1
     assert "loss_domain in 'mse'" in capsys.readouterr().out
     assert main(["report", str(path), "--json"]) == 1
@@ -72,10 +72,10 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     """An error names the requested file, not the temporary one."""
     path = tmp_path / "missing" / "run.md"
     with pytest.raises(FileNotFoundError) as caught:
-        files.write(ShownRun(INCIDENTS), "head", path)
+        files.write(ShownRun(INCIDENTS), path)
     assert caught.value.filename == str(path)
     assert (
-        main(["report", str(files.write(ShownRun(INCIDENTS), "", tmp_path / "run.json")), "-o", str(path)])
+        main(["report", str(files.write(ShownRun(INCIDENTS), tmp_path / "run.json")), "-o", str(path)])
         == 2
     )
     assert (

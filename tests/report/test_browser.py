@@ -45,7 +45,7 @@ def browser():
 def written(folder, name, recording):
     found = [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
     path = folder / f"{name}.html"
-    path.write_text(html.page(ShownRun(found, recording), "a line"), encoding="utf-8", errors="replace")
+    path.write_text(html.page(ShownRun(found, recording)), encoding="utf-8", errors="replace")
     return path
 
 

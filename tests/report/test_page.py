@@ -59,7 +59,7 @@ def incidents_of(recording):
 
 
 def page_of(recording, directory=None):
-    return html.page(ShownRun(incidents_of(recording), recording, directory), "one line")
+    return html.page(ShownRun(incidents_of(recording), recording, directory))
 
 
 def test_contents():
@@ -74,12 +74,12 @@ def test_contents():
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
     assert "every step was finite" in text and "Bad rows" not in text
-    assert "There are no incidents." in " ".join(Elements(html.page(ShownRun(), "")).text), "there may be no recording at all"
+    assert "There are no incidents." in " ".join(Elements(html.page(ShownRun())).text), "there may be no recording at all"
 
 
 def test_before_the_first_step():
     """The page of an unused guard states this, and claims nothing."""
-    text = " ".join(Elements(html.page(ShownRun((), Recorder().recording), "")).text)
+    text = " ".join(Elements(html.page(ShownRun((), Recorder().recording))).text)
     assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
 
@@ -142,7 +142,7 @@ def test_a_log_that_is_ahead_of_the_recording():
     incidents = incidents_of(recording)
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
     behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
-    raw = next(r for r in Elements(html.page(ShownRun(incidents, behind), "")).raw if r.startswith('{"charts"'))
+    raw = next(r for r in Elements(html.page(ShownRun(incidents, behind))).raw if r.startswith('{"charts"'))
     assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
 
 
@@ -205,7 +205,7 @@ def test_a_directory_that_several_fits_share():
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
     both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
-    raw = next(r for r in Elements(html.page(ShownRun(incidents_of(first)[:2], both), "")).raw if r.startswith('{"charts"'))
+    raw = next(r for r in Elements(html.page(ShownRun(incidents_of(first)[:2], both))).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
     assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 

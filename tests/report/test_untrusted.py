@@ -175,7 +175,7 @@ def test_markdown_holds_no_markup_of_the_file():
             "diagnosis": {"cause": "unknown", "culprit": name, "evidence": [name], "advice": [name]},
         }
     )
-    text = console.markdown([odd], console.summary([odd], 1, 1, 0))
+    text = console.markdown([odd], ShownRun([odd]).summary)
     assert text.count("```") == 2
     body = text.split("```")[2]
     assert "<" not in body.replace("\\<", "") and "](" not in body.replace("\\](", "")
@@ -221,7 +221,7 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
         inner[sorted(inner)[0]] = value
     else:
         data[name] = value
-    assert html.page(ShownRun((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))), "")
+    assert html.page(ShownRun((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))))
     try:
         found = Incident.from_dict(data)
     except FileFormatError as error:
@@ -230,8 +230,8 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
     assert Incident.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
     line = console.incident_line(found)
     assert all(c.isprintable() for c in line.replace("\n", " "))
-    assert console.summary([found], 1, 1, 0) and console.markdown([found], "") and found._repr_html_()
-    assert html.page(ShownRun([found]), "")
+    assert ShownRun([found]).summary and console.markdown([found], "") and found._repr_html_()
+    assert html.page(ShownRun([found]))
 
 
 CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
@@ -256,7 +256,7 @@ def test_a_recording_is_accepted_or_rejected(table, data):
         except GuardError as error:
             assert len(str(error)) < 2000 and str(error).isprintable()
             return
-    assert repr(found) and len(found) >= 0 and html.page(ShownRun((), found), "")
+    assert repr(found) and len(found) >= 0 and html.page(ShownRun((), found))
     screen = io.StringIO()
     Console(file=screen, width=80).print(terminal.frame(ShownRun((), found)))
     assert "\x1b" not in screen.getvalue()

@@ -16,7 +16,7 @@ from keras_nanguard._files.repair_report import RepairReport
 from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report.console import Lines, brief_line, kinds, markdown, summary, why
+from keras_nanguard._report.console import Lines, Totals, brief_line, kinds, markdown, summary, why
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
@@ -256,5 +256,5 @@ def test_kinds():
         (2, "input_nonfinite in 'x/age'", 3),
         (1, "nonfinite loss", 7),
     ]
-    assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, 10, 2, 0)
-    assert "1 skipped, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], 10, 1, 0)
+    assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, Totals(10, 2))
+    assert "1 skipped, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], Totals(10, 1))
