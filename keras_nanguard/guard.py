@@ -26,7 +26,7 @@ from keras_nanguard._fit.attached import Attached, guardable
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import Resumed, find
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import outside
 from keras_nanguard._keras.train_state import TrainState
@@ -108,10 +108,8 @@ class NanGuard(keras.callbacks.Callback):
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.functions = arguments.functions(functions)
-        self.diagnose, self.logs = (
-            arguments.flag("diagnose", diagnose),
-            arguments.flag("logs", logs),
-        )
+        self.diagnose = arguments.flag("diagnose", diagnose)
+        self.logs = arguments.flag("logs", logs)
         self.sample_ids = arguments.sample_ids(sample_ids)
         self.incidents: list[Incident] = []
         self.session: Session | None = None
@@ -206,7 +204,7 @@ class NanGuard(keras.callbacks.Callback):
         self.session = self._session(model)
         shown = (self.logs, self.diagnose)
         self._attached = Attached(self.session, self._reporter, *shown, self._detach)
-        self._reporter.begin()
+        self._reporter.begin(self.session.run.directory)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         """Return the host side of the steps of a model, which continues that of its last fit.
@@ -217,15 +215,8 @@ class NanGuard(keras.callbacks.Callback):
         """
         from keras_nanguard._diagnose.explain_step import Explainer
 
-        run = Run(
-            model,
-            self.policy,
-            self._recorder,
-            optimizers,
-            self.functions,
-            self.directory,
-            self._reporter.line,
-        )
+        own = (self.functions, self.directory, self._reporter.line)
+        run = Run(model, self.policy, self._recorder, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, self._announce, explain, self._bad_rows)
         if self.session is not None and self.session.run.model is model:
@@ -267,8 +258,7 @@ class NanGuard(keras.callbacks.Callback):
         self._unnamed = not getattr(model, "built", True)
         if getattr(model, "built", False):
             state = TrainState.of(model, self.session.run.optimizers)
-            variables = (*state.trainable, *state.statistics, *state.slots)
-            paths = tuple(str(variable.path) for variable in variables)
+            paths = tuple(str(variable.path) for _, variable in checked(state))
         name = str(getattr(model, "name", "")) or type(model).__name__
         for line in warnings_about(self.policy, name, paths, self):
             self._reporter.once(f"NanGuard: {line}")
@@ -307,7 +297,7 @@ class NanGuard(keras.callbacks.Callback):
             self._attached.restore_at_once()
             self._attached.warn_unless_begun()
             self.session.finished = True
-            self._reporter.end(self.session.run.counts, self.session.run.directory)
+            self._reporter.end(self.session.run.counts)
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -375,7 +365,7 @@ class NanGuard(keras.callbacks.Callback):
             )
         model, optimizers = guardable(model, optimizers)
         self.session = self._session(model, optimizers)
-        self._reporter.begin()
+        self._reporter.begin(self.session.run.directory)
         self._print_policy_warnings()
         self.session.resuming = resuming = self._resumed_from()
         if resuming is not None:
@@ -390,7 +380,7 @@ class NanGuard(keras.callbacks.Callback):
             self._watching = False
             try:
                 self._reporter.line(self.session.bad_rows.line())
-                self._reporter.end(self.session.run.counts, self.session.run.directory)
+                self._reporter.end(self.session.run.counts)
             finally:
                 self.session.end()
 
@@ -466,16 +456,15 @@ class NanGuard(keras.callbacks.Callback):
             files.write_samples(found, path)
         return found
 
-    def _announce(self, incident: Incident) -> None:
-        """Record and print an incident."""
+    def _announce(self, incident: Incident, lowered: Sequence[console.Lowered]) -> None:
+        """Record and print an incident, with the learning rates that it has lowered."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
         self.incidents.append(incident)
-        directory = self.session.run.directory if self.session is not None else None
         self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
         step = incident.step + self._recorder.base
         samples = [sample for sample in self._recorder.samples.values() if step in sample.steps]
-        self._reporter.incident(incident, directory, samples)
+        self._reporter.incident(incident, samples, lowered)
 
     def _record_incident(self, incident: Incident) -> None:
         """Record an incident, and send it to the trackers of the run."""

@@ -1,11 +1,8 @@
-"""What commands share: how each is declared, with its arguments and its help, and which arguments
-several of them take.
-"""
+"""How commands are declared, and the arguments that several of them have."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -23,17 +20,12 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        run: runs it.
+        run: runs it; the first paragraph of its docstring is the help.
         arguments: its arguments, in the order of the help.
     """
 
     run: Run
     arguments: tuple[Argument, ...]
-
-    @property
-    def description(self) -> str:
-        """The first paragraph of the docstring of `run`."""
-        return " ".join(inspect.cleandoc(self.run.__doc__ or "").partition("\n\n")[0].split())
 
 
 COMMANDS: dict[str, Command] = {}
@@ -116,7 +108,7 @@ LIMITS = (
 )
 
 
-def output(default: str) -> tuple[Argument, Argument]:
+def new_file(default: str) -> tuple[Argument, Argument]:
     """Return the options for a new file."""
     new = argument("-o --output", "FILE", f"the new file (default: {default})")
     return new, flag("--overwrite", "replace an existing output")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from keras_nanguard._cli import output
 from keras_nanguard._cli.arguments import (
     COMMANDS as COMMANDS,
     FILES,
@@ -27,20 +28,10 @@ from keras_nanguard._cli.arguments import (
     command,
     count,
     flag,
+    new_file,
     number,
     only,
-    output,
     several,
-)
-from keras_nanguard._cli.output import (
-    CLEAN,
-    FOUND,
-    MISUSE,
-    in_options,
-    print_error,
-    print_json,
-    progress,
-    show,
 )
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._files.repair_report import CHOICES, RepairOptions
@@ -63,17 +54,17 @@ def scan(given: argparse.Namespace) -> int:
     from keras_nanguard._core.errors import NanGuardError
     from keras_nanguard._files.scan import scan as scan_file
 
-    codes = {CLEAN}
+    codes = {output.CLEAN}
     for path in given.paths:
         try:
-            with progress() as done:
+            with output.progress() as done:
                 limits = {"limit": given.limit, "statistics_limit": given.statistics_limit}
                 report = scan_file(path, progress=done, **limits)
         except NanGuardError as error:
-            print_error(error, given.words)
-            codes.add(MISUSE)
+            output.print_error(error, given.words)
+            codes.add(output.MISUSE)
             continue
-        codes.add(show(report, given.json, report.ok))
+        codes.add(output.show(report, given.json, report.ok))
         for entry in report.variables if given.notes and not given.json else ():
             for one in entry.problems:
                 if one.severity == "note":
@@ -88,7 +79,7 @@ def _method(role: str) -> Argument:
 
 @command(
     argument("path", "FILE", FILES),
-    *output("NAME.repaired.EXT"),
+    *new_file("NAME.repaired.EXT"),
     *map(_method, CHOICES),
     argument(
         "--source",
@@ -110,14 +101,14 @@ def repair(given: argparse.Namespace) -> int:
     names += ("limit", "statistics_limit")
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     report = repair_file(given.path, given.output, **options)
-    changes = (replace(c, detail=in_options(c.detail, given.words)) for c in report.changes)
-    return show(replace(report, changes=tuple(changes)), given.json, report.ok)
+    changes = (replace(c, detail=output.in_options(c.detail, given.words)) for c in report.changes)
+    return output.show(replace(report, changes=tuple(changes)), given.json, report.ok)
 
 
 @command(
     MODEL,
     argument("--data", "FILE", "an .npz or .npy file with the inputs (x)", required=True),
-    *output("NAME.repaired.keras"),
+    *new_file("NAME.repaired.keras"),
     count("--steps", "number of batches to run (default: all)"),
     count("--batch-size", "number of rows per batch (default: 32)", 32),
     only("layers"),
@@ -129,19 +120,19 @@ def recalibrate(given: argparse.Namespace) -> int:
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
-    output = model_output(given.path, given.output, given.overwrite)
+    path = model_output(given.path, given.output, given.overwrite)
     from keras_nanguard._files.recalibrate import recalibrate as estimate
 
     with _taking_data(given.data):
-        options = {"steps": given.steps, "batch_size": given.batch_size, "only": given.only}
-        report = estimate(model, inputs, **options)
-    save_model(model, given.path, output)
+        rows = {"steps": given.steps, "batch_size": given.batch_size}
+        report = estimate(model, inputs, only=given.only, **rows)
+    save_model(model, given.path, path)
     if given.json:
-        print_json({**report.to_dict(), "output": output})
+        output.print_json({**report.to_dict(), "output": path})
     else:
         print(report)
-        print(f"Written to {output}.")
-    return CLEAN
+        print(f"Written to {path}.")
+    return output.CLEAN
 
 
 @contextmanager
@@ -174,7 +165,7 @@ def lint(given: argparse.Namespace) -> int:
     from keras_nanguard._lint import lint as lint_model
 
     report = lint_model(model, *data, ignore=tuple(given.ignore))
-    return show(report, given.json, report.ok)
+    return output.show(report, given.json, report.ok)
 
 
 @command(
@@ -194,10 +185,10 @@ def diagnose(given: argparse.Namespace) -> int:
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    code = show(found, given.json, found.healthy)
+    code = output.show(found, given.json, found.healthy)
     if found.error and found.diagnosis.cause == "unknown":
         print(f"keras-nanguard: {found.error}.", file=sys.stderr)
-        return MISUSE
+        return output.MISUSE
     return code
 
 
@@ -232,10 +223,10 @@ def check_policy(given: argparse.Namespace) -> int:
         lines = [str(policy), *(f"warning: {warning}" for warning in warnings)]
         document |= {"warnings": warnings, "policy": policy.to_dict()}
     if given.json:
-        print_json(document)
+        output.print_json(document)
     else:
         print("\n".join(lines))
-    return CLEAN if document["valid"] and not warnings else FOUND
+    return output.CLEAN if document["valid"] and not warnings else output.FOUND
 
 
 @command(
@@ -263,12 +254,6 @@ def replay(given: argparse.Namespace) -> int:
 
     A step that is bad again is a finding.
     """
-    from keras_nanguard._core.errors import BundleError, expected
-
-    # Before a backend is loaded, which takes seconds.
-    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):
-        remedy = "It contains bundle.json; see report DIRECTORY."
-        raise BundleError(expected("the folder of an incident", repr(given.bundle), remedy))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(
@@ -280,7 +265,7 @@ def replay(given: argparse.Namespace) -> int:
         counterfactuals=not given.plain,
         custom_objects=_custom_objects(given.custom_objects),
     )
-    return show(found, given.json, found.result != "bad")
+    return output.show(found, given.json, found.result != "bad")
 
 
 def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
@@ -330,12 +315,12 @@ def report(given: argparse.Namespace) -> int:
         print(f"Written to {files.write(run, given.output)}.")
     elif given.json:
         for incident in incidents:
-            print_json(incident.to_dict())
+            output.print_json(incident.to_dict())
     else:
         print(
             "\n".join([run.summary, *(console.incident_line(incident) for incident in incidents)])
         )
-    return FOUND if incidents else CLEAN
+    return output.FOUND if incidents else output.CLEAN
 
 
 def _compared(given: argparse.Namespace) -> int:
@@ -364,10 +349,10 @@ def _compared(given: argparse.Namespace) -> int:
         for run in runs:
             row = asdict(html.row(run)) | {"causes": dict(run.causes)}
             del row["spark"]
-            print_json({"format": COMPARED_RUNS, **row})
+            output.print_json({"format": COMPARED_RUNS, **row})
     else:
         print(html.compared_text(runs))
-    return FOUND if any(run.incidents for run in runs) else CLEAN
+    return output.FOUND if any(run.incidents for run in runs) else output.CLEAN
 
 
 @command(
@@ -386,7 +371,7 @@ def watch(given: argparse.Namespace) -> int:
     policy."""
     from keras_nanguard._report.terminal import watch as follow
 
-    return FOUND if follow(given.directory, given.interval, given.once) else CLEAN
+    return output.FOUND if follow(given.directory, given.interval, given.once) else output.CLEAN
 
 
 @command()

@@ -67,11 +67,10 @@ def _explained(error: Exception) -> Exception:
         return error
     if isinstance(error, ModuleNotFoundError) and (text := no_backend(error)):
         return NanGuardError(text)
-    if isinstance(error, OSError) and error.filename:  # what cannot be read is an error of ours
+    if isinstance(error, OSError):  # what cannot be read is an error of ours
         reason = str(error.strerror or error).rstrip(".")
-        return NanGuardError(f"{error.filename} cannot be written: {reason}.")
-    if isinstance(error, OSError):
-        return NanGuardError(f"{str(error.strerror or error).rstrip('.')}.")
+        written = f"{error.filename} cannot be written: " if error.filename else ""
+        return NanGuardError(f"{written}{reason}.")
     failed = f"the command failed, {type(error).__name__}: {error}"
     return NanGuardError(f"{failed} (python -X dev shows where)")
 
@@ -93,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=__version__, help=version)
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        text = command.description
+        text = " ".join((command.run.__doc__ or "").partition("\n\n")[0].split())
         summary = f"{text[0].lower()}{text[1:]}".rstrip(".")
         own = commands.add_parser(name, help=summary, description=text, **common)
         own.set_defaults(run=command.run, command=own)

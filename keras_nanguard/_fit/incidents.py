@@ -33,6 +33,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.state import is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
+from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
     from keras_nanguard._core.evidence import Evidence
@@ -67,7 +68,8 @@ class Incidents:
 
     Args:
         run: the run.
-        report: called with each complete incident, in order.
+        report: called with each complete incident, and the learning rates that it has lowered, in
+            order.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
         after: handles the verdict of a replayed step.
@@ -79,14 +81,14 @@ class Incidents:
     def __init__(
         self,
         run: Run,
-        report: Callable[[Incident], None],
+        report: Callable[[Incident, Sequence[Lowered]], None],
         explain: Explainer | None,
         bad_rows: BadRows,
         after: Callable[[Verdict], object],
     ):
         self._run, self._report_now, self._explain = run, report, explain
         self._bad_rows, self.replay = bad_rows, Replay(run, after)
-        self._waiting: list[Incident] = []
+        self._waiting: list[tuple[Incident, Sequence[Lowered]]] = []
         self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_observed = -2  # the last bad step under a policy that refuses nothing
         self._last_unexplained = -2  # the last step that was refused with a finite batch
@@ -271,12 +273,13 @@ class Incidents:
         chosen, ours = agreement.diagnosis(diagnosis, sites, report)
         own = report if ours else None
         incident, poles = self._completed(incident.with_(diagnosis=chosen), own, evidence)
+        lowered: Sequence[Lowered] = ()
         if act:
             decision, state = decide(run.policy, run.recovery.policy_state, incident)
             run.recovery.policy_state = state
             incident = incident.with_(decision=decision)
-            incident = self._answered(incident, report, poles)
-        self._report(incident)
+            incident, lowered = self._answered(incident, report, poles)
+        self._report(incident, lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
@@ -320,12 +323,16 @@ class Incidents:
             incident = incident.with_(bundle=self._explain.bundle(incident, report, evidence))
         return incident, poles
 
-    def _answered(self, incident: Incident, report: Report | None, poles: Found) -> Incident:
-        """Perform the decision of an incident; return it with the outcomes of its actions."""
+    def _answered(
+        self, incident: Incident, report: Report | None, poles: Found
+    ) -> tuple[Incident, Sequence[Lowered]]:
+        """Perform the decision of an incident; return it with the outcomes of its actions, and the
+        learning rates that they have lowered.
+        """
         run, decision = self._run, incident.decision
         assert decision is not None
-        outcomes, rerun = perform(run, incident, report, self.replay.rollbacks)
-        outcomes = run.agreement.outcomes(outcomes)
+        outcomes, response = perform(run, incident, report, self.replay.rollbacks)
+        outcomes, rerun = run.agreement.outcomes(outcomes), response.rerun
         run.stopped |= decision.terminal
         run.failed |= any(action.get("log_worst_metrics", False) for action in decision.actions)
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
@@ -340,7 +347,7 @@ class Incidents:
         run.state_replaced |= any(performer.voids_started for performer in done)
         run.checks_fully |= run.recovery.active
         run.ring.save_changes(run.changes)
-        return incident.with_(outcomes=outcomes)
+        return incident.with_(outcomes=outcomes), response.lowered
 
     def _replayed(self, rerun: Rerun, incident: Incident) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
@@ -359,13 +366,13 @@ class Incidents:
             for o in incident.outcomes
         )
 
-    def _report(self, incident: Incident) -> None:
+    def _report(self, incident: Incident, lowered: Sequence[Lowered] = ()) -> None:
         """Report an incident. An incident of a replayed step waits for the one that caused the
         replay.
         """
         if self.replay.rollbacks:
-            self._waiting.append(incident)
+            self._waiting.append((incident, lowered))
             return
         waiting, self._waiting = self._waiting, []
-        for one in (incident, *waiting):
-            self._report_now(one)
+        for one in ((incident, lowered), *waiting):
+            self._report_now(*one)

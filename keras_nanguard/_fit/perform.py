@@ -15,7 +15,6 @@ from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.bad_data import quarantine
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.rollback import Response
 from keras_nanguard._fit.run import Run
@@ -25,7 +24,7 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.variables import write_all
-from keras_nanguard._report.console import times
+from keras_nanguard._report.console import Lowered, times
 
 Parameters = Mapping[str, Any]
 
@@ -60,9 +59,9 @@ class Performer(NamedTuple):
 
 def perform(
     run: Run, incident: Incident, report: Report | None, replays: int
-) -> tuple[tuple[Outcome, ...], Rerun | None]:
-    """Perform every action of the incident's decision; return the result of each, and the steps to
-    replay from the last restored snapshot.
+) -> tuple[tuple[Outcome, ...], Response]:
+    """Perform every action of the incident's decision; return the result of each, and the response
+    with what else they have led to.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
 
@@ -89,7 +88,7 @@ def perform(
             outcomes.append(Outcome(name, "skipped", f"{type(error).__name__}: {error}"))
         if outcomes[-1].status == "done" and performer.leaves_snapshots:
             run.recent.restart(run.step + 1)
-    return tuple(outcomes), response.rerun
+    return tuple(outcomes), response
 
 
 def _rates(run: Run) -> dict[int, float]:
@@ -141,7 +140,7 @@ def _lower_lr(response: Response, p: Parameters) -> str:
         before, after, again = rate.lower(factor, least, failed)
         retrace |= again
         if after < before:
-            changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
+            changed.append(Lowered(optimizer.name, before, after))
     if retrace:
         run.access.rebuild()
     if not changed:
@@ -151,7 +150,8 @@ def _lower_lr(response: Response, p: Parameters) -> str:
     returns = (p["recover_after"], p["ramp"]) if p["recover_after"] else None
     at = (run.step, run.counts.committed)
     run.recovery.lowering = Lowering(diverged, at, None if diverged else returns)
-    return "learning rate of " + ", ".join(changed)
+    response.lowered = (*response.lowered, *changed)
+    return "learning rate of " + ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
 
 
 def _clip(response: Response, p: Parameters) -> str:

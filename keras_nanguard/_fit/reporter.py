@@ -36,6 +36,7 @@ class Reporter:
         self._lines = console.Lines()
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
+        self._details = _details(None)
         self._callbacks: list[Any] | None = None
         self._causes: Counter[str] = Counter()
         self._texts = 0
@@ -44,22 +45,23 @@ class Reporter:
         """Return the state of a copy or a pickle, which belongs to no fit."""
         return {**vars(self), "_callbacks": None}
 
-    def begin(self) -> None:
-        """Begin a run."""
-        self._of_run = []
+    def begin(self, directory: str | None) -> None:
+        """Begin a run, with its directory if it has one."""
+        self._of_run, self._details = [], _details(directory)
 
     def incident(
-        self, incident: Incident, directory: str | None, samples: Sequence[BadSample] = ()
+        self, incident: Incident, samples: Sequence[BadSample], lowered: Sequence[console.Lowered]
     ) -> None:
         """Print the line of an incident, if it has one.
 
         Args:
             incident: the incident.
-            directory: the directory of the run, or `None`.
             samples: the bad rows of its step.
+            lowered: the learning rates that it has lowered.
         """
         self._of_run.append(incident)
-        what = (incident, samples, _details(directory), self.verbose == 2)
+        context = console.Context(samples, lowered, self._details)
+        what = (incident, context, self.verbose == 2)
         self.attempt("print a line", lambda: self.line(self._lines.line(*what)))
 
     def epoch(
@@ -76,11 +78,11 @@ class Reporter:
         seen = (refused, committed, sorted(unmeasured), committed_before, every)
         self.attempt("print a line", lambda: self.line(self._lines.epoch(epoch, *seen)))
 
-    def end(self, counts: Counts, directory: str | None) -> None:
+    def end(self, counts: Counts) -> None:
         """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
-            head = console.closing_line(counts.totals, len(incidents), _details(directory))
+            head = console.closing_line(counts.totals, len(incidents), self._details)
             self.attempt("print a table", lambda: self.line(terminal.table_text(incidents, head)))
 
     def line(self, text: str) -> None:

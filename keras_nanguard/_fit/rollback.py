@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.optimizers import scheduled_iteration
 from keras_nanguard._keras.variables import write_all
+from keras_nanguard._report.console import Lowered
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -58,6 +59,7 @@ class Response:
         rates: the learning rate of each optimizer before the first action, by `id`; empty unless
             an action lowers it.
         rerun: the steps to replay from the snapshot that was restored last, or `None`.
+        lowered: the learning rates that an action has lowered.
     """
 
     run: Run
@@ -66,6 +68,7 @@ class Response:
     replays: int
     rates: Mapping[int, float]
     rerun: Rerun | None = None
+    lowered: Sequence[Lowered] = ()
 
     # Which snapshot
 

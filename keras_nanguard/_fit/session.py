@@ -26,6 +26,7 @@ from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._recording.database import REFUSED
+from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
@@ -36,7 +37,7 @@ class Session:
 
     Args:
         run: the facts of the run.
-        report: called with each complete incident.
+        report: called with each complete incident, and the learning rates that it has lowered.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
 
@@ -53,7 +54,7 @@ class Session:
     def __init__(
         self,
         run: Run,
-        report: Callable[[Incident], None],
+        report: Callable[[Incident, Sequence[Lowered]], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):

@@ -258,21 +258,19 @@ def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Ca
     recording = run.recording
     folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
-    first, folder, diagnosis = group[place], folders[place], group[place].diagnosis
+    first, folder = group[place], folders[place]
+    diagnosis = first.diagnosis or Diagnosis()
     step = at[id(first)]
     bundle = "" if folder is None and run.directory is not None else first.bundle or ""
     done = Counter((o.action, o.status, o.detail) for incident in group for o in told(incident))
-    rows: Sequence[ShownRow] = ()
-    if diagnosis is not None:
-        rows = shown(folder, diagnosis.samples, diagnosis.culprit)
     return Card(
         title=console.why(group[0]),
         group=group,
         first=first,
         outcomes=[(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
-        code=snippet(diagnosis) if diagnosis is not None else "",
+        code=snippet(diagnosis),
         layers=layer_table(folder),
-        rows=rows,
+        rows=shown(folder, diagnosis.samples, diagnosis.culprit),
         bundle=bundle,
         replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
         labels=[one.label for one in recording.samples if step in one.steps][:20],

@@ -44,19 +44,37 @@ CHANGES = {
 """The change of an action in words."""
 
 
-def brief_line(
-    incident: Incident, samples: Sequence[BadSample] = (), details: str = "", repeats: int = 0
-) -> str:
-    """Return the line of an incident.
+class Lowered(NamedTuple):
+    """A learning rate that was lowered: its optimizer, and the rate before and after."""
 
-    Args:
-        incident: the incident.
+    optimizer: str
+    before: float
+    after: float
+
+    @property
+    def rates(self) -> str:
+        """Both rates as text."""
+        return f"{self.before:.3g} -> {self.after:.3g}"
+
+
+class Context(NamedTuple):
+    """What the line of an incident tells besides the incident.
+
+    Attributes:
         samples: the bad rows of its step.
+        lowered: the learning rates that its actions have lowered.
         details: how to see all details; omitted if the line would become too long.
-        repeats: number of incidents of this kind, if the line mentions it; else 0.
     """
-    diagnosis = incident.diagnosis
-    text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{_changes(incident)}."
+
+    samples: Sequence[BadSample] = ()
+    lowered: Sequence[Lowered] = ()
+    details: str = ""
+
+
+def brief_line(incident: Incident, context: Context, repeats: int = 0) -> str:
+    """Return the line of an incident. It mentions the number of `repeats` if that is not 0."""
+    diagnosis, changes = incident.diagnosis, _changes(incident, context.lowered)
+    text = f"NanGuard: {_head(incident)}: {_reason(incident, context.samples)}{changes}."
     advice = ""
     if diagnosis is not None:
         words = CAUSE_WORDS[diagnosis.cause].get("brief", "")
@@ -66,7 +84,7 @@ def brief_line(
         if needs_user(incident) and diagnosis.advice:
             advice = diagnosis.advice[0]
     nth = f"{repeats}th incident of this kind." if repeats else ""
-    for more in (nth, advice, details and f"Details: {details}"):
+    for more in (nth, advice, context.details and f"Details: {context.details}"):
         if more and len(text) + 1 + len(more) <= WIDTH:
             text = f"{text} {more}"
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 4]} ..."
@@ -149,15 +167,14 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
     return f"{name} and {others} more row{'s' if others > 1 else ''}" if others else name
 
 
-def _changes(incident: Incident) -> str:
+def _changes(incident: Incident, lowered: Sequence[Lowered]) -> str:
     """Return other changes, a rollback that failed, and the user's own warning."""
     found = []
     for outcome in incident.outcomes:
         if outcome.status != "done":
             found += ["no rollback"] if outcome.action == "rollback" else []
         elif outcome.action == "lower_lr":
-            rates = outcome.detail.partition(";")[0].partition(": ")[2]  # after the optimizer
-            found.append(f"learning rate {rates}")
+            found.append(f"learning rate {', '.join(one.rates for one in lowered)}")
         elif outcome.action == "warn" and outcome.detail:
             found.append(outcome.detail)
         elif outcome.action in CHANGES:
@@ -185,14 +202,8 @@ class Lines:
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._most_printed = 0
 
-    def line(
-        self,
-        incident: Incident,
-        samples: Sequence[BadSample] = (),
-        details: str = "",
-        every: bool = False,
-    ) -> str:
-        """Return the line of an incident, or `""` if it is only counted. See `brief_line`."""
+    def line(self, incident: Incident, context: Context, every: bool = False) -> str:
+        """Return the line of an incident, or `""` if it is only counted."""
         kind = _kind(incident)
         self._seen[kind] += 1
         count = self._seen[kind]
@@ -203,7 +214,7 @@ class Lines:
         repeats = count if round_number and not new else 0
         if not new and not round_number:
             return ""
-        return printable(brief_line(incident, samples, details, repeats))
+        return printable(brief_line(incident, context, repeats))
 
     def epoch(
         self,

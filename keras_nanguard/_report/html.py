@@ -197,8 +197,7 @@ def _marks(run: ShownRun, numbers: Sequence[int], at: Sequence[int]) -> dict[str
 
 
 def _facts(run: ShownRun) -> list[tuple[str, str]]:
-    recording, totals = run.recording, run.totals
-    meta = recording.meta
+    recording, totals, meta = run.recording, run.totals, run.recording.meta
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{totals.steps:,}" if totals.steps else ""),

@@ -26,7 +26,6 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
-from keras_nanguard._report.console import shortened
 from keras_nanguard._report.shown import ShownRun
 
 MAX_ROWS = 12
@@ -62,7 +61,7 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
 def _fitted(text: str, width: int) -> str:
     """Return a text with words short enough for a column, so that none is broken."""
     return "\n".join(
-        " ".join(shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
+        " ".join(console.shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
     )
 
 

@@ -16,7 +16,17 @@ from keras_nanguard._files.repair_report import RepairReport
 from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report.console import Lines, Totals, brief_line, kinds, markdown, summary, why
+from keras_nanguard._report.console import (
+    Context,
+    Lines,
+    Lowered,
+    Totals,
+    brief_line,
+    kinds,
+    markdown,
+    summary,
+    why,
+)
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
@@ -74,7 +84,9 @@ def test_line():
 
 
 NOT_DONE = Outcome("rollback", "skipped", "there is no verified snapshot to restore")
-SLOWER = Outcome("lower_lr", "done", "learning rate of sgd: 3 -> 0.3; at most 0.3")
+SLOWER = Outcome("lower_lr", "done", "learning rate of sgd: 3 -> 0.3")
+NOTHING = Context()
+RATES = [Lowered("sgd", 3.0, 0.3)]
 ROW = BadSample("x[700]", 700, "f00d", 1, (5,), "NaN")
 NAMED = BadSample("cat.png", 700, "f00d", 1, (5,), "NaN")
 DETAILS = 'guard.report("run.html")'
@@ -150,7 +162,7 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
 )
 def test_brief_line(given, samples, line):
     """The line of a run starts with action and reason, and has at most 120 characters."""
-    assert brief_line(given, samples, DETAILS) == f"NanGuard: {line}"
+    assert brief_line(given, Context(samples, RATES, DETAILS)) == f"NanGuard: {line}"
     assert len(line) <= 110
 
 
@@ -162,7 +174,7 @@ def test_brief_lines_of_all_causes_fit(cause):
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
     for samples in ([], [replace(ROW, label="name " * 40)]):
         for given in (incident(diagnosis=long, outcomes=outcomes), incident(findings=found)):
-            line = brief_line(given, samples, "keras-nanguard report " + "folder/" * 20)
+            line = brief_line(given, Context(samples, RATES * 9, "keras-nanguard report " + "folder/" * 20))
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
@@ -217,7 +229,7 @@ class TestLines:
         """One cause in one place is one kind, for any rows and any first finding."""
         lines = Lines()
         found = [incident(diagnosis=DIAGNOSIS), incident(findings=(Finding("loss"),), diagnosis=replace(DIAGNOSIS, samples=(3,)))]
-        assert [bool(lines.line(one)) for one in found] == [True, False]
+        assert [bool(lines.line(one, NOTHING)) for one in found] == [True, False]
 
     def test_changes_are_always_printed(self):
         """Every incident that changes the run, or is outside of training, has a line; one that only
@@ -226,16 +238,16 @@ class TestLines:
         back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "quarantine"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
             lines = Lines()
-            assert all(lines.line(incident(step, 0, step, **fields)) for step in range(30))
+            assert all(lines.line(incident(step, 0, step, **fields), NOTHING) for step in range(30))
         lines = Lines()
-        assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept))) for step in range(9)) == 1
+        assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept), NOTHING)) for step in range(9)) == 1
 
     def test_round_numbers(self):
         """In a loop without epochs the 10th, the 100th and the 1000th incident of a kind have a
         line, with this number.
         """
         lines = Lines()
-        reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
+        reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n), NOTHING))}
         assert list(reported) == [1, 10, 100, 1000] and " 100th incident of this kind." in reported[100]
 
     def test_epochs(self):
