@@ -23,12 +23,9 @@ _VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
 def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
     """Return the options of a command by the names of the Python arguments; `""` for positional
     arguments."""
-    found = {}
-    for action in command._actions:
-        if action.dest not in ("help", "mode"):
-            name = action.dest if action.option_strings else "path"
-            found[name] = (action.option_strings or [""])[-1]
-    return found
+    named = [action for action in command._actions if action.dest not in ("help", "mode")]
+    options = {action.dest: action.option_strings[-1] for action in named if action.option_strings}
+    return {"path": "", **options}
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:

@@ -351,8 +351,7 @@ class Recording:
             GuardError: if the file is missing, is not a recording, is of a newer version, or is
                 damaged or too large.
         """
-        file = Path(path)
-        return read(file / NAME if file.is_dir() else file)[0]
+        return read(Path(path, NAME) if os.path.isdir(path) else Path(path))[0]
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")

@@ -45,12 +45,11 @@ class ShownRun:
             return Totals(None, sum(incident.refused for incident in self.incidents))
         steps, bins = self.recording.steps, self.recording.bins
         status, undone = steps["status"], steps["undone"]
-        bad = np.isin(status, (REFUSED, OVERFLOW))
-        ran = np.unique(steps["step"][status != SKIPPED])
-        overflows = int(((status == OVERFLOW) & ~undone).sum() + bins["overflows"].sum())
-        refused = int((bad & ~undone).sum() + bins["refused"].sum() + bins["overflows"].sum())
-        steps_run = int(len(ran) + bins["count"].sum())
-        return Totals(steps_run, refused, overflows, int((bad & undone).sum()))
+        again = undone & np.isin(status, (REFUSED, OVERFLOW))
+        ran = len(np.unique(steps["step"][status != SKIPPED])) + int(bins["count"].sum())
+        refused = int(((status == REFUSED) & ~again).sum() + bins["refused"].sum())
+        overflows = int(((status == OVERFLOW) & ~again).sum() + bins["overflows"].sum())
+        return Totals(ran, refused + overflows, overflows, int(again.sum()))
 
     @property
     def summary(self) -> str:

@@ -61,7 +61,8 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
 def _fitted(text: str, width: int) -> str:
     """Return a text with words short enough for a column, so that none is broken."""
     return "\n".join(
-        " ".join(console.shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
+        " ".join(console.shortened(word, width) for word in line.split(" "))
+        for line in text.split("\n")
     )
 
 

@@ -9,7 +9,7 @@ import keras
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard import GuardError, NanGuard, NanGuardModel
 
 
 class Recorder(keras.callbacks.Callback):
@@ -191,5 +191,9 @@ def test_the_same_rows_in_each_epoch(capsys):
     )
     assert len(lines) == 3 and all(line.startswith(f"NanGuard: {start}") for line, start in zip(lines, starts)), lines
     assert len(guard.incidents) == 6
-    fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)
+    talks = NanGuard(diagnose=False)
+    talks.verbose = 2
+    fit(data, talks, epochs=3)
     assert capsys.readouterr().out.count(" refused: inputs") == 6
+    with pytest.raises(GuardError, match="verbose to be 0, 1 or 2"):
+        talks.verbose = 3
