@@ -478,8 +478,7 @@ class NanGuard(keras.callbacks.Callback):
         return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
 
     def __repr__(self) -> str:
-        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
-        return f"NanGuard({self.policy.preset!r}, {incidents})"
+        return f"NanGuard({self.policy.preset!r}, {console.times(len(self.incidents), 'incident')})"
 
     def __str__(self) -> str:
         return self.summary()

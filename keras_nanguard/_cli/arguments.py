@@ -101,10 +101,10 @@ FILES = (
 MODEL = argument("path", "MODEL", "a .keras or legacy .h5 file of a whole model")
 JSON = flag("--json", "print JSON, one document per line")
 
-_OF_STATISTICS = "magnitude that no moving statistic may exceed (default: 1e6)"
+_STATISTICS = "magnitude that no moving statistic may exceed (default: 1e6)"
 LIMITS = (
     argument("--limit", "NUMBER", "magnitude that no value may exceed", type=float),
-    argument("--statistics-limit", "NUMBER", _OF_STATISTICS, type=float, default=STATISTICS_LIMIT),
+    argument("--statistics-limit", "NUMBER", _STATISTICS, type=float, default=STATISTICS_LIMIT),
 )
 
 

@@ -1,6 +1,4 @@
-"""What commands print: reports as tables, lines or JSON, and errors in the words of the command
-line, in which `overwrite=True` is `--overwrite`.
-"""
+"""What commands print: reports, and errors in which `overwrite=True` is `--overwrite`."""
 
 from __future__ import annotations
 

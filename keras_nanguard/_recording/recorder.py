@@ -197,11 +197,9 @@ class Recorder:
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             if resumed is None:
                 self._since = self.base
-            counted = {"base": self.base, "since": self._since}
-            facts = {**meta, **counted, "format": FORMAT, "status": "running"}
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
-            self.note(**facts)
+            self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")
             data = {"base": self.base, "epochs": meta.get("epochs")}
             self.event("begin" if resumed is None else "resume", 0, epoch, data=data)
             self._hand_over()

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, told
+from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome, told
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
@@ -57,6 +57,16 @@ def layer_table(folder: Path | None) -> str:
         return ""
 
 
+class Column(NamedTuple):
+    """One value of a row, and the smallest and largest finite one of its column in other rows."""
+
+    number: int
+    value: float
+    low: float
+    high: float
+    unusual: bool
+
+
 @dataclass(frozen=True)
 class ShownRow:
     """A row of the batch of a bundle.
@@ -65,14 +75,13 @@ class ShownRow:
         row: its index within the batch.
         of: the user's name of the displayed array (`x/age`).
         picture: a data URI of a PNG, or `""`.
-        columns: `(column, value, low, high, unusual)` with the range of this column in the other
-            rows; empty if there is a picture.
+        columns: its columns, unusual ones first; empty if there is a picture.
     """
 
     row: int
     of: str
     picture: str
-    columns: Sequence[tuple[int, str, str, str, bool]]
+    columns: Sequence[Column]
 
 
 def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[ShownRow]:
@@ -142,19 +151,14 @@ def _input_names(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]:
-    """Return `(index, value, low, high, unusual)` of some columns, unusual ones first. `low` and
-    `high` are the smallest and largest finite value in the other rows."""
+def _columns(row: Array, others: Array) -> list[Column]:
+    """Return some columns of a row, unusual ones first."""
     finite = np.ma.masked_invalid(np.vstack([others, np.full(len(row), np.nan)]))
     low, high = finite.min(axis=0).filled(np.nan), finite.max(axis=0).filled(np.nan)
     with np.errstate(all="ignore"):
         unusual = ~np.isfinite(row) | (row < low - (high - low)) | (row > high + (high - low))
-    order = np.argsort(~unusual, kind="stable")[:MAX_COLUMNS]
-    found = []
-    for n in order.tolist():
-        texts = f"{row[n]:.4g}", f"{low[n]:.4g}", f"{high[n]:.4g}"
-        found.append((n, *texts, bool(unusual[n])))
-    return found
+    order = np.argsort(~unusual, kind="stable")[:MAX_COLUMNS].tolist()
+    return [Column(n, row[n], low[n], high[n], bool(unusual[n])) for n in order]
 
 
 def _picture(row: Array, others: Array) -> str:
@@ -197,6 +201,15 @@ MAX_CARDS = 200
 _MAX_OUTCOMES, _MAX_BEFORE, _MAX_LAYER_ROWS = 12, 6, 60
 
 
+class Course(NamedTuple):
+    """The last measurements of a variable before a step as text, and whether they grew tenfold."""
+
+    path: str
+    measure: str
+    values: str
+    grown: bool
+
+
 @dataclass(frozen=True)
 class Card:
     """The card of one kind of incident: records and plain text, which the page escapes.
@@ -205,52 +218,47 @@ class Card:
         title: cause and place.
         group: the incidents of this kind.
         first: the first of them that still has its bundle, or the first of all.
-        outcomes: action, status and detail of the most frequent outcomes, and how often they
-            occurred.
+        outcomes: the most frequent outcomes, each with how often it occurred.
         code: code to paste, or `""`.
         layers: the table of layers of the bundle, or `""`.
         rows: the bad rows of the bundle.
         bundle: folder of the bundle, or `""`.
         replay: the command that replays it.
         labels: names of the bad rows of the step.
-        before: measurements of each layer before the step: variable, column, last values, and
-            whether they grew tenfold.
+        before: how each layer changed before the step.
     """
 
     title: str
     group: Sequence[Incident]
     first: Incident
-    outcomes: Sequence[tuple[str, str, str, int]]
+    outcomes: Sequence[tuple[Outcome, int]]
     code: str
     layers: str
     rows: Sequence[ShownRow]
     bundle: str
     replay: str
     labels: Sequence[str]
-    before: Sequence[tuple[str, str, str, bool]]
+    before: Sequence[Course]
 
 
-def cards(run: ShownRun, steps: Sequence[int]) -> tuple[list[Card], list[int]]:
-    """Return the cards in the order in which each kind first occurred, and for each incident the
-    number of its card.
+def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
+    """Return the cards in the order in which each kind first occurred.
 
     Args:
         run: the run.
         steps: the step of each incident, counted as in the samples and layers of the recording.
     """
-    incidents = run.incidents
-    at = dict(zip(map(id, incidents), steps))
-    groups = console.kinds(incidents)
+    at = dict(zip(map(id, run.incidents), steps))
+    groups = console.kinds(run.incidents)
     kept = sorted(groups[:MAX_CARDS], key=lambda group: (group[0].step, group[0].epoch))
     others = groups[MAX_CARDS:]
     if others:
         kept.append([incident for group in others for incident in group])
-    number = {id(incident): n for n, group in enumerate(kept) for incident in group}
     found = [_card(run, group, at) for group in kept]
     if others:
         title = f"{len(others)} more kinds of incidents; this is the first of them"
         found[-1] = replace(found[-1], title=title)
-    return found, [number[id(incident)] for incident in incidents]
+    return found
 
 
 def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Card:
@@ -262,12 +270,12 @@ def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Ca
     diagnosis = first.diagnosis or Diagnosis()
     step = at[id(first)]
     bundle = "" if folder is None and run.directory is not None else first.bundle or ""
-    done = Counter((o.action, o.status, o.detail) for incident in group for o in told(incident))
+    done = Counter(outcome for incident in group for outcome in told(incident))
     return Card(
         title=console.why(group[0]),
         group=group,
         first=first,
-        outcomes=[(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
+        outcomes=done.most_common(_MAX_OUTCOMES),
         code=snippet(diagnosis),
         layers=layer_table(folder),
         rows=shown(folder, diagnosis.samples, diagnosis.culprit),
@@ -285,9 +293,8 @@ def snippet(diagnosis: Diagnosis) -> str:
     return code.replace("{name}", name if name.isidentifier() and not iskeyword(name) else "x")
 
 
-def _before(layers: Mapping[str, Mapping[str, Any]], step: int) -> list[tuple[str, str, str, bool]]:
-    """Return the measurements of each layer before a step: path, column, last values, and whether
-    they grew tenfold."""
+def _before(layers: Mapping[str, Mapping[str, Any]], step: int) -> list[Course]:
+    """Return the last measurements of each layer before a step, those that grew tenfold first."""
     found = []
     for path, columns in layers.items():
         end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))
@@ -296,6 +303,6 @@ def _before(layers: Mapping[str, Mapping[str, Any]], step: int) -> list[tuple[st
             last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN means not measured
             if name != "step" and len(last):
                 grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0)
-                course = " → ".join(f"{value:.3g}" for value in last)
-                found.append((path, name.replace("_", " "), course, grown))
-    return sorted(found, key=lambda row: not row[3])[:_MAX_LAYER_ROWS]
+                text = " → ".join(f"{value:.3g}" for value in last)
+                found.append(Course(path, name.replace("_", " "), text, grown))
+    return sorted(found, key=lambda course: not course.grown)[:_MAX_LAYER_ROWS]

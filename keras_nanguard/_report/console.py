@@ -120,7 +120,7 @@ def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
     if diagnosis is None or pattern is None:
         return _finding(first) if first is not None else "incident"
     words = {
-        "bad": _bad(incident),
+        "bad": next(filter(None, map(_numbers, incident.findings)), "NaN or Inf"),
         "rows": _rows(diagnosis, samples),
         "place": _quoted(diagnosis.culprit) if diagnosis.culprit else "the model",
     }
@@ -137,13 +137,8 @@ def _finding(finding: Finding) -> str:
     return text.replace(finding.path, path) if path else text
 
 
-def _bad(incident: Incident) -> str:
-    """Return the bad numbers in the first finding that has any: `NaN`, `Inf`, both, or `1e+36`."""
-    return next(filter(None, map(_numbers, incident.findings)), "NaN or Inf")
-
-
 def _numbers(finding: Finding) -> str:
-    """Return the bad numbers in a finding, or `""` if unknown."""
+    """Return the bad numbers in a finding: `NaN`, `Inf`, both, or `1e+36`; `""` if unknown."""
     kinds = [name for count, name in ((finding.nan, "NaN"), (finding.inf, "Inf")) if count]
     if not kinds and finding.kind == "nonfinite" and finding.value is not None:
         kinds = ["NaN" if finding.value != finding.value else "Inf"]

@@ -27,7 +27,7 @@ from keras_nanguard._recording.recording import (
     thinned,
 )
 from keras_nanguard._report import console
-from keras_nanguard._report.cards import cards
+from keras_nanguard._report.cards import Card, cards
 from keras_nanguard._report.shown import ShownRun
 
 POINTS = 2000
@@ -76,12 +76,12 @@ def page(run: ShownRun) -> str:
     summary = [] if len(run.recording) else run.summary.splitlines()
     run, steps = _placed(run)
     recording = run.recording
-    found, numbers = cards(run, steps)
+    found = cards(run, steps)
     layers, layer_rows = _layers(recording)
     meta = recording.meta
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
-        "marks": _marks(run, numbers, steps),
+        "marks": _marks(run, found, steps),
         "layers": layers,
     }
     return rendered(
@@ -177,8 +177,10 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
-def _marks(run: ShownRun, numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
-    """Return the marks on the timeline. Steps count from 1, as on the console."""
+def _marks(run: ShownRun, shown: Sequence[Card], at: Sequence[int]) -> dict[str, Any]:
+    """Return the marks on the timeline, those of incidents with the number of their card. Steps
+    count from 1, as on the console."""
+    number = {id(incident): n for n, card in enumerate(shown) for incident in card.group}
     recording, refusals = run.recording, [int(incident.refused) for incident in run.incidents]
     steps, bins = recording.steps, recording.bins
     thinned = ((bins["first"] + bins["last"]) // 2)[bins["overflows"] > 0]
@@ -187,7 +189,7 @@ def _marks(run: ShownRun, numbers: Sequence[int], at: Sequence[int]) -> dict[str
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     rates = [event for event in recording.events if event.kind == "learning_rate"]
     return {
-        "incidents": [[step + 1 for step in at], [*numbers], refusals],
+        "incidents": [[step + 1 for step in at], [number[id(i)] for i in run.incidents], refusals],
         "refused": refused,
         "overflows": overflows.tolist(),
         "overflow_count": run.totals.overflows,
