@@ -83,10 +83,10 @@ EXPLAINED: tuple[Explained, ...] = (
         ABSORBED_HERE,
     ),
     Explained(
-        "_diagnose/causes.py",
-        "kind",
-        "large = max((o.max_abs for o in operands), default=0.0) >= _large(origin.dtype)",
-        ("large = max((o.max_abs for o in operands), default=1.0) >= _large(origin.dtype)",),
+        "_diagnose/evidence.py",
+        "Evidence.kind",
+        "large = max((o.max_abs for o in operands), default=0.0) >= least",
+        ("large = max((o.max_abs for o in operands), default=1.0) >= least",),
         "It is compared with 1,000 and more.",
     ),
     Explained(

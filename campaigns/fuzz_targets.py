@@ -54,7 +54,7 @@ _POLICY = (
     "keras_nanguard._policy.records",
     "keras_nanguard._policy.actions",
 )
-_REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident")
+_REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident", "keras_nanguard._core.json_records")
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -112,6 +112,7 @@ TARGETS: dict[str, Target] = {
                 "keras_nanguard._files.bundles",
                 "keras_nanguard._report.cards",
                 "keras_nanguard._core.incident",
+                "keras_nanguard._core.json_records",
                 "keras_nanguard._files.formats.npz",
             ),
             runs.bundle_at,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._cli.parser import parser
-from keras_nanguard._core.incident import CAUSES, SITES
+from keras_nanguard._core.literals import CAUSES, SITES
 from keras_nanguard._policy.policy import json_schema
 from keras_nanguard.actions import ACTIONS
 

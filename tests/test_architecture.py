@@ -20,8 +20,8 @@ from support.docs_tools import load
 from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, PACKAGE, edges, modules
 
 from keras_nanguard import NanGuard, actions
-from keras_nanguard._core.incident import CAUSES, Decision, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._core.literals import CAUSE_WORDS
+from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.literals import CAUSE_WORDS, CAUSES
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose import causes
 from keras_nanguard._fit.perform import PERFORMERS

@@ -24,9 +24,8 @@ from numpy.lib import format as npy
 
 from keras_nanguard._core import finiteness, plain_values
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.plain_values import plain_text
-
-Array = np.ndarray[Any, Any]
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""

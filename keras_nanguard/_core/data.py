@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.finiteness import Array
 
 GENERATED_PREFIXES = ("keras_tensor", "input_layer")
 """Prefixes of the names that Keras generates for inputs without a name."""
@@ -68,8 +69,6 @@ def argument_path(path: str) -> str:
     role, slash, rest = path.partition("/")
     return ROLES.get(role, role) + slash + rest
 
-
-Array = np.ndarray[Any, Any]
 
 MAX_COPIED = 1 << 28
 """Maximum size of an array that is copied because it is not a NumPy array in host memory."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+
 _FLOATS = frozenset(
     ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
     + ("complex64", "complex128")
@@ -43,10 +45,10 @@ def is_real(dtype: Any) -> bool:
     return is_float(name) and not name.startswith("complex")
 
 
-def widen(array: Any) -> np.ndarray[Any, Any]:
+def widen(array: Any) -> Array:
     """Return the array in a dtype that NumPy computes with: ml_dtypes (bfloat16, float8) and
     float16 as float32."""
-    known: np.ndarray[Any, Any] = np.asarray(array)
+    known: Array = np.asarray(array)
     if known.dtype.char in _NATIVE:  # a type code is faster to read than the name of the dtype
         return known
     small = known.dtype.kind == "V" or known.dtype == np.float16
@@ -79,7 +81,7 @@ def largest(array: Any) -> float:
     return max((float(np.abs(piece).max()) for piece in _pieces(array)), default=0.0)
 
 
-def _pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
+def _pieces(array: Any) -> Iterator[Array]:
     """Yield all entries of an array of a float dtype, widened, in pieces that are small enough to
     compute with in little memory.
 

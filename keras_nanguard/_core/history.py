@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.json_records import STORED
+from keras_nanguard._core.verdict import gradient_norm
 
 WINDOW = 16
 """Number of losses whose median is the level."""
@@ -121,12 +124,42 @@ class Measured(NamedTuple):
     @property
     def norm(self) -> float:
         """Global norm of the unscaled gradients."""
-        squares = 2.0 * self.squares
-        return math.sqrt(squares) / self.scale if squares >= 0.0 and self.scale else math.nan
+        return gradient_norm(self.squares, self.scale)
 
 
 Entry = tuple[int, float, float, float]
 """The fields of a `Measured`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How loss, gradient norm and weights have grown before a step.
+
+    Attributes:
+        steps: number of good steps in the history.
+        loss: ratio of the last loss to the first ones; 1.0 if it is not defined.
+        norm: ratio of the last gradient norm to the first ones.
+        weights: ratio of the norm of all trainable weights to their norm at the start, 1.0 if
+            unknown.
+        largest_weight: largest magnitude of these weights now.
+        largest_weight_before: largest magnitude of these weights at the start.
+        losses: the last few losses.
+        norms: the last few gradient norms.
+        jump: the largest rise of the loss over its lowest value before, as a factor, and the step
+            of it.
+    """
+
+    __pydantic_config__ = STORED
+
+    steps: int = 0
+    loss: float = 1.0
+    norm: float = 1.0
+    weights: float = 1.0
+    largest_weight: float = 0.0
+    largest_weight_before: float = 0.0
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    jump: tuple[float, int] = (1.0, 0)
 
 
 class History:
@@ -216,7 +249,7 @@ class History:
         return len(entries) == count and all(m.loss != 0.0 and m.squares == 0.0 for m in entries)
 
 
-def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
+def sizes(array: finiteness.Array) -> tuple[float, float]:
     """Return the norm and the largest magnitude of an array."""
     wide = finiteness.widen(array)
     if wide.dtype.kind not in "fc" or not wide.size:

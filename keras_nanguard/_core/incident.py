@@ -1,4 +1,10 @@
-"""The records that all parts exchange: site -> verdict -> incident -> decision -> outcome.
+"""The records that all parts exchange, in the order in which they arise:
+
+    Finding    one bad value or array of a step
+    Diagnosis  the cause, with the evidence and the advice
+    Decision   the actions that the policy has chosen
+    Outcome    the result of one action
+    Incident   one bad step, with its findings and all of these
 
 All of them are frozen, contain only plain Python values and convert to JSON with a format version.
 Imports no backend.
@@ -6,49 +12,19 @@ Imports no backend.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar, get_args
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.display import bad_places, block
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
-from keras_nanguard._core.literals import Cause, Kind, Site
+from keras_nanguard._core.json_records import STORED, Whole, stored
+from keras_nanguard._core.literals import CAUSES, KINDS, NAMES_DATA, SITES, Cause, Kind, Site
 from keras_nanguard._core.plain_values import plain_text
-
-T = TypeVar("T")
-
-_adapter = functools.cache(TypeAdapter)
-
-STORED = ConfigDict(extra="forbid")
-"""The `__pydantic_config__` of a dataclass that is stored: unknown fields are errors."""
-
-Whole = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
-"""An integer that can be computed with and shown."""
-
-
-def stored(kind: Callable[..., T], given: Mapping[str, Any]) -> T:
-    """Return the record with these fields, given as JSON has them: tuples as lists, non-finite
-    numbers as the strings `"nan"`, `"inf"` and `"-inf"`.
-
-    Raises:
-        ValueError: if a field is missing, unknown or of another type.
-    """
-    try:
-        found: T = _adapter(kind).validate_python(given)
-        return found
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        where, received = ".".join(map(str, problem["loc"])), reprlib.repr(problem["input"])
-        raise ValueError(f"{where}: {problem['msg']}, received {received}") from error
-
 
 FORMAT = 1
 """Version of the JSON format of an `Incident`; incremented whenever a reader of the old format
@@ -56,27 +32,6 @@ would misread the new one."""
 
 BUNDLES = "incidents"
 """Name of the folder within a guard's directory in which each incident has its bundle."""
-
-SITES: tuple[str, ...] = get_args(Site)
-"""Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later
-one, never the reverse."""
-
-KINDS: tuple[str, ...] = get_args(Kind)
-"""The kinds of findings.
-
-`nonfinite`: NaN or Inf. `explosion`: a step was refused, and the sum of an array overflows although
-its entries are finite. `divergence`: training has diverged without NaN or Inf.
-`spike`: a moving variance that grew more than 1000-fold between two checks. `out_of_range`: outside
-of a limit. `collapse`: a loss scale below its floor, or invalid. `stuck`: a value that should
-change but does not (BatchNormalization statistics, zero gradients).
-"""
-
-CAUSES: tuple[str, ...] = get_args(Cause)
-"""The closed list of causes; docs/causes.md has a paragraph on each."""
-
-
-NAMES_DATA = ("input_nonfinite", "target_nonfinite", "input_scale")
-"""Causes whose culprit may be an array of the batch."""
 
 
 def _one_of(value: str, allowed: tuple[str, ...], name: str) -> None:

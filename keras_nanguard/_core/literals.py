@@ -1,5 +1,5 @@
-"""The closed lists of words, as types for editors and type checkers. Tuples of the same words are
-derived from these. The properties of each cause, from `causes.toml`.
+"""The closed lists of words, as types for editors and type checkers and as tuples. The properties
+of each cause, from `causes.toml`.
 
 Imports no backend.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,6 +69,26 @@ Cause = Literal[
     "unknown",
 ]
 """The cause in a diagnosis."""
+
+SITES: tuple[str, ...] = get_args(Site)
+"""Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later
+one, never the reverse."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+"""The kinds of findings.
+
+`nonfinite`: NaN or Inf. `explosion`: a step was refused, and the sum of an array overflows although
+its entries are finite. `divergence`: training has diverged without NaN or Inf.
+`spike`: a moving variance that grew more than 1000-fold between two checks. `out_of_range`: outside
+of a limit. `collapse`: a loss scale below its floor, or invalid. `stuck`: a value that should
+change but does not (BatchNormalization statistics, zero gradients).
+"""
+
+CAUSES: tuple[str, ...] = get_args(Cause)
+"""The closed list of causes; docs/causes.md has a paragraph on each."""
+
+NAMES_DATA = ("input_nonfinite", "target_nonfinite", "input_scale")
+"""Causes whose culprit may be an array of the batch."""
 
 FaultSite = Literal[
     "inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"

@@ -1,5 +1,5 @@
-"""The results of one step for the host: a row of numbers for every step, and a report of a refused
-one.
+"""The results of one step for the host: a row of numbers for every step, a report of a refused one,
+and a table of the layers of one that is replayed.
 
 Pure Python and NumPy; the backends fill these in.
 """
@@ -38,6 +38,16 @@ def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
     names = [str(name) for name in getattr(model, "output_names", None) or ()]
     names += [f"output_{number}" for number in range(len(names), len(outputs))]
     return list(zip(names, outputs))
+
+
+def gradient_norm(half_squares: float, scale: float) -> float:
+    """Return the global norm of the unscaled gradients, NaN if it is not defined.
+
+    Args:
+        half_squares: half the sum of squares of the scaled gradients.
+        scale: the loss scale, 1 if there is none.
+    """
+    return math.sqrt(2.0 * half_squares) / scale if half_squares >= 0.0 and scale else math.nan
 
 
 class Verdict(NamedTuple):
@@ -79,8 +89,7 @@ class Verdict(NamedTuple):
     @property
     def gradient_norm(self) -> float:
         """Global norm of the unscaled gradients."""
-        unscaled = self.gradients / self.scale / self.scale if self.scale else math.nan
-        return math.sqrt(2 * unscaled) if unscaled >= 0 else math.nan
+        return gradient_norm(self.gradients, self.scale)
 
     @property
     def finite(self) -> bool:
@@ -154,3 +163,50 @@ class Report:
         if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One call of one layer in the table of a replay."""
+
+    path: str
+    layer_class: str
+    dtype: str
+    shape: tuple[int, ...]
+    minimum: float
+    maximum: float
+    mean: float
+    zeros: int
+    nan: int
+    plus_inf: int
+    minus_inf: int
+    size: int
+    share_of_range: float
+    inputs_finite: bool = True
+
+    @property
+    def finite(self) -> bool:
+        """Whether no entry is NaN or Inf."""
+        return not (self.nan or self.plus_inf or self.minus_inf)
+
+
+HEAD = ("", "layer", "dtype", "min", "max", "mean", "zeros", "NaN", "+Inf", "-Inf", "of", "range")
+"""The columns of the table of layers."""
+
+
+def table(rows: Sequence[LayerRow]) -> str:
+    """Return the table of layers as text, one line per call, the bad ones marked."""
+    lines = [HEAD, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(_aligned, HEAD, line, widths)) for line in lines)
+
+
+def _aligned(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in ("layer", "dtype") else cell.rjust(width)
+
+
+def _cells(row: LayerRow) -> tuple[str, ...]:
+    numbers = (f"{number:.3g}" for number in (row.minimum, row.maximum, row.mean))
+    counts = map(str, (row.zeros, row.nan, row.plus_inf, row.minus_inf, row.size))
+    mark, share = "" if row.finite else "*", f"{row.share_of_range:.1%}"
+    return (mark, row.path, row.dtype, *numbers, *counts, share)

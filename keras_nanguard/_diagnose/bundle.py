@@ -28,15 +28,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError
-from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.plain_values import markdown_text
-from keras_nanguard._diagnose.words import table
+from keras_nanguard._core.verdict import table
+from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
@@ -158,9 +157,9 @@ def _save_approach(
     }
 
 
-def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+def _flattened(value: Any) -> tuple[Any, list[Array]]:
     """Return the structure of nested data, arrays by number, and the arrays."""
-    arrays: list[np.ndarray[Any, Any]] = []
+    arrays: list[Array] = []
 
     def describe(item: Any) -> Any:
         if item is None:
@@ -171,7 +170,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
             kind = "tuple" if isinstance(item, tuple) else "list"
             return {kind: [describe(child) for child in item]}
         array = keras_arrays.as_array(item)
-        if array.dtype.kind == "O" or not hasattr(array, "dtype"):
+        if array.dtype.kind == "O":
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
         arrays.append(array)
         return len(arrays) - 1
@@ -179,7 +178,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
     return describe(value), arrays
 
 
-def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+def _save(path: Path, arrays: Sequence[Array]) -> int:
     """Write arrays by number; return their bytes."""
     atomic_files.save_arrays(path, {str(number): array for number, array in enumerate(arrays)})
     return sum(a.nbytes for a in arrays)

@@ -11,66 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_nanguard._core.evidence import (
-    BACKWARD,
-    Constant,
-    Evidence,
-    OptimizerFacts,
-    Origin,
-    Spread,
-)
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
+from keras_nanguard._core.observations import BACKWARD, BadArray
+from keras_nanguard._diagnose.evidence import (
+    GROWTH,
+    HUGE_DATA,
+    LARGE_DATA,
+    MIN_WEIGHT_GROWTH,
+    Evidence,
+    OptimizerFacts,
+    distinct,
+)
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 
-GROWTH = 1e3
-"""Growth of loss or gradients since the start above which they count as a reason for the failure.
-"""
-
-MIN_WEIGHT_GROWTH = 20.0
-"""The same for the norm of all weights."""
-
-HUGE_DATA = 1e4
-"""Magnitude above which inputs or targets alone explain a divergence in the first steps."""
-
-LARGE_DATA = 1e3
-"""Magnitude above which a trial tests whether they explain it."""
-
-MAX_RATE = 1e3
-"""Learning rate of a schedule above which the schedule is wrong."""
-
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
-
-FEW = 0.25
-"""Share of the rows of a batch up to which they are few."""
-
-LOW = ("float16", "bfloat16")
-"""Dtypes of low precision."""
-
-EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
-"""Operations that overflow for moderate operands."""
-
-DIVISIONS = ("RealDiv", "Div", "Xdivy")
-"""Operations that have a pole if their second operand is 0."""
-
-POLES = frozenset(
-    (
-        *("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv"),
-        *("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"),
-        *("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta"),
-        *("Betainc", "Igamma", "Softmax", "LogSoftmax"),
-        *("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri"),
-        *("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"),
-        *("MatrixSolve", "Svd", "Qr"),
-    )
-)
-"""Operations with points at which their value is not finite."""
-
-MAX_BASE = 50.0
-"""Base of a power above which it overflows because of its exponent."""
 
 
 Because = Literal[
@@ -122,74 +80,7 @@ def decide(evidence: Evidence) -> Conclusion:
     for rule in RULES:
         if (found := rule(evidence)) is not None:
             return found
-    return Conclusion("unknown", _culprit(evidence), confidence=0.0)
-
-
-def first_kinds(e: Evidence) -> dict[str, str]:
-    """Return the kind of the first finding at each site: its path and value are in the evidence."""
-    parts = [site.partition(":") for site in reversed(e.sites)]
-    return {site: found for site, _, found in parts}
-
-
-def kind(origin: Origin) -> str:
-    """Return how an origin became non-finite, from the name and the operands of its operation:
-    `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`; `""` without an operation.
-    """
-    if origin.source != "operation":
-        return ""
-    op, operands = origin.op, origin.operands
-    large = max((o.max_abs for o in operands), default=0.0) >= _large(origin.dtype)
-    if op in DIVISIONS and len(operands) > 1:
-        return "overflow" if large and not (operands[1].zero or operands[1].tiny) else "pole"
-    if op == "Pow":
-        if large:  # a square, which PyTorch reports as Pow
-            return "overflow"
-        return "exp" if operands and operands[0].max_abs > MAX_BASE else "pole"
-    if op in EXPONENTIALS:
-        return "exp"
-    if op in POLES or any(o.infinite for o in operands):
-        return "pole"
-    return "overflow" if large or origin.dtype in LOW else "pole"
-
-
-def _large(dtype: str) -> float:
-    return 1e3 if dtype == "float16" else 1e15
-
-
-def grown(e: Evidence, factor: float = GROWTH) -> bool:
-    """Whether loss, gradients or weights have grown over the previous steps."""
-    growth = e.growth
-    return growth.steps >= 1 and (
-        growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor
-    )
-
-
-def few(rows: Sequence[int], count: int) -> bool:
-    """Whether some, but only few, rows of the batch are among these."""
-    return 0 < len(rows) <= max(1.0, FEW * count)
-
-
-def _culprit(e: Evidence) -> str:
-    """Return the layer, loss or variable in which the operation of the origin ran."""
-    origin = e.origin
-    if origin.source != "operation":
-        return e.first_path
-    inside = "loss" if origin.phase in ("loss", "forward", "regularizer") else e.first_path
-    return origin.culprit or (origin.variables[0] if origin.variables else inside)
-
-
-def _floats(e: Evidence) -> list[Spread]:
-    return [spread for spread in (*e.inputs, *e.targets) if not spread.integer]
-
-
-def _largest(e: Evidence) -> Spread:
-    """Return the array of the batch with the largest float."""
-    return max(_floats(e), key=lambda s: s.max_abs, default=Spread("", 0.0, 0.0, 0.0))
-
-
-def _outliers(e: Evidence) -> tuple[int, ...]:
-    rows = tuple(dict.fromkeys(row for part in _floats(e) for row in part.outliers))
-    return rows if few(rows, e.count) else ()
+    return Conclusion("unknown", evidence.place, confidence=0.0)
 
 
 # State
@@ -218,9 +109,9 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     if e.refused:
         if (rate := _unbounded_rate(e)) is not None:
             return rate
-        if "state:nonfinite" not in e.sites and e.growth.jump[0] >= GROWTH:
+        if not e.found("state", "nonfinite") and e.growth.jump[0] >= GROWTH:
             return Conclusion("divergence", path, confidence=0.85, because="growth")
-    outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
+    outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
     because: Because = "written" if e.written else "state"
@@ -246,13 +137,13 @@ def _committed(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, which no replay has confirmed: their kind decides."""
     if e.replay or e.refused:
         return None
-    kinds = first_kinds(e)
+    kinds = e.kinds
     path, statistics = e.first_path, kinds.get("statistics")
     if "divergence" in kinds.values():
         return Conclusion("divergence", path, because="divergence")
     if statistics == "stuck":
         return Conclusion("training_flag", path, because="stuck")
-    if statistics == "out_of_range" and grown(e):
+    if statistics == "out_of_range" and e.grown():
         # They follow the activations, and other code that writes them changes no loss.
         return Conclusion("divergence", path, confidence=0.8, because="statistics")
     if statistics in ("spike", "out_of_range", "explosion"):
@@ -266,7 +157,7 @@ def _committed(e: Evidence) -> Conclusion | None:
     if "explosion" in kinds.values():
         return Conclusion("divergence", path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
-        return Conclusion("spike", path, _outliers(e), confidence=0.8, because="spike")
+        return Conclusion("spike", path, e.outliers(e.floats), confidence=0.8, because="spike")
     return None
 
 
@@ -334,8 +225,8 @@ def _from_batch(e: Evidence) -> Conclusion:
     return Conclusion("gradient_domain", last, rows, 0.8, "where")
 
 
-def _rows_of(e: Evidence, found: Sequence[Constant]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(row for part in found for row in part.rows)) or e.rows
+def _rows_of(e: Evidence, found: Sequence[BadArray]) -> tuple[int, ...]:
+    return distinct(part.rows for part in found) or e.rows
 
 
 def _targets(e: Evidence) -> Conclusion | None:
@@ -343,7 +234,7 @@ def _targets(e: Evidence) -> Conclusion | None:
     diverge. It is not the cause of a bad value in the forward pass.
     """
     fault, forward = e.target_fault, e.origin.phase == "forward"
-    if fault is None or not (grown(e) or (fault.fatal and not forward)):
+    if fault is None or not (e.grown() or (fault.fatal and not forward)):
         return None
     return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
 
@@ -370,24 +261,24 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     """
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
-    how = kind(e.origin)
+    how = e.kind
     if how in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
         return None
     by_zero = any(o.zero for o in e.origin.operands)
     if how == "pole" and (e.first != "gradients" or by_zero):
-        return Conclusion("float16_underflow", _culprit(e), e.rows, 0.9, "float32")
+        return Conclusion("float16_underflow", e.place, e.rows, 0.9, "float32")
     if e.low_precision == "bfloat16":
         return None
-    return Conclusion("float16_overflow", _culprit(e), e.rows, 0.9, "float32")
+    return Conclusion("float16_overflow", e.place, e.rows, 0.9, "float32")
 
 
 def _outlier_row(e: Evidence) -> Conclusion | None:
     """A few rows are far larger than all others, and without them the step is finite."""
-    if not few(e.rows, e.count) or e.without_rows != "finite":
+    if not e.few(e.rows) or e.without_rows != "finite":
         return None
-    if kind(e.origin) not in ("", "overflow"):
+    if e.kind not in ("", "overflow"):
         return None
-    named = (part for part in _floats(e) if set(e.rows) <= set(part.outliers))
+    named = (part for part in e.floats if set(e.rows) <= set(part.outliers))
     part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
     return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
 
@@ -401,7 +292,7 @@ def _update(e: Evidence) -> Conclusion | None:
         return None
     if (rate := _unbounded_rate(e)) is not None:
         return rate
-    if grown(e, 10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
+    if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
     own_code = e.origin.line and not any(o.own for o in e.optimizers)  # not that of an optimizer
     if e.constraint and (e.written or own_code):
@@ -415,7 +306,7 @@ def _unbounded_rate(e: Evidence) -> Conclusion | None:
     """A learning rate is not finite or, from a schedule, far too high."""
     for o in e.optimizers:
         checked = o.scheduled or not math.isfinite(o.learning_rate)
-        if checked and not abs(o.learning_rate) <= MAX_RATE:
+        if checked and o.rate_is_bad:
             place = f"{o.name}/learning_rate"
             return Conclusion("optimizer_domain", place, confidence=0.95, because="rate")
     return None
@@ -426,7 +317,7 @@ def _divides_by_zero(facts: OptimizerFacts) -> bool:
     cancels.
     """
     rounds_to_0 = facts.epsilon and facts.epsilon_in_dtype == 0.0
-    return bool(rounds_to_0 or dict(facts.settings).get("centered"))
+    return bool(rounds_to_0 or facts.settings.get("centered"))
 
 
 def _divergence(e: Evidence) -> Conclusion | None:
@@ -438,39 +329,39 @@ def _divergence(e: Evidence) -> Conclusion | None:
         return None
     if _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
-    if e.rescaled == "finite" and _largest(e).max_abs >= LARGE_DATA:
-        return Conclusion("input_scale", _largest(e).name, (), 0.75, "rescaled")
-    return Conclusion("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+    if e.rescaled == "finite" and e.largest.max_abs >= LARGE_DATA:
+        return Conclusion("input_scale", e.largest.name, (), 0.75, "rescaled")
+    return Conclusion("divergence", e.place or e.first_path, confidence=0.85, because="growth")
 
 
 def _blown(e: Evidence) -> bool:
     """Whether the growth explains the bad value: a pole or an exponential requires weights that
     have grown.
     """
-    how, growth = kind(e.origin), e.growth
+    how, growth = e.kind, e.growth
     if how == "pole":
         far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
         return far or growth.weights >= 1e3
     if how == "exp":
-        return growth.weights >= 2.0 and grown(e)
-    return _overflows(e) and grown(e)
+        return growth.weights >= 2.0 and e.grown()
+    return _overflows(e) and e.grown()
 
 
 def _overflows(e: Evidence) -> bool:
     """Whether large numbers have overflowed, in an operation or in the sum over the gradients."""
-    exploded = not e.origin.source and "gradients:explosion" in e.sites
-    return exploded or kind(e.origin) == "overflow"
+    exploded = not e.origin.source and e.found("gradients", "explosion")
+    return exploded or e.kind == "overflow"
 
 
 def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights so far that the whole batch overflows, which it did
     not initially.
     """
-    of_rows = e.without_rows == "finite" and few(e.rows, e.count)
+    of_rows = e.without_rows == "finite" and e.few(e.rows)
     return (
         e.at_start == "finite"
         and e.growth.weights >= 1.5
-        and kind(e.origin) in ("exp", "overflow")
+        and e.kind in ("exp", "overflow")
         and not of_rows
     )
 
@@ -485,13 +376,13 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     """Nothing has grown yet, and the numbers that overflow are huge in the data, or become huge in
     a Normalization layer; or this layer divides by zero.
     """
-    origin, largest = e.origin, _largest(e)
-    if _overflows(e) and not grown(e) and largest.max_abs >= HUGE_DATA:
+    origin, largest = e.origin, e.largest
+    if _overflows(e) and not e.grown() and largest.max_abs >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
         return Conclusion("input_scale", largest.name, e.rows or outliers, 0.85, "huge")
     if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
-    divides = kind(origin) == "pole" and origin.phase == "forward"
+    divides = e.kind == "pole" and origin.phase == "forward"
     if divides and origin.layer_class == "Normalization":
         return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
     return None
@@ -502,10 +393,10 @@ def _recurrence(e: Evidence) -> Conclusion | None:
     grow within the step.
     """
     origin = e.origin
-    if kind(origin) != "overflow":
+    if e.kind != "overflow":
         return None
     if origin.phase in BACKWARD or origin.layer_class in RECURRENT:
-        return Conclusion("divergence", _culprit(e), confidence=0.75, because="recurrence")
+        return Conclusion("divergence", e.place, confidence=0.75, because="recurrence")
     return None
 
 
@@ -525,12 +416,12 @@ def _domain(e: Evidence) -> Conclusion | None:
     if origin.source != "operation":
         return None
     if origin.phase == "backward" or _masked(e):
-        return Conclusion("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
+        return Conclusion("gradient_domain", e.place or "loss", e.rows, 0.9, "domain")
     in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
-        return Conclusion("loss_domain", _culprit(e), e.rows, 0.9, "domain")
+        return Conclusion("loss_domain", e.place, e.rows, 0.9, "domain")
     if origin.phase in ("forward", "slope"):
-        return Conclusion("forward_domain", _culprit(e), e.rows, 0.9, "domain")
+        return Conclusion("forward_domain", e.place, e.rows, 0.9, "domain")
     return None
 
 
@@ -544,7 +435,8 @@ def _masked(e: Evidence) -> bool:
 
 def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
-    if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
+    nonfinite = any(finding.kind == "nonfinite" for finding in e.findings)
+    if e.replay == "" and not e.refused and e.grown() and nonfinite:
         return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
 

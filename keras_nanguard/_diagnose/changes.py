@@ -24,9 +24,9 @@ from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
-from keras_nanguard._diagnose.causes import LOW
+from keras_nanguard._diagnose.evidence import LOW
 from keras_nanguard._diagnose.facts import lowest
-from keras_nanguard._diagnose.words import at_rows
+from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,14 +14,14 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model, require_keras_3
-from keras_nanguard._core.evidence import Evidence, LayerRow
-from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._core.verdict import named_outputs
+from keras_nanguard._core.verdict import LayerRow, named_outputs, table
 from keras_nanguard._diagnose.changes import in_float32
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
 from keras_nanguard._diagnose.trials import Case, tensors
-from keras_nanguard._diagnose.words import conclude, table
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -139,24 +140,13 @@ class _Forward(NamedTuple):
     Attributes:
         run: its result; the site `"outputs"` is bad if an output is.
         outputs: the outputs, `None` if it raised.
-        far: wrong moving statistics, of a pass in training mode.
+        far: of a pass in training mode, the layers whose moving statistics are wrong: the Keras
+            path of each moving variance, with a sentence.
     """
 
     run: ReplayResult
     outputs: Any
-    far: tuple[_Far, ...]
-
-
-class _Far(NamedTuple):
-    """The moving statistics of a layer that are far from those of a batch.
-
-    Attributes:
-        path: Keras path of the moving variance.
-        sentence: what is wrong.
-    """
-
-    path: str
-    sentence: str
+    far: Mapping[str, str]
 
 
 def _examined(model: Any, batch: Any, trains: bool) -> Examination:
@@ -202,22 +192,22 @@ def _case(
     checked = (*held.trainable, *held.statistics, *held.slots)
     bad = (v.path for v in checked if not keras_variables.is_finite(v))
     state = with_roles(held, bad)
-    sites = ["predictions:nonfinite"] if not inference.finite or state else []
-    sites += ["statistics:out_of_range"] if far else []
-    path = far[0].path if far else ""
+    findings = [Finding("predictions")] if not inference.finite or state else []
+    findings += [Finding("statistics", "out_of_range")] if far else []
+    path = next(iter(far), "")
     if not inference.finite and training.run.finite and not state:
         path = inference.first_path
     evidence = Evidence(
         refused=False,
-        sites=tuple(sites),
+        findings=tuple(findings),
         state=state,
         first_path=path,
         low_precision=lowest(step.model),
         inference="" if inference.error else inference.word,
         training="" if training.run.error else training.run.word,
         rows=run.origin.rows if run.origin is not None else (),
-        optimizers=optimizer_facts([o for o in step.optimizers if o.built]),
-        notes=tuple(found.sentence for found in far),
+        optimizers=tuple(optimizer_facts(o) for o in step.optimizers if o.built),
+        notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = named_outputs(step.model, keras.tree.flatten(training.outputs))
@@ -241,7 +231,7 @@ def _in_float32(step: ReplayableStep, batch: Any, trains: bool) -> str:
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
     """Run the forward pass of a step's model once in one mode."""
-    model, seen = step.model, {}
+    model, seen, far = step.model, {}, dict[str, str]()
     norms = keras_layers.batchnorms(model) if training else []
     before = [_moments(layer) for layer in norms]
 
@@ -250,7 +240,8 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
             keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
             keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
         seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
-        seen["far"] = [found for layer, old in zip(norms, before) for found in _far(layer, old)]
+        for layer, old in zip(norms, before):
+            far.update(_far(layer, old))
         return seen["outputs"]
 
     run = ReplayableStep(body, model, step.optimizers, losses=_float_arrays).run(
@@ -259,7 +250,7 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
     bad = run.first == "loss"  # the outputs, in place of losses
     place = run.origin.culprit if bad and run.origin is not None else ""
     run = replace(run, first="outputs" if bad else "", first_path=place)
-    return _Forward(run, seen.get("outputs"), tuple(seen.get("far", ())))
+    return _Forward(run, seen.get("outputs"), far)
 
 
 def _float_arrays(outputs: Any) -> list[Any]:
@@ -278,23 +269,21 @@ def _plain(error: str) -> str:
     return plain_text(" ".join(text.split())).rstrip(".")
 
 
-def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    mean, variance = (
-        keras_variables.read(layer.moving_mean),
-        keras_variables.read(layer.moving_variance),
-    )
+def _moments(layer: Any) -> tuple[finiteness.Array, finiteness.Array]:
+    mean, variance = map(keras_variables.read, (layer.moving_mean, layer.moving_variance))
     return mean.astype(np.float64), variance.astype(np.float64)
 
 
-def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> list[_Far]:
-    """Return the moving statistics of a layer if they are far from those of the batch.
+def _far(layer: Any, before: tuple[finiteness.Array, finiteness.Array]) -> dict[str, str]:
+    """Return path and sentence of the moving variance of a layer if its moving statistics are far
+    from those of the batch; else nothing.
 
     A pass in training mode has just added the statistics of the batch to zeros.
     """
     share = 1.0 - float(layer.momentum)
     (mean, variance), (own_mean, own_variance) = before, _moments(layer)
     if share <= 0.0 or not layer.trainable or not own_variance.any():
-        return []
+        return {}
     own_mean, own_variance = own_mean / share, np.maximum(own_variance / share, 1e-12)
     with np.errstate(all="ignore"):
         ratio = np.maximum(variance, 1e-12) / own_variance
@@ -304,7 +293,7 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
     )
     wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
-        return []
+        return {}
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
     path = layer.moving_variance.path
     sentence = (
@@ -313,4 +302,4 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
         f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
         f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
     )
-    return [_Far(path, sentence)]
+    return {path: sentence}

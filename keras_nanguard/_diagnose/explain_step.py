@@ -16,7 +16,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,20 +24,20 @@ import numpy as np
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._diagnose import raised
+from keras_nanguard._diagnose.conclude import diagnosed
+from keras_nanguard._diagnose.evidence import Evidence, distinct
 from keras_nanguard._diagnose.facts import (
+    committed_site,
     growth,
     known,
     negative_loss,
-    optimizer_facts,
-    with_roles,
     wrote_otherwise,
 )
+from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.sentences import data_sentences
 from keras_nanguard._diagnose.trials import Case, investigated
-from keras_nanguard._diagnose.words import data_sentences
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
@@ -63,19 +63,6 @@ SLOW = 1.0
 """Seconds after which a slow operation is announced."""
 
 
-class Explanation(NamedTuple):
-    """Why an incident happened.
-
-    Attributes:
-        diagnosis: its diagnosis.
-        evidence: what was measured for it, without any measurement if the diagnosis failed; `None`
-            if the diagnosis of an earlier incident was reused.
-    """
-
-    diagnosis: Diagnosis
-    evidence: Evidence | None
-
-
 class Explainer:
     """Diagnoses the incidents of one run.
 
@@ -92,8 +79,14 @@ class Explainer:
         self._full: Counter[Any] = Counter()
 
     @np.errstate(all="ignore")  # the values are not finite
-    def __call__(self, incident: Incident, report: Report | None) -> Explanation:
-        """Return why an incident happened. Never raises."""
+    def __call__(
+        self, incident: Incident, report: Report | None
+    ) -> tuple[Diagnosis, Evidence | None]:
+        """Return the diagnosis of an incident, and the evidence of its bundle. Never raises.
+
+        The evidence has no measurement if the diagnosis failed; it is `None` if the diagnosis of an
+        earlier incident is reused.
+        """
         run, earlier = self.run, self._earlier(incident)
         try:
             with (
@@ -101,15 +94,15 @@ class Explainer:
                 when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""),
             ):
                 if earlier is not None:
-                    return Explanation(self._taken_over(earlier, report), None)
+                    return self._taken_over(earlier, report), None
                 evidence = gather(run, incident, report)
-                found = raised.diagnosed(run.model, evidence, report and report.batch)
+                found = diagnosed(run.model, evidence, report and report.batch)
                 self._known[self._signature] = found
-                return Explanation(found, evidence)
+                return found, evidence
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
             measured = Evidence(mode=_mode(run)) if earlier is None else None
-            return Explanation(Diagnosis("unknown", evidence=(why,)), measured)
+            return Diagnosis("unknown", evidence=(why,)), measured
 
     @np.errstate(all="ignore")  # the values are not finite
     def bundle(
@@ -121,7 +114,7 @@ class Explainer:
         Args:
             incident: the incident with its diagnosis.
             report: the report with its batch.
-            evidence: the evidence of its `Explanation`.
+            evidence: the evidence of its diagnosis.
         """
         batch = None if report is None else report.batch
         wanted = self.run.directory is not None and incident.refused
@@ -140,7 +133,7 @@ class Explainer:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
             given = self.run.transaction.given
-            return raised.explained(self.run.model, error, getattr(given, "args", None))
+            return explained(self.run.model, error, getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
@@ -166,38 +159,29 @@ class Explainer:
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
             e = Case(step_of(self.run), report.batch, Evidence()).with_batch().evidence
             found = (*e.inputs_bad, *e.targets_bad)
-            rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
+            rows = distinct(part.rows for part in found)
             seen = tuple(data_sentences(e))
         return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
 
 
 def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
-    train_state, findings, values = run.train_state(), incident.findings, incident.values
+    train_state, values = run.train_state(), incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
     own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
-    state, refused = _bad_before(incident), incident.refused
-    committed = "" if refused else _committed(incident)
-    first = "" if _bad_before_update(incident) else committed
-    # A state that is bad before a refused step may be due to the rate of the step before.
-    counted = bool(committed) or bool(state and refused)
-    facts = optimizer_facts(train_state.optimizers, committed=counted)
+    found, refused = known(run.model, train_state, incident), incident.refused
     # The whole state was finite after the step before.
     finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
-    written = bool(state) and refused and finite_before
-    if first:
-        written = wrote_otherwise(run, incident, train_state, facts)
+    written = bool(found.state) and refused and finite_before
+    if found.first:
+        written = wrote_otherwise(run, incident, train_state, found.optimizers)
+    weights = () if committed_site(incident) else train_state.trainable
     evidence = dataclasses.replace(
-        known(run.model, incident),
-        value=next((f.value for f in findings if f.value is not None), None),
-        state=with_roles(train_state, (f.path for f in state)),
+        found,
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
-        growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
-        optimizers=facts,
+        growth=growth(run.history, incident.step, own, weights),
         written=written,
-        first_path=next((f.path for f in findings if f.path), ""),
-        first=first,
     )
     if report is None or report.verdict.finite:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
@@ -210,14 +194,6 @@ def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
     return investigated(Case(step_of(run), report.batch, evidence, start), obstacle).evidence
 
 
-def _bad_before(incident: Incident) -> list[Finding]:
-    """Return the findings in the state before the step, or before a validation or prediction."""
-    found = [f for f in incident.findings if f.site == "state"]
-    if found or {"validation", "predictions"}.isdisjoint(incident.sites):
-        return found
-    return [f for f in incident.findings if f.site in ("weights", "statistics")]
-
-
 def reads_iterator(function: Any) -> bool:
     """Whether a function, or one of the same module that it names, refers to an iterator: in its
     closure, among the globals that it names, or as an attribute of the object whose method it is.
@@ -225,11 +201,8 @@ def reads_iterator(function: Any) -> bool:
     Each call of such a function takes the next item, so it cannot be called again with the same
     data. Open files do not count.
     """
-    return any(_is_data(value) for value in _referred(function, MAX_DEPTH, set()))
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    referred = _referred(function, MAX_DEPTH, set())
+    return any(isinstance(v, Iterator) and not isinstance(v, io.IOBase) for v in referred)
 
 
 def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
@@ -272,22 +245,6 @@ def step_of(run: Any) -> ReplayableStep:
         untracked=list(transaction.untracked.values()),
         tolerated=run.tolerated,
         judged=transaction.judged,
-    )
-
-
-def _committed(incident: Incident) -> str:
-    """Return the first bad site in the state that a committed step has left."""
-    sites = [
-        f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")
-    ]
-    return next((site for site in ("weights", "slots") if site in sites), "")
-
-
-def _bad_before_update(incident: Incident) -> bool:
-    """Whether the inputs of the update were already bad, as is possible under `observe`."""
-    return any(
-        f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients")
-        for f in incident.findings
     )
 
 

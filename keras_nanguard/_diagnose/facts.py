@@ -13,10 +13,9 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Evidence, Growth, OptimizerFacts, TargetFault
-from keras_nanguard._core.history import History, magnitudes, sizes
-from keras_nanguard._core.incident import Incident
-from keras_nanguard._diagnose.causes import LOW, MAX_RATE
+from keras_nanguard._core.history import Growth, History, magnitudes, sizes
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._diagnose.evidence import LOW, MAX_RATE, Evidence, OptimizerFacts, TargetFault
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -42,7 +41,6 @@ UNUSUAL = 100.0
 EXPONENTS = ("gamma", "exponent", "power")
 """Names of parameters of a loss that are exponents."""
 
-
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
 
@@ -64,18 +62,54 @@ TERM = 1e30
 MIN_EPSILON = 1e-12
 
 
-def known(model: Any, incident: Incident) -> Evidence:
-    """Return the evidence that an incident and the configuration of its model already have."""
+def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
+    """Return the evidence that an incident and the configuration of its model already have.
+
+    Args:
+        model: the model.
+        train_state: its state, before a refused step or after a committed one.
+        incident: the incident.
+    """
+    findings, state, site = incident.findings, bad_before(incident), committed_site(incident)
+    # A state that is bad before a refused step may be due to the rate of the step before.
+    counted = bool(site) or bool(state and incident.refused)
     return Evidence(
         step=incident.step,
         refused=incident.refused,
-        sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
+        findings=findings,
+        state=with_roles(train_state, (f.path for f in state)),
+        first="" if _bad_before_update(incident) else site,
+        first_path=next((f.path for f in findings if f.path), ""),
+        optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
         objective=objective(model),
         exponents=exponents(model),
         gradient_norm=incident.values.get("gradient_norm", math.nan),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(model),
     )
+
+
+def bad_before(incident: Incident) -> list[Finding]:
+    """Return the findings in the state before the step, or before a validation or prediction."""
+    found = [f for f in incident.findings if f.site == "state"]
+    if found or {"validation", "predictions"}.isdisjoint(incident.sites):
+        return found
+    return [f for f in incident.findings if f.site in ("weights", "statistics")]
+
+
+def committed_site(incident: Incident) -> str:
+    """Return the first bad site in the state that a committed step has left, `""` if none."""
+    if incident.refused:
+        return ""
+    kinds = ("nonfinite", "explosion", "out_of_range")
+    sites = [f.site for f in incident.findings if f.kind in kinds]
+    return next((site for site in ("weights", "slots") if site in sites), "")
+
+
+def _bad_before_update(incident: Incident) -> bool:
+    """Whether the inputs of the update were already bad, as is possible under `observe`."""
+    sites = ("inputs", "outputs", "loss", "gradients")
+    return any(f.kind == "nonfinite" and f.site in sites for f in incident.findings)
 
 
 def lowest(model: Any) -> str:
@@ -132,24 +166,25 @@ def _factor(first: list[float], last: list[float]) -> float:
 
 
 def with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Return each path with the role of its variable: `weights`, `statistics` or `slots`."""
+    """Return each path with the role of its variable: `weights`, `statistics` or `slots`.
+
+    A path may begin with the name of a model that Keras leaves out if it creates the model from its
+    configuration.
+    """
     statistics = filter(keras_variables.is_statistic, train_state.other)
-    roles = {v.path: "statistics" for v in statistics} | {
-        v.path: "slots" for v in train_state.slots
-    }
-    return tuple((path, roles.get(path, "weights")) for path in paths)
+    roles = {f"/{v.path}": "statistics" for v in statistics}
+    roles |= {f"/{v.path}": "slots" for v in train_state.slots}
+
+    def role(path: str) -> str:
+        return next((roles[known] for known in roles if f"/{path}".endswith(known)), "weights")
+
+    return tuple((path, role(path)) for path in paths)
 
 
-def optimizer_facts(
-    optimizers: Sequence[Any], committed: bool = False
-) -> tuple[OptimizerFacts, ...]:
-    """Return the hyperparameters of the optimizers; `committed`: the step in question has already
+def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
+    """Return the hyperparameters of an optimizer; `committed`: the step in question has already
     been counted.
     """
-    return tuple(_facts(optimizer, committed) for optimizer in optimizers)
-
-
-def _facts(whole: Any, committed: bool) -> OptimizerFacts:
     optimizer = keras_optimizers.inner(whole)
     rate_of = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
@@ -171,7 +206,7 @@ def _facts(whole: Any, committed: bool) -> OptimizerFacts:
         clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
         scaled=keras_optimizers.is_loss_scaled(whole),
         scheduled=keras_optimizers.rate_variable(optimizer) is None,
-        settings=tuple(known.items()),
+        settings=known,
         iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
         own=not type(optimizer).__module__.startswith(LIBRARIES),
     )

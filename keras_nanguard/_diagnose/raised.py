@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
-from keras_nanguard._diagnose.words import conclude
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 LABEL = re.compile(
@@ -64,15 +62,6 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> Explained 
     if found := BROKEN.search(message):
         return _broken(model, message, found[0])
     return None
-
-
-def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
-    """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
-    the one of this exception, if it has one.
-    """
-    error = RuntimeError(evidence.replay_error)
-    found = explained(model, error, batch) if evidence.replay == "failed" else None
-    return conclude(evidence) if found is None else found[1]
 
 
 def _label(model: Any, labels: Sequence[int], value: int, high: int) -> Explained:

@@ -14,17 +14,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, interface
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
-from keras_nanguard._core.evidence import Evidence, LayerRow
+from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
+from keras_nanguard._core.verdict import LayerRow, table
 from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_changes
-from keras_nanguard._diagnose.facts import known, optimizer_facts
-from keras_nanguard._diagnose.raised import diagnosed
-from keras_nanguard._diagnose.trials import Case, compiled, investigated, tensors
-from keras_nanguard._diagnose.words import table
+from keras_nanguard._diagnose.conclude import diagnosed
+from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.facts import known
+from keras_nanguard._diagnose.trials import Case, compiled, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.loading import refuse_code_in_hdf5
@@ -34,11 +35,7 @@ from keras_nanguard._keras.train_state import TrainState
 FORMAT = 1
 """Version of the JSON format of a `Replay`."""
 
-MODES = ("eager", "graph", "xla")
-
-ANOTHER = "Pass the model that was trained."
-
-State = Sequence[tuple[str, np.ndarray[Any, Any]]]
+State = Sequence[tuple[str, Array]]
 """Path and value of each variable of a bundle."""
 
 STEPS_ALONE = 10
@@ -149,15 +146,15 @@ def replay(
 
 
 def _check(mode: str, dtype: str | None) -> None:
-    what, received, remedy = "", f"mode={mode!r}", "Choose one."
-    if mode not in MODES:
-        what = f"mode to be one of {', '.join(MODES)}"
-    elif mode not in current.replay().MODES:
-        what, remedy = "mode='eager' on PyTorch, where a guarded step runs eagerly", "Leave it out."
-    elif dtype not in (None, "float32"):
-        what, received = "dtype to be None or 'float32'", f"dtype={dtype!r}"
-    if what:
-        raise GuardError(expected(what, received, remedy))
+    if mode not in interface.Replay.MODES:
+        what = f"mode to be one of {', '.join(interface.Replay.MODES)}"
+        raise GuardError(expected(what, f"mode={mode!r}", "Choose one."))
+    if mode not in current.replay().MODES:
+        what = "mode='eager' on PyTorch, where a guarded step runs eagerly"
+        raise GuardError(expected(what, f"mode={mode!r}", "Leave it out."))
+    if dtype not in (None, "float32"):
+        what = "dtype to be None or 'float32'"
+        raise GuardError(expected(what, f"dtype={dtype!r}", "Choose one."))
 
 
 def _reruns(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
@@ -224,8 +221,7 @@ def _prepared(found: Bundle, model: Any) -> ReplayableStep:
     # A variable that the bad step itself created (a slot, in the first step) is in no bundle.
     for variable, array in _pairs(found.state, step) if found.state else ():
         if tuple(array.shape) != tuple(variable.shape):
-            what = f"{variable.path} of shape {tuple(array.shape)}"
-            raise BundleError(expected(what, tuple(variable.shape), ANOTHER))
+            raise _another(f"{variable.path} of shape {tuple(array.shape)}", tuple(variable.shape))
         keras_variables.write(variable, array)
     return step
 
@@ -233,30 +229,31 @@ def _prepared(found: Bundle, model: Any) -> ReplayableStep:
 def _pairs(state: State, step: ReplayableStep) -> list[tuple[Any, Any]]:
     """Return each variable with its value: by path, in order if the paths are different."""
     variables = TrainState.of(step.model, step.optimizers).everything
-    left: dict[str, deque[np.ndarray[Any, Any]]] = defaultdict(deque)
+    left: dict[str, deque[Array]] = defaultdict(deque)
     for path, array in state:  # in Keras 3.6 several slots have the same path
         left[path].append(array)
     found = [(v, left[v.path].popleft()) for v in variables if left[v.path]]
     if len(found) in (len(state), len(variables)):
         return found
     if len(state) != len(variables):
-        what = f"a model with {len(state)} variables"
-        raise BundleError(expected(what, len(variables), ANOTHER))
+        raise _another(f"a model with {len(state)} variables", len(variables))
     return [(v, array) for v, (_, array) in zip(variables, state)]
+
+
+def _another(what: str, received: object) -> BundleError:
+    return BundleError(expected(what, received, "Pass the model that was trained."))
 
 
 def _run(
     found: Bundle, step: ReplayableStep, batch: Any, mode: str
 ) -> tuple[ReplayResult, Evidence]:
-    evidence = dataclasses.replace(
-        known(step.model, found.incident),
-        refused=True,
-        mode=mode,
-        growth=found.growth,
-        optimizers=optimizer_facts(step.optimizers),
-    )
+    state = TrainState.of(step.model, step.optimizers)
+    evidence = known(step.model, state, found.incident)
+    evidence = dataclasses.replace(evidence, mode=mode, growth=found.growth)
     first = found.start and not (found.about.get("before") or {}).get("snapshot")
     start = _state_of(found.start, step) if first else None
     case = investigated(Case(step, batch, evidence, start))
+    if evidence.state:  # it decides, but this run is asked for
+        case = replayed(case)
     run = case.run if mode == "eager" else compiled(step, batch, mode)
     return run, case.evidence

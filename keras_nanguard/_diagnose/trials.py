@@ -19,9 +19,9 @@ from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import input_names, named
-from keras_nanguard._core.evidence import NOWHERE, Evidence, TargetFault
-from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, few, grown, kind
+from keras_nanguard._core.observations import NOWHERE
 from keras_nanguard._diagnose.changes import Start, in_float32, restore, standardized, train_from
+from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -152,7 +152,7 @@ def _tried(case: Case, obstacle: str) -> Case:
         return case
     if obstacle := obstacle or _obstacle(case.step):
         return case.with_(notes=(obstacle,))
-    case = _replayed(case).with_targets()
+    case = replayed(case).with_targets()
     if not case.run.error and not case.run.finite:
         for trial in TRIALS:
             case = case.with_(**trial(case))
@@ -173,7 +173,7 @@ def _obstacle(step: ReplayableStep) -> str:
     return f"The step was not replayed: this needs {memory.readable(size)} of free memory."
 
 
-def _replayed(case: Case) -> Case:
+def replayed(case: Case) -> Case:
     """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
     run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
     case = case.with_run(run).with_(replay=run.word)
@@ -218,9 +218,9 @@ def _without_rows(case: Case) -> dict[str, Any]:
 def _at_start(case: Case) -> dict[str, Any]:
     """Does the batch overflow on the initial state, too, or only after the first steps?"""
     e, step = case.evidence, case.step
-    if case.start is None or e.inputs_bad or e.targets_bad or grown(e):
+    if case.start is None or e.inputs_bad or e.targets_bad or e.grown():
         return {}
-    if not 0 < e.step <= EARLY or kind(e.origin) not in ("exp", "overflow"):
+    if not 0 < e.step <= EARLY or e.kind not in ("exp", "overflow"):
         return {}
     with step.preserved():
         restore(TrainState.of(step.model, step.optimizers).restorable, case.start)
@@ -244,10 +244,10 @@ def _in_inference(case: Case) -> dict[str, Any]:
 def _with_scaled_data(case: Case) -> dict[str, Any]:
     """Does training on this batch, from the initial state, diverge only if the data is unscaled?"""
     e, start = case.evidence, case.start
-    largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
+    largest = e.largest.max_abs
     if start is None or e.step > EARLY or largest < LARGE_DATA:
         return {}
-    if kind(e.origin) == "pole" or not grown(e):
+    if e.kind == "pole" or not e.grown():
         return {}
 
     def growth(batch: Any) -> float:
@@ -279,16 +279,16 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
     """Yield rows that may be to blame, the best supported first."""
     e = case.evidence
     if e.first in ("slots", "weights"):
-        yield _outliers(e)
+        yield e.outliers((*e.inputs, *e.targets))
         return
     blamed = _blamed(case.run, e.count)
     yield blamed
     if 0 < len(blamed) < e.count and e.replay == "bad":
         yield _with_others(case, blamed)
-    yield tuple(dict.fromkeys(row for p in (*e.inputs_bad, *e.targets_bad) for row in p.rows))
-    yield _outliers(e)
+    yield distinct(part.rows for part in (*e.inputs_bad, *e.targets_bad))
+    yield e.outliers((*e.inputs, *e.targets))
     mixed = e.first in ("loss", "statistics", "gradients")
-    if mixed and e.replay == "bad" and e.count > 1 and not (blamed or grown(e)):
+    if mixed and e.replay == "bad" and e.count > 1 and not (blamed or e.grown()):
         yield _bisected(case)
 
 
@@ -314,13 +314,6 @@ def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
     found = _blamed(case.step.run(rest, observe=True), batches.row_count(rest))
     more = {kept[row % len(kept)] for row in found}
     return (*blamed, *sorted(more)) if more else ()
-
-
-def _outliers(e: Evidence) -> tuple[int, ...]:
-    """Return the outliers of the batch, if they are few."""
-    found = (row for spread in (*e.inputs, *e.targets) for row in spread.outliers)
-    rows = tuple(dict.fromkeys(found))
-    return rows if few(rows, e.count) else ()
 
 
 def _bisected(case: Case) -> tuple[int, ...]:

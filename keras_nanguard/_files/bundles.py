@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
-from keras_nanguard._core.evidence import Growth
-from keras_nanguard._core.incident import Incident, stored
+from keras_nanguard._core.finiteness import Array
+from keras_nanguard._core.history import Growth
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
 from keras_nanguard._files.formats.npz import opened_arrays
@@ -58,14 +58,14 @@ class Bundle:
     incident: Incident
     about: Mapping[str, Any]
     batch: Any
-    state: Sequence[tuple[str, np.ndarray[Any, Any]]]
-    start: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    state: Sequence[tuple[str, Array]]
+    start: Sequence[tuple[str, Array]]
     before: Sequence[Any]
     growth: Growth
     model: str
 
 
-def can_be_read(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+def can_be_read(arrays: Sequence[Array]) -> bool:
     """Return whether a file of these arrays is as small as `read` requires."""
     return sum(array.nbytes for array in arrays) <= 2 * MAX_BYTES
 
@@ -159,9 +159,7 @@ def document(path: Path) -> dict[str, Any]:
     return value
 
 
-def _variables(
-    path: Path, entries: Sequence[tuple[str, str]]
-) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str, Array]]:
     if not path.exists():
         return []
     arrays = _load(path, [dtype for _, dtype in entries])
@@ -170,9 +168,7 @@ def _variables(
     return [(name, array) for (name, _), array in zip(entries, arrays)]
 
 
-def _load(
-    path: Path, dtypes: Sequence[Any], max_bytes: int | None = None
-) -> list[np.ndarray[Any, Any]]:
+def _load(path: Path, dtypes: Sequence[Any], max_bytes: int | None = None) -> list[Array]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
     max_bytes = max_bytes or 2 * MAX_BYTES
     regular(path, max_bytes + _HEADERS)
@@ -187,7 +183,7 @@ def _load(
     return [atomic_files.typed(array, name) for array, name in zip(arrays, dtypes)]
 
 
-def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], partly: bool = False) -> Any:
+def _packed(structure: Any, arrays: Sequence[Array], partly: bool = False) -> Any:
     """Return nested data with the arrays in place of their numbers; `None` in place of an omitted
     array, if `partly`."""
     if isinstance(structure, int):

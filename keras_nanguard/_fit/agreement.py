@@ -22,7 +22,8 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.data import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Outcome
+from keras_nanguard._core.incident import Diagnosis, Finding, Outcome
+from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot

@@ -12,15 +12,8 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW, level_of, onset
-from keras_nanguard._core.incident import (
-    SITES,
-    Diagnosis,
-    Finding,
-    Incident,
-    NonFiniteError,
-    Outcome,
-)
-from keras_nanguard._core.literals import Site
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError, Outcome
+from keras_nanguard._core.literals import SITES, Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
@@ -36,7 +29,7 @@ from keras_nanguard._recording.database import OVERFLOW, REFUSED
 from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
-    from keras_nanguard._core.evidence import Evidence
+    from keras_nanguard._diagnose.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
 
 

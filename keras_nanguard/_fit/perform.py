@@ -11,7 +11,8 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.incident import SITES, Incident, Outcome
+from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.bad_data import quarantine
 from keras_nanguard._fit.batchnorm import initial_statistics, learning

@@ -24,7 +24,7 @@ import keras
 from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._core.incident import Whole
+from keras_nanguard._core.json_records import Whole
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables

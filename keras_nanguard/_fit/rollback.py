@@ -23,7 +23,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._diagnose.causes import MAX_RATE
+from keras_nanguard._diagnose.evidence import MAX_RATE
 from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run

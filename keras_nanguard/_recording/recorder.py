@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.verdict import gradient_norm
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
     COMMITTED,
@@ -325,7 +326,7 @@ class Recorder:
             epoch,
             np.maximum(steps - start, 0),
             loss,
-            np.sqrt(2.0 * squares) / scale,
+            np.array(list(map(gradient_norm, squares.tolist(), scale.tolist()))),
             np.full(count, np.nan),  # the learning rate
             scale if self._scaled else np.full(count, np.nan),
             moment,

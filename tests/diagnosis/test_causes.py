@@ -9,24 +9,17 @@ from dataclasses import replace
 import keras
 import pytest
 
-from keras_nanguard._core.evidence import (
-    NOWHERE,
-    Constant,
-    Evidence,
-    Growth,
-    Operand,
-    OptimizerFacts,
-    Origin,
-    Spread,
-    TargetFault,
-)
+from keras_nanguard import Finding
+from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import DERIVATIVE_HINTS
+from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
 from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.conclude import advice, conclude
+from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, TargetFault
 from keras_nanguard._diagnose.raised import explained
-from keras_nanguard._diagnose.words import advice, conclude
 
-SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
-LARGE = Operand(1e30, False, False, "float32")
+SMALL, ZERO = Operand(1.0, False, False), Operand(0.0, True, False)
+LARGE = Operand(1e30, False, False)
 LOG = Origin(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (ZERO,), "float32", (3,))
 BAD = Evidence(step=7, replay="bad", first="loss", origin=LOG, rows=(3,))
 HALF = replace(BAD, low_precision="float16", float32="finite")
@@ -35,7 +28,7 @@ ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 0.0, "float16")
 
 TABLE = {
     "input_nonfinite": replace(
-        BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(Constant("inputs", (2,), 1, 0),)
+        BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(BadArray("inputs", (2,), 1, 0),)
     ),
     "target_nonfinite": replace(BAD, origin=Origin(-1, "batch", "targets", "forward")),
     "target_out_of_range": replace(BAD, target_fault=TargetFault("cce", "", (3,), "class index 12 with 10 classes")),
@@ -52,10 +45,10 @@ TABLE = {
     "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", origin=NOWHERE, optimizers=(ADAM,)),
     "state_nonfinite": replace(BAD, state=(("dense/kernel", "weights"),)),
     "batchnorm_statistics": Evidence(
-        refused=False, sites=("validation:nonfinite",), state=(("bn/moving_variance", "statistics"),)
+        refused=False, findings=(Finding("validation"),), state=(("bn/moving_variance", "statistics"),)
     ),
-    "training_flag": Evidence(refused=False, sites=("statistics:stuck",), first_path="bn/moving_mean"),
-    "spike": Evidence(refused=False, sites=("loss:spike",), value=1e6),
+    "training_flag": Evidence(refused=False, findings=(Finding("statistics", "stuck"),), first_path="bn/moving_mean"),
+    "spike": Evidence(refused=False, findings=(Finding("loss", "spike", value=1e6),)),
     "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=NOWHERE),
     "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=NOWHERE),
 }  # fmt: skip
@@ -102,7 +95,7 @@ def test_nothing_is_guessed_from_nothing():
 
 # The advice
 
-GROWING = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
+GROWING = (Operand(5e3, zero=False, negative=False),)
 
 
 def advised(**evidence):
@@ -138,7 +131,7 @@ def test_an_exponential_of_counts():
 def test_large_initial_weights_are_named():
     """If weights were large from the start, an overflow is due to their initializer."""
     large = Growth(largest_weight=4e3, largest_weight_before=4e3)
-    overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False, "float32"),))}
+    overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False),))}
     assert "up to 4e+03: use smaller initial weights" in advised(**overflow, growth=large)
     assert "initial weights" not in advised(**overflow, growth=Growth(largest_weight=2.0))
     assert "initial weights" not in advised(first="loss", origin=origin("Log"), growth=large)
@@ -154,8 +147,8 @@ def test_inputs_and_targets_are_both_named():
     said = advised(
         first="loss",
         origin=Origin(0, "batch", "inputs", "forward"),
-        inputs_bad=(Constant("inputs", (2,), 1, 0),),
-        targets_bad=(Constant("targets", (2,), 1, 0),),
+        inputs_bad=(BadArray("inputs", (2,), 1, 0),),
+        targets_bad=(BadArray("targets", (2,), 1, 0),),
     )
     assert "'x' and 'y'" in said
 
@@ -170,7 +163,7 @@ def test_a_loss_of_the_library_is_changed_by_its_parameter():
 
 
 def test_a_centered_optimizer_is_distinguished():
-    facts = OptimizerFacts("RMSprop", 1e-3, 1e-7, 1e-7, settings=(("centered", 1.0),))
+    facts = OptimizerFacts("RMSprop", 1e-3, 1e-7, 1e-7, settings={"centered": 1.0})
     assert "centered=False" in advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
 
 
@@ -190,7 +183,7 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
 
 def test_a_spike_is_not_a_divergence():
     """One bad batch is not a reason for a lower rate."""
-    e = Evidence(refused=False, sites=("loss:spike",), count=16)
+    e = Evidence(refused=False, findings=(Finding("loss", "spike"),), count=16)
     said = " ".join(advice(e, decide(e)))
     assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said
 

@@ -9,34 +9,24 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.evidence import (
-    NOWHERE,
-    Constant,
-    Evidence,
-    Growth,
-    LayerRow,
-    Operand,
-    OptimizerFacts,
-    Origin,
-    Spread,
-    TargetFault,
-)
-from keras_nanguard._core.history import JUMP, RISE
-from keras_nanguard._diagnose.causes import (
+from keras_nanguard import Finding
+from keras_nanguard._core.history import JUMP, RISE, Growth
+from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
+from keras_nanguard._core.verdict import LayerRow
+from keras_nanguard._diagnose.causes import RECURRENT, Conclusion, decide
+from keras_nanguard._diagnose.evidence import (
     EXPONENTIALS,
     POLES,
-    RECURRENT,
-    Conclusion,
-    decide,
-    grown,
-    kind,
+    Evidence,
+    OptimizerFacts,
+    TargetFault,
 )
 
 NAN, INF = math.nan, math.inf
 
 
 def operand(max_abs, **more):
-    return Operand(max_abs, **{"zero": False, "negative": False, "dtype": "float32", **more})
+    return Operand(max_abs, **{"zero": False, "negative": False, **more})
 
 
 ONE, LARGE, ZERO = operand(1.0), operand(1e30), operand(0.0, zero=True)
@@ -47,14 +37,21 @@ def origin(op="Log", phase="loss", operands=(ONE,), **more):
     return Origin(5, op=op, phase=phase, operands=operands, **{**known, **more})
 
 
-def bad(**more):
+def findings(*named):
+    """Return findings by site and kind, such as `loss:spike`."""
+    return tuple(Finding(*name.split(":")) for name in named)
+
+
+def bad(*named, **more):
     """Return the evidence of a refused step whose replay is bad, with the loss first."""
-    return Evidence(**{"replay": "bad", "first": "loss", "first_path": "d/kernel", "count": 16, **more})
+    known = {"replay": "bad", "first": "loss", "first_path": "d/kernel", "count": 16}
+    return Evidence(findings=findings(*named), **{**known, **more})
 
 
-def seen(*sites, **more):
+def seen(*named, **more):
     """Return the evidence of a committed step that was not replayed."""
-    return Evidence(**{"refused": False, "sites": sites, "first_path": "d/kernel", "count": 16, **more})
+    known = {"refused": False, "first_path": "d/kernel", "count": 16}
+    return Evidence(findings=findings(*named), **{**known, **more})
 
 
 def below(number):
@@ -78,8 +75,8 @@ def layer(path="norm", layer_class="Normalization", minimum=0.0, maximum=1.0, na
 
 
 FAULT = TargetFault("cce", "", (3,), "class index 12 with 10 classes")
-MISSING = (Constant("inputs/a", (2, 5), 1, 0), Constant("inputs/b", (5, 7), 1, 0))
-UNLABELLED = (Constant("targets", (4,), 1, 0), Constant("sample_weight", (6,), 1, 0))
+MISSING = (BadArray("inputs/a", (2, 5), 1, 0), BadArray("inputs/b", (5, 7), 1, 0))
+UNLABELLED = (BadArray("targets", (4,), 1, 0), BadArray("sample_weight", (6,), 1, 0))
 VARIABLE = origin("bn/moving_mean", source="variable", culprit="bn", operands=())
 OVERFLOW = origin("MatMul", "forward", (LARGE,), culprit="dense")
 EXP = origin("Exp", "forward", (operand(100.0),), culprit="act")
@@ -99,7 +96,7 @@ STATE = {
     "an operation, and no state": (bad(origin=origin()), DOMAIN),
     "nothing": (bad(), UNKNOWN),
     "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95, "state")),
-    "statistics": (bad(state=(("m", "statistics"),), sites=("loss:nonfinite",)), decided("state_nonfinite", "m", (), 0.95, "state")),
+    "statistics": (bad("loss:nonfinite", state=(("m", "statistics"),)), decided("state_nonfinite", "m", (), 0.95, "state")),
     "a weight that was finite after the step before": (
         bad(state=(("k", "weights"),), written=True),
         decided("state_nonfinite", "k", (), 0.95, "written"),
@@ -109,7 +106,7 @@ STATE = {
         decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
     ),
     "a finite weight, after a jump": (
-        bad(state=(("k", "weights"),), sites=("state:out_of_range",), growth=Growth(jump=(1e3, 2))),
+        bad("state:out_of_range", state=(("k", "weights"),), growth=Growth(jump=(1e3, 2))),
         decided("divergence", "k", confidence=0.85, because="growth"),
     ),
     "statistics, in a validation": (
@@ -368,7 +365,7 @@ UPDATE = {
     "after growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=1e4)), EXPLODED),
     "after growth of the gradients": (bad(first="weights", growth=grows(norm=1e4)), EXPLODED),
     "after growth, by a variance that cancels": (
-        bad(first="weights", optimizers=(replace(ADAM, settings=(("centered", 1.0),)),), growth=grows(loss=1e4)),
+        bad(first="weights", optimizers=(replace(ADAM, settings={"centered": 1.0}),), growth=grows(loss=1e4)),
         BLAMED,
     ),
     "after less growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
@@ -399,7 +396,6 @@ UPDATE = {
 
 GREW = decided("divergence", "dense", confidence=0.85, because="growth")
 POLE = origin("Log", "forward", (ONE,), culprit="dense")
-NO_ORIGIN = {"first": "loss", "sites": ("gradients:explosion",)}
 FEW = {"without_rows": "finite", "rows": (1,), "count": 4}
 
 DIVERGENCE = {
@@ -407,10 +403,10 @@ DIVERGENCE = {
     "overflow after growth of the gradients": (bad(origin=OVERFLOW, growth=grows(norm=1e3)), GREW),
     "overflow after less": (bad(origin=OVERFLOW, growth=grows(loss=below(1e3), norm=below(1e3), weights=1.0)), FORWARD),
     "overflow of grown weights": (bad(origin=OVERFLOW, growth=grows(weights=20.0)), GREW),
-    "explosion after growth": (bad(**NO_ORIGIN, growth=grows(loss=1e3)), decided("divergence", confidence=0.85, because="growth")),
-    "another finding after growth": (bad(sites=("loss:explosion",), growth=grows(loss=1e3)), UNKNOWN),
-    "explosion without growth": (bad(**NO_ORIGIN), UNKNOWN),
-    "explosion next to a pole": (bad(**NO_ORIGIN, origin=POLE, growth=grows(loss=1e3)), FORWARD),
+    "explosion after growth": (bad("gradients:explosion", growth=grows(loss=1e3)), decided("divergence", confidence=0.85, because="growth")),
+    "another finding after growth": (bad("loss:explosion", growth=grows(loss=1e3)), UNKNOWN),
+    "explosion without growth": (bad("gradients:explosion"), UNKNOWN),
+    "explosion next to a pole": (bad("gradients:explosion", origin=POLE, growth=grows(loss=1e3)), FORWARD),
     "a pole, of weights far away": (bad(origin=POLE, growth=grows(weights=1e3)), GREW),
     "a pole, of weights that have grown": (bad(origin=POLE, growth=grows(weights=below(1e3), loss=below(1e3))), FORWARD),
     "a pole, of weights and a loss that have": (bad(origin=POLE, growth=grows(weights=20.0, loss=1e3)), GREW),
@@ -490,8 +486,8 @@ INPUT_SCALE = {
     "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
     "large inputs": (bad(origin=OVERFLOW, inputs=(spread("inputs", below(1e4)),)), FORWARD),
     "huge inputs, and no overflow": (bad(origin=POLE, inputs=HUGE), FORWARD),
-    "huge inputs, and an explosion": (bad(**NO_ORIGIN, inputs=HUGE), UNSCALED),
-    "huge inputs, and another explosion": (bad(sites=("weights:explosion",), inputs=HUGE), UNKNOWN),
+    "huge inputs, and an explosion": (bad("gradients:explosion", inputs=HUGE), UNSCALED),
+    "huge inputs, and another explosion": (bad("weights:explosion", inputs=HUGE), UNKNOWN),
     "huge inputs, and rows": (bad(origin=OVERFLOW, inputs=HUGE, rows=(4,)), replace(UNSCALED, samples=(4,))),
     "huge inputs, and outliers": (
         bad(origin=OVERFLOW, inputs=HUGE, targets=(spread("targets"), spread("weights", outliers=(6,)))),
@@ -502,7 +498,7 @@ INPUT_SCALE = {
         decided("input_scale", "norm", confidence=0.8, because="constant"),
     ),
     "constant features, and an explosion": (
-        bad(**NO_ORIGIN, table=(layer(maximum=1e4),)),
+        bad("gradients:explosion", table=(layer(maximum=1e4),)),
         decided("input_scale", "norm", confidence=0.8, because="constant"),
     ),
     "constant features, and a pole": (bad(origin=POLE, table=(layer(maximum=1e4),)), FORWARD),
@@ -589,7 +585,7 @@ KINDS = [
     (origin("Pow", operands=()), "pole"),
     *((origin(op, operands=(ONE,), dtype="float16"), "exp") for op in EXPONENTIALS - {"Pow"}),
     *((origin(op, operands=(LARGE,), dtype="float16"), "pole") for op in POLES - {"RealDiv", "Div", "Xdivy"}),
-    (origin("MatMul", operands=(LARGE, operand(1.0, infinite=True)), dtype="float16"), "pole"),
+    (origin("MatMul", operands=(LARGE, operand(1.0, holds="Inf")), dtype="float16"), "pole"),
     (origin("MatMul", operands=(ONE, operand(1e15))), "overflow"),
     (origin("MatMul", operands=(operand(below(1e15)), ONE)), "pole"),
     *((origin("MatMul", operands=(ONE,), dtype=dtype), "overflow") for dtype in ("float16", "bfloat16")),
@@ -599,7 +595,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("where", "expected"), KINDS)
 def test_how_a_value_became_nonfinite(where, expected):
-    assert kind(where) == expected
+    assert Evidence(origin=where).kind == expected
 
 
 @pytest.mark.parametrize(("grew", "expected"), [
@@ -610,4 +606,4 @@ def test_how_a_value_became_nonfinite(where, expected):
     (Growth(steps=1, loss=below(1e3), norm=below(1e3), weights=below(20.0)), False),
 ])  # fmt: skip
 def test_what_has_grown(grew, expected):
-    assert grown(Evidence(growth=grew)) is expected
+    assert Evidence(growth=grew).grown() is expected

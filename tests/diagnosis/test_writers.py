@@ -25,7 +25,7 @@ def parts(optimizer, weight, slot=None):
     for held in slots:
         if slot is not None:
             held.assign(np.full(held.shape, slot, "float32"))
-    return variable, slots, ([optimizer], optimizer_facts([optimizer]), [keras.ops.convert_to_numpy(v) for v in (variable, *slots)])
+    return variable, slots, ([optimizer], (optimizer_facts(optimizer),), [keras.ops.convert_to_numpy(v) for v in (variable, *slots)])
 
 
 @pytest.mark.parametrize("name", PROVEN)

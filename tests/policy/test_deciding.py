@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from keras_nanguard import Diagnosis, FileFormatError, Finding, Incident, Outcome, Policy
-from keras_nanguard._core.incident import CAUSES, KINDS, SITES
+from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.settings import matches_path
 from keras_nanguard._policy.state import PolicyState, is_bad_step

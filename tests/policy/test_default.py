@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keras_nanguard import Diagnosis, Finding, Incident, Policy
-from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._policy.decide import RATE_CURES, decide
 from keras_nanguard._policy.policy import PRESETS
 from keras_nanguard._policy.state import BAD_DATA, PolicyState

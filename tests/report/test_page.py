@@ -22,7 +22,7 @@ from support.recordings import HOSTILE, synthetic
 import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
 from keras_nanguard.__main__ import main
-from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event

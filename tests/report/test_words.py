@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
-from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport

@@ -29,7 +29,7 @@ from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Origin
+from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
 from keras_nanguard._keras.overrides import ThreadOverrides

@@ -14,7 +14,7 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments
-from keras_nanguard._core.evidence import Constant, Spread
+from keras_nanguard._core.observations import BadArray, Spread
 from keras_nanguard._core.verdict import logged_losses
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
@@ -34,7 +34,7 @@ class Part:
     value: Any
 
     @property
-    def array(self) -> np.ndarray[Any, Any]:
+    def array(self) -> finiteness.Array:
         """Its numbers."""
         return keras_variables.by_rows(self.value)
 
@@ -81,7 +81,7 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     return mapped(args, taken)
 
 
-def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
+def bad(args: Any, roles: Sequence[str]) -> tuple[BadArray, ...]:
     """Return the arrays with these roles that hold NaN or Inf, with the rows."""
     found = []
     for part in parts(args):
@@ -92,11 +92,11 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
         if nan or inf:
             rows = _bad_rows(part, array, row_count(args))
             column = _bad_column(part, array) if len(rows) > 1 else None
-            found.append(Constant(part.path, rows, nan, inf, column))
+            found.append(BadArray(part.path, rows, nan, inf, column))
     return tuple(found)
 
 
-def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int, ...]:
+def _bad_rows(part: Part, array: finiteness.Array, count: int) -> tuple[int, ...]:
     """Return the rows of an array, widened, that hold NaN or Inf; none if its rows are not those of
     the batch.
     """
@@ -114,7 +114,7 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
     return tuple(int(i) for i in np.unique(wrong))
 
 
-def _bad_column(part: Part, array: np.ndarray[Any, Any]) -> int | None:
+def _bad_column(part: Part, array: finiteness.Array) -> int | None:
     """Return the only column of a dense matrix, widened, that holds NaN or Inf."""
     if array.ndim != 2 or array.shape != tuple(part.value.shape) or array.shape[1] < 2:
         return None
@@ -134,7 +134,7 @@ def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     )
 
 
-def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
+def spread(name: str, array: finiteness.Array) -> Spread:
     """Return the magnitudes of one array."""
     integer = array.dtype.kind in "iu"
     wide = finiteness.widen(array).astype(np.float64, copy=False)
@@ -160,7 +160,7 @@ def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
         )
 
 
-def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
+def _outliers(flat: finiteness.Array) -> tuple[int, ...]:
     magnitudes = np.abs(np.where(np.isfinite(flat), flat, 0.0))
     largest = magnitudes.max(axis=1, initial=0.0)
     if not largest.any():

@@ -20,7 +20,8 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.origins import OriginTracker, bad_rows, operand
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
+from keras_nanguard._core.observations import COMPILE_LOSS, Origin
+from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Operand, Origin
+from keras_nanguard._core.observations import Operand, Origin
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
@@ -85,7 +85,7 @@ class OriginTracker:
         self._lineage: dict[int, Origin] = {}
         self._casts: dict[int, tuple[str, ...]] = {}
         self._steep: list[tuple[tuple[str, ...], str]] = []
-        self._arrays: list[tuple[np.ndarray[Any, Any], Origin]] = []
+        self._arrays: list[tuple[finiteness.Array, Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             self._begin_with(tensor, Origin(place - len(batch), "batch", name, "forward"))
 
@@ -121,7 +121,7 @@ class OriginTracker:
         """Add an array of the batch, with its origin if it is bad."""
         raise NotImplementedError
 
-    def _of_batch(self, array: np.ndarray[Any, Any]) -> Origin | None:
+    def _of_batch(self, array: finiteness.Array) -> Origin | None:
         """Return the origin of the array of the batch with these values, possibly in another dtype.
 
         The step converts a NumPy array to a tensor that no operation has produced.
@@ -169,7 +169,7 @@ class OriginTracker:
     def _add(
         self,
         op: str,
-        array: np.ndarray[Any, Any],
+        array: finiteness.Array,
         dtype: str,
         operands: Iterable[Operand] = (),
         variables: Iterable[str] = (),
@@ -220,7 +220,7 @@ def _is_steep(op: str, values: Sequence[Any]) -> bool:
     return test is None or (len(arrays) >= count and bool(np.any(test(*arrays[:count]))))
 
 
-def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
+def operand(array: finiteness.Array, dtype: str) -> Operand:
     """Return the facts about one float input of an operation."""
     array = finiteness.widen(array)
     finite = array[np.isfinite(array)]
@@ -234,15 +234,13 @@ def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
         max_abs=float(magnitude.max()) if magnitude.size else 0.0,
         zero=bool(positive.size < magnitude.size),
         negative=bool((finite.real < 0).any()),
-        dtype=dtype,
         tiny=bool(positive.size and positive.min() < TINY.get(dtype, 0.0)),
-        infinite=bool(bad),
         holds=" and ".join(word for word, where in bad.items() if where.any()),
         whole=bool(bad) and not finite.size,
     )
 
 
-def bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], bool]:
+def bad_rows(array: finiteness.Array, rows: int) -> tuple[tuple[int, ...], bool]:
     """Return the rows with a bad entry (none if all are bad), and whether all are bad."""
     if not rows or array.ndim == 0 or array.shape[0] != rows:
         return (), False

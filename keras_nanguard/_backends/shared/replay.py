@@ -23,8 +23,8 @@ from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.observations import COMPILE_LOSS, Origin
+from keras_nanguard._core.verdict import LayerRow, Verdict
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 

@@ -28,7 +28,7 @@ from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTrack
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Origin
+from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     optimizers as keras_optimizers,

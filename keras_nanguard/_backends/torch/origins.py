@@ -21,7 +21,7 @@ from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTrack
 from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._backends.torch.undo_log import storage, written_by
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Origin
+from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import variables as keras_variables
 
 _CAPITALIZED = (

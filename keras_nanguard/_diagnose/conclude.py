@@ -1,0 +1,184 @@
+"""From evidence to the diagnosis that the user reads: the cause, its evidence in sentences, and the
+advice. Pure functions.
+
+The advice is in `_core/causes.toml`; `_words` has what its sentences name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, get_args
+
+from keras_nanguard._core.data import argument_path
+from keras_nanguard._core.incident import Diagnosis
+from keras_nanguard._core.literals import CAUSE_WORDS, DERIVATIVE_HINTS, HINTS, NAMES_DATA
+from keras_nanguard._core.observations import BACKWARD
+from keras_nanguard._diagnose.causes import Because, Conclusion, decide
+from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.sentences import at_rows, sentences
+
+RAW = 100.0
+"""Magnitude above which an input counts as not scaled."""
+
+LARGE_WEIGHT = 10.0
+"""Magnitude of a weight that no usual initializer gives."""
+
+MAX_NORM = 1e15
+"""Gradient norm above which the squares in an optimizer may overflow, in float32."""
+
+MAX_HALF_NORM = 256.0
+"""The same in float16."""
+
+
+def conclude(evidence: Evidence) -> Diagnosis:
+    """Return the diagnosis that the evidence supports."""
+    conclusion = decide(evidence)
+    return Diagnosis(
+        conclusion.cause,
+        conclusion.culprit,
+        conclusion.samples,
+        sentences(evidence, conclusion),
+        advice(evidence, conclusion),
+        conclusion.confidence,
+        conclusion.because == "rescaled",
+    )
+
+
+def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
+    """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
+    the one of this exception, if it has one.
+    """
+    error = RuntimeError(evidence.replay_error)
+    found = explained(model, error, batch) if evidence.replay == "failed" else None
+    return conclude(evidence) if found is None else found[1]
+
+
+def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
+    """Return the advice for a conclusion, in sentences specific to the program."""
+    known = _words(e, conclusion)
+    found = []
+    for entry in CAUSE_WORDS[conclusion.cause]["do"]:
+        entry = {"say": entry} if isinstance(entry, str) else entry
+        for item in known[entry["each"]] if "each" in entry else ({},):
+            words = {**known, **item}
+            if all(_holds(word, words) for word in entry.get("when", "").split()):
+                text = entry["say"].format_map(words)
+                found.append(text[0].upper() + text[1:])
+    return tuple(dict.fromkeys(found))
+
+
+def _holds(word: str, words: Mapping[str, Any]) -> bool:
+    return not words[word[1:]] if word.startswith("!") else bool(words[word])
+
+
+def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
+    """Return the names in the advice, and the conditions on which it depends.
+
+    The observation that decided (`Conclusion.because`) is a condition, too.
+    """
+    origin, optimizers = e.origin, [_about(o) for o in e.optimizers]
+    half = any(o.dtype == "float16" for o in e.optimizers)
+    hint = _hint(e)
+    names = [repr(argument_path(part.name)) for part in (*e.inputs_bad, *e.targets_bad)]
+    culprit = _culprit(e, v)
+    one = len(v.samples) == 1
+    facts = {
+        "culprit": culprit,
+        "layer_class": origin.layer_class,
+        "data": " and ".join(dict.fromkeys(names)) if len(set(names)) > 1 else culprit,
+        "rows": at_rows(v.samples),
+        "in_batch": f"{at_rows(v.samples)} of the batch" if v.samples else "the batch",
+        "them": "it" if one else "them",
+        "their": "its" if one else "their",
+        "hint": f": {hint}" if hint else ".",
+        "tenth": f"{e.optimizers[0].learning_rate * 0.1:.1g}" if optimizers else "a tenth of it",
+        "steepest": "256 in float16" if half else "1.8e19",
+        # Each of them is one of a list.
+        "optimizers": optimizers,
+        "raw_inputs": _raw_inputs(e),
+        "columns": _whole_columns(e),
+        "objective": [{"words": words} for words, _ in e.objective],
+        "exponents": _exponents(e, v),
+        # Conditions.
+        "hinted": bool(hint),
+        "constraint": e.constraint if v.because == "constraint" else "",
+        "initial": _large_initial_weight(e),
+        "large": e.kind in ("exp", "overflow"),
+        "cured": bool(v.samples) and e.without_rows == "finite",
+        "regularizer": origin.phase == "regularizer",
+        "constants": any(part.constant for part in e.inputs),
+        "bfloat16": (origin.dtype if origin.dtype in LOW else e.low_precision) == "bfloat16",
+        "scaled": any(o.scaled for o in e.optimizers),
+        "clips": any(o.clips for o in e.optimizers),
+        "steep": not e.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
+        "own": any(o.own for o in e.optimizers),
+        "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers),
+        "untrained": v.because == "recurrence" and not e.growth.steps and origin.phase == "forward",
+    }
+    rules = dict.fromkeys(get_args(Because), False)
+    return {**rules, v.because: True, **facts}
+
+
+def _culprit(e: Evidence, v: Conclusion) -> str:
+    """Return the culprit as the advice names it."""
+    layer_class = e.origin.layer_class
+    nobody = CAUSE_WORDS[v.cause].get("thing", "")
+    if v.cause == "loss_domain" and e.origin.phase == "regularizer":
+        nobody = "the layer"
+    shown = argument_path(v.culprit) if v.cause in NAMES_DATA else v.culprit
+    name = repr(shown) if shown else nobody
+    if v.cause == "gradient_domain" and layer_class.startswith("regularizer "):
+        return f"the {layer_class} of {name}"
+    return name
+
+
+def _about(o: OptimizerFacts) -> dict[str, Any]:
+    """Return the advice about one optimizer."""
+    return {
+        **asdict(o),
+        "decay": o.settings.get("weight_decay", 0.0),
+        "decays": abs(o.shrinks) > 1.0,
+        "centered": bool(o.settings.get("centered")),
+        "broken": o.rate_is_bad,
+        "half": o.dtype == "float16",
+        "no_epsilon": o.epsilon is not None and not o.epsilon_in_dtype,
+    }
+
+
+def _whole_columns(e: Evidence) -> list[dict[str, Any]]:
+    """Return the columns of the inputs that are bad in every row."""
+    parts = (p for p in e.inputs_bad if p.column is not None and len(p.rows) == e.count)
+    return [{"name": repr(argument_path(part.name)), "column": part.column} for part in parts]
+
+
+def _large_initial_weight(e: Evidence) -> float:
+    """Return the largest weight if numbers overflow, and weights were large initially; else 0."""
+    growth = e.growth
+    untrained = e.kind in ("exp", "overflow") and growth.weights < 2.0
+    return growth.largest_weight if untrained and growth.largest_weight >= LARGE_WEIGHT else 0.0
+
+
+def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
+    """Return the inputs that have to be scaled for any network."""
+    raw = [part for part in e.inputs if not part.integer and part.max_abs >= RAW]
+    return [{**asdict(part), "name": repr(argument_path(part.name))} for part in raw]
+
+
+def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
+    """Return the exponents below 1 of the loss to blame, if the bad value comes from a power."""
+    if "Pow" not in (e.origin.op, e.origin.steep):
+        return []
+    found = [(key, value) for name, key, value in e.exponents if name == v.culprit]
+    return [{"key": key, "value": value} for key, value in found if value < 1.0]
+
+
+def _hint(e: Evidence) -> str:
+    """Return the advice for the operation that produced the bad value, or for its layer."""
+    origin = e.origin
+    steep = DERIVATIVE_HINTS.get(origin.steep, "") if origin.phase in BACKWARD else ""
+    own = HINTS.get(origin.op, "")
+    if origin.op == "Mul" and e.kind == "overflow":  # not 0 times Inf
+        own = ""
+    return steep or own or HINTS.get(origin.layer_class, "")

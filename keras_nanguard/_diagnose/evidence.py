@@ -1,0 +1,284 @@
+"""The evidence of a diagnosis: measured facts, and what follows from them alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from keras_nanguard._core.history import Growth
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
+from keras_nanguard._core.verdict import LayerRow
+
+GROWTH = 1e3
+"""Growth of loss or gradients since the start above which they count as a reason for the failure.
+"""
+
+MIN_WEIGHT_GROWTH = 20.0
+"""The same for the norm of all weights."""
+
+HUGE_DATA = 1e4
+"""Magnitude above which inputs or targets alone explain a divergence in the first steps."""
+
+LARGE_DATA = 1e3
+"""Magnitude above which a trial tests whether they explain it."""
+
+MAX_RATE = 1e3
+"""Learning rate of a schedule above which the schedule is wrong."""
+
+FEW = 0.25
+"""Share of the rows of a batch up to which they are few."""
+
+LOW = ("float16", "bfloat16")
+"""Dtypes of low precision."""
+
+EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
+"""Operations that overflow for moderate operands."""
+
+DIVISIONS = ("RealDiv", "Div", "Xdivy")
+"""Operations that have a pole if their second operand is 0."""
+
+POLES = frozenset(
+    (
+        *("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv"),
+        *("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"),
+        *("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta"),
+        *("Betainc", "Igamma", "Softmax", "LogSoftmax"),
+        *("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri"),
+        *("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant"),
+        *("MatrixSolve", "Svd", "Qr"),
+    )
+)
+"""Operations with points at which their value is not finite."""
+
+MAX_BASE = 50.0
+"""Base of a power above which it overflows because of its exponent."""
+
+
+def distinct(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return each of these rows once, in their order."""
+    return tuple(dict.fromkeys(row for part in rows for row in part))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFault:
+    """Targets that a loss does not accept.
+
+    Attributes:
+        loss: name of the loss.
+        output: name of the output, `""` if there is only one.
+        rows: rows of the batch.
+        words: what is wrong, as a clause: `"class index 12 with 10 classes"`.
+        fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
+    """
+
+    loss: str
+    output: str
+    rows: tuple[int, ...]
+    words: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """The hyperparameters of an optimizer.
+
+    Attributes:
+        name: name of its class.
+        learning_rate: its current learning rate.
+        epsilon: as configured, `None` if it has none.
+        epsilon_in_dtype: its value after rounding to the dtype of the weights.
+        dtype: lowest dtype of the weights.
+        clips: whether it clips gradients.
+        scaled: whether a `LossScaleOptimizer` wraps it.
+        scheduled: whether its learning rate comes from a schedule.
+        settings: name and value of each other hyperparameter that is in use, by Keras' names.
+        iteration: the iteration at which the schedule gives this learning rate, `None` without one.
+        own: whether its class is of no library that is known, so the user can change it.
+    """
+
+    name: str
+    learning_rate: float
+    epsilon: float | None = None
+    epsilon_in_dtype: float | None = None
+    dtype: str = "float32"
+    clips: bool = False
+    scaled: bool = False
+    scheduled: bool = False
+    settings: Mapping[str, float] = field(default_factory=dict)
+    iteration: int | None = None
+    own: bool = False
+
+    @property
+    def rate_is_bad(self) -> bool:
+        """Whether the learning rate is not finite, or above any that a schedule should give."""
+        return not abs(self.learning_rate) <= MAX_RATE
+
+    @property
+    def shrinks(self) -> float:
+        """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes
+        them grow."""
+        return 1.0 - self.learning_rate * self.settings.get("weight_decay", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that was measured about one incident; what was not measured is `None` or empty.
+
+    Attributes:
+        step: number of the step.
+        refused: whether it was refused.
+        findings: the findings of the incident, in causal order.
+        state: paths of variables that were bad before the step, with their roles.
+        state_fresh: whether they were bad before training began.
+        inputs_bad: bad arrays among the inputs.
+        targets_bad: bad arrays among targets and sample weights.
+        inputs: spreads of the inputs.
+        targets: spreads of the targets.
+        target_fault: targets that the loss does not accept.
+        replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
+        replay_error: the exception of a failed replay.
+        mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
+        same_mode: result of a replay in that mode.
+        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
+            `"slots"`.
+        first_path: path of the variable there, if any.
+        origin: the operation that produced the first bad value, `NOWHERE` if unknown.
+        loss_parts: name and value of each part of the loss.
+        float32: result of a replay in float32: `"finite"`, `"bad"` or `""`.
+        rescaled: result of a replay with inputs and targets scaled to unit magnitude.
+        at_start: result of a replay with the initial state in place of the current one.
+        without_rows: result of a replay without `rows`.
+        unscaled: result of a replay with a loss scale of 1.
+        inference: whether outputs in inference mode are finite.
+        training: the same in training mode, if both were measured.
+        rows: rows to blame.
+        count: number of rows of the batch.
+        low_precision: lowest float dtype that a layer computes in.
+        growth: the history before the step.
+        optimizers: the optimizers.
+        objective: name and value of each loss weight and regularizer of unusual size.
+        exponents: loss, parameter and value of each exponent among the parameters of a compiled
+            loss.
+        gradient_norm: global gradient norm of the step, NaN if unknown.
+        written: whether the update cannot have produced the bad weights or slots, because all of
+            its numbers are moderate, or because they were finite after the step before.
+        constraint: class of the constraint of the bad weight, which is applied after its update;
+            `""` if it has none.
+        loss_scale: the loss scale, `None` if there is none.
+        table: one row for each call of a layer.
+        notes: further observations, as sentences.
+    """
+
+    step: int = 0
+    refused: bool = True
+    findings: tuple[Finding, ...] = ()
+    state: tuple[tuple[str, str], ...] = ()
+    state_fresh: bool = False
+    inputs_bad: tuple[BadArray, ...] = ()
+    targets_bad: tuple[BadArray, ...] = ()
+    inputs: tuple[Spread, ...] = ()
+    targets: tuple[Spread, ...] = ()
+    target_fault: TargetFault | None = None
+    replay: str = ""
+    replay_error: str = ""
+    mode: str = ""
+    same_mode: str = ""
+    first: str = ""
+    first_path: str = ""
+    origin: Origin = NOWHERE
+    loss_parts: tuple[tuple[str, float], ...] = ()
+    float32: str = ""
+    rescaled: str = ""
+    at_start: str = ""
+    without_rows: str = ""
+    unscaled: str = ""
+    inference: str = ""
+    training: str = ""
+    rows: tuple[int, ...] = ()
+    count: int = 0
+    low_precision: str = ""
+    growth: Growth = field(default_factory=Growth)
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    objective: tuple[tuple[str, float], ...] = ()
+    exponents: tuple[tuple[str, str, float], ...] = ()
+    gradient_norm: float = math.nan
+    written: bool = False
+    constraint: str = ""
+    loss_scale: float | None = None
+    table: tuple[LayerRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of the first finding at each site."""
+        return {finding.site: finding.kind for finding in reversed(self.findings)}
+
+    def found(self, site: str, kind: str) -> bool:
+        """Whether there is a finding of this kind at this site."""
+        return any((f.site, f.kind) == (site, kind) for f in self.findings)
+
+    @property
+    def value(self) -> float | None:
+        """The value of the first finding that has one, such as the loss of a spike."""
+        return next((f.value for f in self.findings if f.value is not None), None)
+
+    @property
+    def kind(self) -> str:
+        """How the origin became non-finite, from the name and the operands of its operation:
+        `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`; `""` without an
+        operation.
+        """
+        origin, operands = self.origin, self.origin.operands
+        if origin.source != "operation":
+            return ""
+        least = 1e3 if origin.dtype == "float16" else 1e15
+        large = max((o.max_abs for o in operands), default=0.0) >= least
+        if origin.op in DIVISIONS and len(operands) > 1:
+            return "overflow" if large and not (operands[1].zero or operands[1].tiny) else "pole"
+        if origin.op == "Pow":
+            if large:  # a square, which PyTorch reports as Pow
+                return "overflow"
+            return "exp" if operands and operands[0].max_abs > MAX_BASE else "pole"
+        if origin.op in EXPONENTIALS:
+            return "exp"
+        if origin.op in POLES or any(o.holds for o in operands):
+            return "pole"
+        return "overflow" if large or origin.dtype in LOW else "pole"
+
+    @property
+    def place(self) -> str:
+        """The layer, loss or variable in which the operation of the origin ran."""
+        origin = self.origin
+        if origin.source != "operation":
+            return self.first_path
+        of_loss = origin.phase in ("loss", "forward", "regularizer")
+        inside = "loss" if of_loss else self.first_path
+        return origin.culprit or (origin.variables[0] if origin.variables else inside)
+
+    def grown(self, factor: float = GROWTH) -> bool:
+        """Whether loss, gradients or weights have grown over the previous steps."""
+        growth = self.growth
+        return growth.steps >= 1 and (
+            growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor
+        )
+
+    def few(self, rows: Sequence[int]) -> bool:
+        """Whether some, but only few, rows of the batch are among these."""
+        return 0 < len(rows) <= max(1.0, FEW * self.count)
+
+    @property
+    def floats(self) -> list[Spread]:
+        """The spreads of the arrays of the batch that are not integers."""
+        return [spread for spread in (*self.inputs, *self.targets) if not spread.integer]
+
+    @property
+    def largest(self) -> Spread:
+        """The spread of the array of the batch with the largest float."""
+        return max(self.floats, key=lambda s: s.max_abs, default=Spread("", 0.0, 0.0, 0.0))
+
+    def outliers(self, spreads: Iterable[Spread]) -> tuple[int, ...]:
+        """Return the rows that are outliers in these arrays of the batch, if they are few."""
+        rows = distinct(spread.outliers for spread in spreads)
+        return rows if self.few(rows) else ()
