@@ -1,8 +1,10 @@
 """Names that Keras gives to the variables of layers, and what follows from a name alone: which
-variables are statistics, which cannot be negative, and which start at 1. Imports nothing.
+variables are statistics, which cannot be negative, and which start at 1. Imports no backend.
 """
 
 from __future__ import annotations
+
+import re
 
 MOVING = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 """The statistics of a BatchNormalization; the last three only if it renormalizes."""
@@ -15,3 +17,11 @@ SPREADS = ("variance", "stddev")
 
 ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
 """Variables that start at 1 if nothing else is configured."""
+
+
+def snake_case(name: str) -> str:
+    """Return a class name in snake case, as Keras names groups
+    (`keras.src.utils.naming.to_snake_case`)."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()

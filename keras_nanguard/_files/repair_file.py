@@ -32,8 +32,8 @@ from keras_nanguard._files.formats.opening import WEIGHTS, opened
 from keras_nanguard._files.initial_values import initial_slot, initial_value
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
+from keras_nanguard._files.repair_arrays import Repair, Values, by_name
 from keras_nanguard._files.repair_report import RepairOptions
-from keras_nanguard._files.repairs import Repair, Values, by_name
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -15,8 +15,8 @@ from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import Contents, ModelArray
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
+from keras_nanguard._files.repair_arrays import Repair, Values, by_name
 from keras_nanguard._files.repair_report import RepairOptions, RepairReport
-from keras_nanguard._files.repairs import Repair, Values, by_name
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._keras import (

@@ -16,7 +16,6 @@ Private Keras names used here, because there is no public API:
 - ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
   dtypes; `dtype` is read-only.
 - ``Functional._outputs_struct``: the keys of outputs in a dict.
-- ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`.
 - ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
@@ -210,11 +209,6 @@ def symbolic_inputs(model: Any) -> list[Any]:
     given = [getattr(layer, "_inputs", None) for layer in layers_of(model)]
     symbolic = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
     return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
-
-
-def snake_case(name: str) -> str:
-    """Return a class name in snake case, as Keras writes it in the name of an object."""
-    return str(keras.src.utils.naming.to_snake_case(name))
 
 
 def class_of(thing: Any) -> str:

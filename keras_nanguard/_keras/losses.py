@@ -22,6 +22,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.variable_names import snake_case
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 
@@ -91,7 +92,7 @@ PROBABILITIES = (
 _NOT_NEGATIVE = ("Poisson", "KLDivergence", "MeanSquaredLogarithmicError")
 """Losses whose targets are not negative."""
 
-_CLASSES = {keras_layers.snake_case(n): n for n in dir(keras.losses) if n[0].isupper()}
+_CLASSES = {snake_case(n): n for n in dir(keras.losses) if n[0].isupper()}
 """The classes in `keras.losses`, by the names of their functions."""
 
 
@@ -146,7 +147,7 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
     kind, wide = class_of(loss), finiteness.widen(targets)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
-    if "sparse_categorical" in keras_layers.snake_case(kind):
+    if "sparsecategorical" in kind.replace("_", "").lower():  # a custom one, too
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)

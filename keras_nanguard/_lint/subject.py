@@ -29,11 +29,9 @@ _SHAPE_ONLY = (
 )
 """Layers and operations that do not change values."""
 
-_ACTIVATIONS = {
-    **{name: name.lower() for name in ("Softmax", "ReLU", "ELU", "PReLU", "Sigmoid", "Relu")},
-    **{name: name.lower() for name in ("Tanh", "Softplus", "Exp")},
-    "LeakyReLU": "leaky_relu",
-}
+_NAMED = ("Softmax", "ReLU", "ELU", "PReLU", "Sigmoid", "Relu", "Tanh", "Softplus", "Exp")
+
+_ACTIVATIONS = {"LeakyReLU": "leaky_relu", **{name: name.lower() for name in _NAMED}}
 """Layers and operations of `keras.ops` that are an activation, with its name."""
 
 

@@ -15,6 +15,7 @@ from keras.src.utils import io_utils
 from support import zoo
 
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._core.variable_names import snake_case
 from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._keras import (
     fitting,
@@ -258,8 +259,9 @@ def test_masks_of_tensors():
 
 
 def test_snake_case():
-    """`to_snake_case` writes class names as Keras names objects."""
-    assert keras_layers.snake_case("BinaryCrossentropy") == "binary_crossentropy"
+    """Class names are written as Keras writes them in the names of objects."""
+    names = [name for room in (layers, keras.losses, keras.optimizers) for name in dir(room)]
+    assert [snake_case(name) for name in names] == list(map(keras.src.utils.naming.to_snake_case, names))
 
 
 def test_states_losses_and_arguments_of_custom_layers():

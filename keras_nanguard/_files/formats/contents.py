@@ -93,15 +93,16 @@ class ModelArray:
         key: str,
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
+        stored: int,
+        pieces: Callable[[], Iterable[NDArray[Any]]],
+        whole: Callable[[], NDArray[Any]],
         reason: str,
-        **reading: Any,
     ) -> ModelArray:
         """Return an array of a file.
 
         Args:
-            location, key, dtype, shape: see above.
+            location, key, dtype, shape, stored, pieces, whole: see above.
             reason: why it is not read, `""` if nothing is wrong.
-            reading: `stored`, `pieces` and `whole`.
         """
         name = float_name(dtype)
         shown = name or plain_text(dtype, 40)
@@ -110,7 +111,8 @@ class ModelArray:
         if reason:
             return cls(location, shown, shape, unread=reason, key=key)
         size = math.prod(shape) * dtype.itemsize
-        return cls(location, shown, shape, size, is_float=name is not None, key=key, **reading)
+        is_float = name is not None
+        return cls(location, shown, shape, size, stored, is_float, "", pieces, whole, key)
 
     @property
     def unbacked(self) -> int:

@@ -38,14 +38,6 @@ class Window(io.RawIOBase):
         super().__init__()
         self._file, self._start, self._size, self._at = file, start, size, 0
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move the position and return it."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
@@ -166,8 +158,8 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
         return np.asarray(_node(file, key)[part]).view(dtype)
 
     pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
-    reading = {"stored": stored, "pieces": pieces, "whole": partial(get, ())}
-    return ModelArray.found(location, key, dtype, shape, reason, **reading)
+    whole = partial(get, ())
+    return ModelArray.found(location, key, dtype, shape, stored, pieces, whole, reason)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:

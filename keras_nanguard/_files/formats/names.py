@@ -19,16 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._core.variable_names import MOVING
+from keras_nanguard._core.variable_names import MOVING, snake_case
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
-
-
-def snake_case(name: str) -> str:
-    """Return a class name in snake case, as Keras names groups
-    (`keras.src.utils.naming.to_snake_case`)."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 class LayerConfig:

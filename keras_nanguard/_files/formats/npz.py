@@ -82,8 +82,8 @@ def _member(
     elif min(shape, default=0) < 0 or size != info.file_size - start:
         reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
     pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
-    reading = {"stored": info.compress_size, "pieces": pieces, "whole": whole}
-    return ModelArray.found(location, info.filename, dtype, shape, reason, **reading)
+    about = (location, info.filename, dtype, shape, info.compress_size)
+    return ModelArray.found(*about, pieces, whole, reason)
 
 
 def _pieces(

@@ -103,6 +103,5 @@ def _stored_array(
         return np.asarray(array[part].read().result())
 
     pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
-    stored = math.prod(shape) * dtype.itemsize
-    reading = {"stored": stored, "pieces": pieces, "whole": partial(get, ())}
-    return ModelArray.found(location, name, dtype, shape, reason, **reading)
+    stored, whole = math.prod(shape) * dtype.itemsize, partial(get, ())
+    return ModelArray.found(location, name, dtype, shape, stored, pieces, whole, reason)
