@@ -122,9 +122,8 @@ def test_a_policy_part_without_effect_is_a_finding(good, tmp_path, capsys):
     path.write_text(json.dumps({"rules": [late]}))
     assert main(["check-policy", str(path), "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
-    assert (
-        document["valid"] and document["problems"] == [] and "never acts" in document["warnings"][0]
-    )
+    assert document["valid"] and document["problems"] == []
+    assert "never acts" in document["warnings"][0]
     assert main(["check-policy", str(path), "--model", str(tmp_path / "missing.keras")]) == MISUSE
     assert main(["check-policy", "recover", "--model", good]) == CLEAN
 
@@ -187,33 +186,20 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
     assert main(["lint", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
     codes = [hazard["code"] for hazard in json.loads(capsys.readouterr().out)["hazards"]]
     assert codes == ["logits_as_probabilities", "labels_out_of_range", "nonfinite_weights"]
-    assert (
-        main(
-            [
-                "lint",
-                model_file,
-                "--ignore",
-                "logits_as_probabilities",
-                "--ignore",
-                "nonfinite_weights",
-            ]
-        )
-        == CLEAN
-    )
+    ignored = ["--ignore", "logits_as_probabilities", "--ignore", "nonfinite_weights"]
+    assert main(["lint", model_file, *ignored]) == CLEAN
     assert main(["lint", model_file, "--ignore", "nonsense"]) == MISUSE
 
 
 def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
     """The first bad layer is named, and inference is distinguished from training."""
-    np.savez(
-        tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    )
-    assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    diagnose = ["diagnose", model_file, "--data", str(tmp_path / "data.npz")]
+    assert main([*diagnose, "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
     assert "bn" in document["diagnosis"]["culprit"]
-    assert (
-        main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--rows", "8"]) == FOUND
-    )
+    assert main([*diagnose, "--rows", "8"]) == FOUND
     assert "In inference mode" in capsys.readouterr().out
 
 
@@ -222,17 +208,14 @@ def test_recalibrate_writes_a_repaired_model(model_file, tmp_path, capsys):
     x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     output = str(tmp_path / "healed.keras")
-    assert (
-        main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == CLEAN
-    )
+    recalibrate = ["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]
+    assert main(recalibrate) == CLEAN
     assert "old statistics not finite" in capsys.readouterr().out
     assert main(["scan", output, "--json"]) == CLEAN
     document = json.loads(capsys.readouterr().out)
     found = {v["path"]: v["statistics"] for layer in document["layers"] for v in layer["variables"]}
     assert found["bn/moving_mean"]["mean"] == pytest.approx(x.mean(), rel=1e-4)
-    assert (
-        main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == MISUSE
-    )
+    assert main(recalibrate) == MISUSE
     assert "overwrite" in capsys.readouterr().err
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from support import zoo
 from support.programs import differentiated
-from support.recordings import COMMITTED, OVERFLOW, SKIPPED, flushed
+from support.recordings import COMMITTED, OVERFLOW, SKIPPED, flushed, run_of
 
 from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
-from keras_nanguard._report.shown import ShownRun
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
@@ -30,7 +29,7 @@ def counted(guard):
     and without duplicates.
     """
     steps, session = guard.recording.steps, guard.session
-    assert ShownRun((), guard.recording).totals == session.run.counts.totals
+    assert run_of(guard.recording).totals == session.run.counts.totals
     ran = steps["status"] != SKIPPED
     assert sorted(set(steps["step"][ran].tolist())) == list(range(session.run.step))
     return steps

@@ -9,9 +9,8 @@ import shutil
 from itertools import pairwise, product
 
 import pytest
-from support.recordings import HOSTILE, synthetic
+from support.recordings import HOSTILE, run_of, synthetic
 
-from keras_nanguard import Incident
 from keras_nanguard._report import html
 from keras_nanguard._report.shown import ShownRun
 
@@ -43,9 +42,8 @@ def browser():
 
 
 def written(folder, name, recording):
-    found = [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
     path = folder / f"{name}.html"
-    path.write_text(html.page(ShownRun(found, recording)), encoding="utf-8", errors="replace")
+    path.write_text(html.page(run_of(recording)), encoding="utf-8", errors="replace")
     return path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from support.recordings import HOSTILE, synthetic
+from support.recordings import HOSTILE, incidents_of, run_of, synthetic
 
 import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
@@ -54,12 +54,8 @@ class Elements(HTMLParser):
         (self.raw if self._raw else self.text).append(data)
 
 
-def incidents_of(recording):
-    return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
-
-
-def page_of(recording, directory=None):
-    return html.page(ShownRun(incidents_of(recording), recording, directory))
+def page_of(recording):
+    return html.page(run_of(recording))
 
 
 def test_contents():
@@ -390,7 +386,7 @@ class TestSeveralRuns:
             recording = synthetic(400, count, seed=seed)
             if not count:
                 recording.steps["learning_rate"][:] = 1e-5
-            found.append(ShownRun(incidents_of(recording), recording, name=name))
+            found.append(run_of(recording, name=name))
         return found
 
     def test_common_properties(self):

@@ -15,24 +15,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
-from support.recordings import synthetic, written
+from support.recordings import run_of, synthetic, written
 
-from keras_nanguard import Incident, Recording
+from keras_nanguard import Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files, terminal
-from keras_nanguard._report.shown import ShownRun
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
 
-def incidents_of(recording):
-    return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
-
-
-def text_of(recording, incidents=(), width=110, **arguments):
+def text_of(recording, width=110, **arguments):
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(terminal.frame(ShownRun(incidents, recording), width, **arguments))
+    screen.print(terminal.frame(run_of(recording), width, **arguments))
     return screen.file.getvalue()
 
 
@@ -41,7 +36,7 @@ def test_a_frame():
     count.
     """
     recording = synthetic(900, 8)
-    text = text_of(recording, incidents_of(recording))
+    text = text_of(recording)
     assert "net: finished, step 900, epoch 9 of 9, 8 incidents, 2 bad rows" in text
     assert "learning rate" in text and "0.0005" in text and "2 x" in text and "input_nonfinite in 'x'" in text
     assert "none" in text_of(synthetic(900, 0)) and "waiting" in text_of(Recording())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from keras_nanguard._recording.database import (
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Event
 from keras_nanguard._recording.writer import File
+from keras_nanguard._report.shown import ShownRun
 
 EXACT = 8192
 BIN = 256
@@ -137,6 +139,16 @@ def incident(step: int, epoch: int, batch: int, number: int = 0, name: str = "ne
     values = {"loss": math.nan, "gradient_norm": 12.5, "learning_rate": 1e-3, "loss_scale": 32768.0}
     bundle = f"runs/{name}/bundles/step-{step}"
     return Incident(step, epoch, batch, (finding,), True, values, diagnosis, decision, outcomes, bundle, (), step)
+
+
+def incidents_of(recording: Recording) -> list[Incident]:
+    """Return the incidents of a recording."""
+    return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
+
+
+def run_of(recording: Recording, **more: Any) -> ShownRun:
+    """Return the run of a recording, as reports show it."""
+    return ShownRun(incidents_of(recording), recording, **more)
 
 
 def _layers(steps: int, name: str) -> dict[str, dict[str, np.ndarray]]:
