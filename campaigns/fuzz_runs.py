@@ -88,18 +88,18 @@ def warmed_up() -> None:
     """
     from rich.console import Console
 
-    from keras_nanguard._report import html
+    from keras_nanguard._report import compare
     from keras_nanguard._report.shown import ShownRun
 
     Console(file=io.StringIO(), width=20).print("\N{CJK UNIFIED IDEOGRAPH-754C} :smile: [bold]x[/]")
-    html.compared([ShownRun(name="a")])
+    compare.page([ShownRun(name="a")])
     _plain_page()
 
 
 def _shown_incidents(path: Path) -> None:
     from rich.console import Console
 
-    from keras_nanguard._report import console, files, html, terminal
+    from keras_nanguard._report import compare, console, files, html, terminal
     from keras_nanguard._report.shown import ShownRun
 
     run = files.read(path)
@@ -115,8 +115,8 @@ def _shown_incidents(path: Path) -> None:
     if not chosen(path, 4):
         return
     runs = [run, ShownRun((), run.recording, name="b")]
-    check_printed(html.compared_text(runs), "comparison")
-    check_page(html.compared(runs), _plain_page())
+    check_printed(compare.text(runs), "comparison")
+    check_page(compare.page(runs), _plain_page())
     screen = io.StringIO()
     Console(file=screen, width=100, force_terminal=False).print(terminal.frame(run, 100))
     check_printed(screen.getvalue(), "watch")

@@ -459,7 +459,9 @@ class NanGuard(keras.callbacks.Callback):
     def _announce(self, incident: Incident, lowered: Sequence[console.Lowered]) -> None:
         """Record and print an incident, with the learning rates that it has lowered."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
-            self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
+            for place, earlier in enumerate(self.incidents):
+                if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
+                    self.incidents[place] = earlier.with_(bundle=None)
         self.incidents.append(incident)
         self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
         step = incident.step + self._recorder.base

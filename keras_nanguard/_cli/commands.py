@@ -329,7 +329,7 @@ def _compared(given: argparse.Namespace) -> int:
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
-    from keras_nanguard._report import files, html
+    from keras_nanguard._report import compare, files
 
     runs, problems = [], []
     for path in given.paths:
@@ -344,14 +344,14 @@ def _compared(given: argparse.Namespace) -> int:
         what, remedy = "a path that ends in .html", "Write one report a run, or .html."
         raise GuardError(expected(f"{what} for several runs", f"-o {given.output}", remedy))
     if given.output:
-        print(f"Written to {files.save(html.compared(runs), Path(given.output))}.")
+        print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            row = asdict(html.row(run)) | {"causes": dict(run.causes)}
+            row = asdict(compare.row(run)) | {"causes": dict(run.causes)}
             del row["spark"]
             output.print_json({"format": COMPARED_RUNS, **row})
     else:
-        print(html.compared_text(runs))
+        print(compare.text(runs))
     return output.FOUND if any(run.incidents for run in runs) else output.CLEAN
 
 

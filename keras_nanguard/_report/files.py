@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -93,20 +93,6 @@ def write_samples(samples: Sequence[BadSample], path: str | os.PathLike[str]) ->
     for one in samples:
         writer.writerow({**one.to_dict(), "steps": " ".join(map(str, one.steps))})
     save(table.getvalue(), path)
-
-
-def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
-    """Return incidents, with `bundle=None` if their bundle was removed."""
-    folder = os.path.dirname(newest)
-    try:
-        there = {os.path.join(folder, name) for name in os.listdir(folder)}
-    except OSError:
-        return list(incidents)
-
-    def removed(bundle: str | None) -> bool:
-        return bundle is not None and os.path.dirname(bundle) == folder and bundle not in there
-
-    return [i.with_(bundle=None) if removed(i.bundle) else i for i in incidents]
 
 
 def read(path: str | os.PathLike[str]) -> ShownRun:

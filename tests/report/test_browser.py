@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import pytest
 from support.recordings import HOSTILE, run_of, synthetic
 
-from keras_nanguard._report import html
+from keras_nanguard._report import compare, html
 from keras_nanguard._report.shown import ShownRun
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
@@ -189,7 +189,7 @@ def test_a_screen_reader_has_names(browser, pages):
 def test_several_runs(browser, tmp_path):
     runs = [ShownRun((), synthetic(500, n, seed=n), name=f"trial {n}") for n in range(30)]
     path = tmp_path / "all.html"
-    path.write_text(html.compared(runs), encoding="utf-8")
+    path.write_text(compare.page(runs), encoding="utf-8")
     assert opened(browser, path, 390) < SECONDS and browser.get_log("browser") == []
     assert browser.execute_script("return document.querySelectorAll('svg.spark path').length") == 30
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

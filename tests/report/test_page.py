@@ -26,7 +26,7 @@ from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event
-from keras_nanguard._report import cards, files, html
+from keras_nanguard._report import cards, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 from keras_nanguard._report.shown import ShownRun
 
@@ -96,7 +96,7 @@ def test_hostile_names(name):
     data = page_of(synthetic(600, 8, name=name)).split('id="data">')[1].split("</script>")[0]
     assert len(data) > 1000 and not set(data) & set("<>&\u2028\u2029"), "browsers end a script at more than its end tag"
     assert name in "".join(one.text) and "49" not in [t.strip() for t in one.text]
-    one, other = (Elements(html.compared([ShownRun((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
+    one, other = (Elements(compare.page([ShownRun((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found] and name in "".join(one.text)
 
 
@@ -393,11 +393,11 @@ class TestSeveralRuns:
         """Causes with the number of affected runs, differences of the failed ones, and rows to
         blame in several.
         """
-        reported = html.common(self.seen())
+        reported = compare.common(self.seen())
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported
         assert any("x[217]" in line for line in reported)
-        assert html.common([ShownRun(name="a")]) == ["0 of 1 runs had incidents."]
+        assert compare.common([ShownRun(name="a")]) == ["0 of 1 runs had incidents."]
 
     def test_command(self, tmp_path, capsys):
         for name, count, _ in self.RUNS:

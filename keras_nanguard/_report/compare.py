@@ -1,0 +1,120 @@
+"""Several runs, such as the trials of a tuner: which failed, when, by which cause, and their common
+properties.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_nanguard._report import console, html
+from keras_nanguard._report.shown import ShownRun
+
+_MAX_CAUSES = 4
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """The row of a run in the comparison, as text; `""` for what is unknown.
+
+    Attributes:
+        name: its name.
+        status: `"running"`, `"finished"` or `"failed"`.
+        steps: number of steps.
+        incidents: number of incidents.
+        first: when the first one happened.
+        causes: the most frequent causes, with counts.
+        rate: the highest learning rate at the start.
+        loss: the last loss.
+        spark: the SVG path of the losses.
+    """
+
+    name: str
+    status: str
+    steps: str
+    incidents: int
+    first: str
+    causes: str
+    rate: str
+    loss: str
+    spark: str
+
+
+def row(run: ShownRun) -> ComparedRun:
+    """Return the row of a run in the comparison."""
+    step, low, high = run.recording.series("loss", 120)
+    rate = run.recording.series("learning_rate", 120)[2]
+    return ComparedRun(
+        name=run.name,
+        status=str(run.recording.meta.get("status", "")),
+        steps=f"{run.totals.steps:,}" if run.totals.steps else "",
+        incidents=len(run.incidents),
+        first=run.incidents[0].moment if run.incidents else "",
+        causes="; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
+        rate=f"{rate[0]:.3g}" if len(rate) else "",
+        loss=f"{low[-1]:.4g}" if len(low) else "",
+        spark=_spark(step.tolist(), high.tolist()),
+    )
+
+
+def _spark(steps: list[int], values: list[float]) -> str:
+    """Return the SVG path of a small curve, 160 wide and 34 high, or `""` without data."""
+    if len(steps) < 2:
+        return ""
+    low, high = min(values), max(values)
+    across, up = (steps[-1] - steps[0]) or 1, (high - low) or 1.0
+    return "M" + "L".join(
+        f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - (v - low) / up * 30:.1f}"
+        for s, v in zip(steps, values)
+    )
+
+
+def common(runs: Sequence[ShownRun]) -> list[str]:
+    """Return sentences about the common properties of failed runs, and their differences from the
+    others."""
+    bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
+    found = [f"{len(bad)} of {len(runs)} runs had incidents."]
+    for why, n in Counter(why for run in bad for why in run.causes).most_common(_MAX_CAUSES):
+        if n > 1 or len(bad) == 1:
+            steps = ([i.step + 1 for i in run.incidents if console.why(i) == why] for run in bad)
+            firsts = [of_run[0] for of_run in steps if of_run]
+            between = f"between step {min(firsts)} and step {max(firsts)}"
+            found.append(f"{why}: in {n} of them, first {between}.")
+    rates = [[rate for run in group if (rate := _rate(run)) is not None] for group in (bad, good)]
+    if all(rates):
+        theirs, others = rates
+        apart = "The highest learning rate was at {} {:.3g} in these runs, at {} {:.3g} in others."
+        if min(theirs) > max(others):
+            found.append(apart.format("least", min(theirs), "most", max(others)))
+        elif max(theirs) < min(others):
+            found.append(apart.format("most", max(theirs), "least", min(others)))
+    rows = Counter(s.label for run in bad for s in run.recording.samples)
+    shared = [label for label, n in rows.most_common(5) if n > 1]
+    if shared:
+        found.append(f"Bad rows in several runs: {', '.join(shared)}.")
+    return found
+
+
+def _rate(run: ShownRun) -> float | None:
+    highest = run.recording.series("learning_rate", 200)[2]
+    return float(highest.max()) if len(highest) else None
+
+
+def text(runs: Sequence[ShownRun]) -> str:
+    """Return the comparison as lines of text."""
+    lines = [*common(runs), ""]
+    for run in runs:
+        shown = row(run)
+        steps = f"{shown.steps} steps" if shown.steps else "steps unknown"
+        happened = "no incident"
+        if shown.incidents:
+            happened = f"{shown.incidents} incidents, the first at {shown.first}: {shown.causes}"
+        lines.append(f"{run.name}: {' '.join(filter(None, (shown.status, steps)))}, {happened}")
+    return console.printable("\n".join(lines))
+
+
+def page(runs: Sequence[ShownRun]) -> str:
+    """Return the comparison as one HTML file."""
+    rows, title = [row(run) for run in runs], f"{len(runs)} runs"
+    return html.rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)
