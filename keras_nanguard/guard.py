@@ -244,7 +244,7 @@ class NanGuard(keras.callbacks.Callback):
             return
         self._attached.begin(self.params or {})
         self._print_policy_warnings()
-        self._attached.resume(self._resumed_from((self.params or {}).get("steps")))
+        self._attached.session.start.begin(self._resumed_from((self.params or {}).get("steps")))
 
     def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
@@ -294,7 +294,7 @@ class NanGuard(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """End the fit: print the table and detach."""
         if self._attached is not None and self.session is not None:
-            self._attached.restore_at_once()
+            self.session.start.restore_at_once()
             self._attached.warn_unless_begun()
             self.session.finished = True
             self._reporter.end(self.session.run.counts)
@@ -367,14 +367,14 @@ class NanGuard(keras.callbacks.Callback):
         self.session = self._session(model, optimizers)
         self._reporter.begin(self.session.run.directory)
         self._print_policy_warnings()
-        self.session.resuming = resuming = self._resumed_from()
+        self.session.start.resuming = resuming = self._resumed_from()
         if resuming is not None:
             self._reporter.line(resuming.sentence())
         self._watching = True
         try:
             with loop_step().watching():
                 yield self.session
-            self.session.restore()  # if the loop had no steps left
+            self.session.start.restore()  # if the loop had no steps left
             self.session.finished = True
         finally:
             self._watching = False

@@ -36,7 +36,7 @@ from keras_nanguard._keras.train_state import TrainState
 
 class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two
-    executions.
+    executions. An instance of this class stands for the step of a run before it is created.
     """
 
     body: Callable[..., Any]
@@ -52,14 +52,14 @@ class Transaction:
     need a new trace.
     """
 
-    jit: bool
+    jit = False
     """Whether the step is compiled by XLA, or by the backend's own compiler."""
 
     losses: Callable[[Any], list[Any]]
     """Returns the losses among the outputs, for a step that never calls `compute_loss`."""
 
     model: Any
-    given: Any
+    given: Any = None
     """The arguments of the last execution."""
 
     counted = False
@@ -97,7 +97,6 @@ class Transaction:
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite or NaN."""
-        raise NotImplementedError
 
     def resume(self) -> None:
         """Allow steps to commit again after the host has repaired the state."""
@@ -129,6 +128,14 @@ class StateAccess:
 
     def rebuild(self) -> None:
         """Compile the step again, after something that is built into it has changed."""
+
+    def prepare(self) -> bool:
+        """Create every variable that the first step would create, for a state that is restored
+        before it; return whether all of them exist.
+
+        On all backends but TensorFlow, Keras creates them before training.
+        """
+        return True
 
     can_run_again = False
     """Whether `run_again` can be called."""
@@ -268,6 +275,13 @@ class Agreement(Protocol):
         """Whether this process has such findings that the others do not have."""
 
 
+class Start(Protocol):
+    """From which state a run starts."""
+
+    resuming: Any
+    """What is to be restored before the first step, or `None`."""
+
+
 class Logs(Protocol):
     """The logs of a fit."""
 
@@ -283,8 +297,12 @@ class Run(Protocol):
 
     model: Any
 
+    access: StateAccess
+    """Host access to the train state, which the backend sets."""
+
     transaction: Any
-    """The guarded step; `None` before it is created."""
+    """The guarded step, which the backend sets: a `Transaction` of this backend once it is created.
+    """
 
     stopped: bool
     """Whether the policy has ended training."""
@@ -308,9 +326,6 @@ class Run(Protocol):
     def step(self) -> int:
         """Number of complete train steps, including refused ones."""
 
-    def attach(self, access: StateAccess, transaction: Any = None) -> None:
-        """Store the guarded step, and the access to the state that it trains."""
-
     def train_state(self) -> TrainState:
         """Return the train state of the last trace, with the current values."""
 
@@ -329,12 +344,13 @@ class Session(Protocol):
     host is not for backends.
     """
 
-    resuming: Any
-    """What is to be restored before the first step, or `None`."""
-
     @property
     def run(self) -> Run:
         """The facts of the run."""
+
+    @property
+    def start(self) -> Start:
+        """From which state the run starts."""
 
     @property
     def logs(self) -> Logs:

@@ -253,8 +253,7 @@ def _mode(run: Any) -> str:
     mode.
     """
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
-    compiled = run.transaction is not None and run.transaction.jit  # `None`: nothing was trained
-    mode = "xla" if compiled else uncompiled
+    mode = "xla" if run.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"
 
 

@@ -25,7 +25,6 @@ from keras_nanguard._fit.callbacks import (
     numbers,
 )
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
@@ -65,8 +64,7 @@ class Attached:
         self._attachment.attach(self._in_use)
         self.fit = Fit(surrounding(), cut_short, around)
         self._firewall = Firewall(session, self.fit.callbacks)
-        self._plan: Mapping[str, Any] = {}
-        self._epochs: int | None = None
+        self._plan: Mapping[str, int] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()
         self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
@@ -89,46 +87,16 @@ class Attached:
 
     def begin(self, plan: Mapping[str, Any]) -> None:
         """Begin a fit; `plan` has its numbers of `epochs` and of `steps` per epoch, if known."""
-        self.training, self._plan = True, plan
+        self.training = True
+        known = ((name, plan.get(name)) for name in ("epochs", "steps"))
+        self._plan = {name: int(number) for name, number in known if number is not None}
         self.fit.begin()
         callbacks = surrounding()
         self.session.callbacks_deferred = callbacks_deferred(callbacks)
         hide_from_progress_bar(callbacks)
         self._reporter.begin_tracking(getattr(callbacks, "callbacks", ()))
-        known = {name: None if plan.get(name) is None else int(plan[name]) for name in _LENGTH}
-        self._epochs = known["epochs"]
-        self.session.run.recorder.note(epochs=self._epochs, steps_per_epoch=known["steps"])
-
-    def resume(self, resuming: Resumed | None) -> None:
-        """Resume from a snapshot. If no step will run, its state is restored now, so that other
-        callbacks receive it.
-        """
-        self.session.resuming = resuming
-        if resuming is not None and resuming.leaves_nothing_of(self._epochs):
-            self.settle_start()
-
-    def settle_start(self, epoch: int | None = None) -> None:
-        """Choose the state to resume from, after all callbacks have run `on_train_begin`.
-
-        `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
-        `on_train_begin` was missed.
-        """
-        session, model = self.session, self.session.run.model
-        if session.resuming is None or session.resuming.settled:
-            return
-        theirs = keras_fitting.restored_epoch(model) if epoch is None else epoch
-        session.resuming = resuming = session.resuming.after(theirs)
-        self._reporter.line(resuming.sentence(self._epochs))
-        if resuming.with_state:
-            keras_fitting.begin_at(model, resuming.epoch)
-            if resuming.leaves_nothing_of(self._epochs):
-                self.restore_at_once()
-
-    def restore_at_once(self) -> None:
-        """Restore the state to resume from, if no step follows."""
-        if self.session.resuming is not None:
-            self._attachment.prepare()
-            self.session.restore()
+        self.session.start.epochs = epochs = self._plan.get("epochs")
+        self.session.run.recorder.note(epochs=epochs, steps_per_epoch=self._plan.get("steps"))
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch before other callbacks do, and restore the state to resume from, if its
@@ -137,19 +105,14 @@ class Attached:
         A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
         that of the next.
         """
-        session = self.session
-        session.begin_epoch(epoch)
-        self.settle_start(epoch)
-        if session.resuming is not None:
-            session.run.counts.resume_epoch(session.resuming.batch)
-            keras_fitting.begin_at(session.run.model, None)
-            if session.resuming.with_state and self._attachment.prepare():
-                session.begin_early()
+        self.session.begin_epoch(epoch)
+        if self.session.start.begin_epoch(epoch):
+            self.session.begin_early()
 
     @contextlib.contextmanager
     def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
         yield
-        self.settle_start()
+        self.session.start.settle()
 
     @contextlib.contextmanager
     def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
@@ -163,7 +126,7 @@ class Attached:
         """
         session, run = self.session, self.session.run
         run.access.resolve_pending()
-        session.read_rate()
+        session.tasks.read_rate()
         if isinstance(logs, dict):
             if run.counts.idle:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
@@ -237,10 +200,6 @@ class Attached:
             model, says = self.session.run.model, bool(self._reporter.verbose)
             diagnosis = diagnosed(model, says) if self._diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self.training)
-
-
-_LENGTH = ("epochs", "steps")
-"""The names that Keras uses for the length of a fit."""
 
 
 # Loops without `fit`

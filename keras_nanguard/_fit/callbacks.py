@@ -102,11 +102,6 @@ class Logs:
         """Names of the logs among `shown` that no step has measured."""
         return frozenset() if self.shown is self.known else self._unmeasured
 
-    @property
-    def no_best(self) -> frozenset[str]:
-        """Names of the logs that no callback may use as a best value."""
-        return self.unmeasured | self.failed
-
     def fail(self, logs: dict[str, Any]) -> None:
         """Replace all metrics of an epoch by their worst values.
 
@@ -227,7 +222,8 @@ class Firewall:
             key, logs = callback.monitor, {} if logs is None else logs
             value = logs.get(key)
             known = numbers({key: value} if hasattr(callback, "monitor_op") else {})
-            hidden = key in self._session.logs.no_best
+            seen = self._session.logs
+            hidden = key in seen.unmeasured or key in seen.failed
             if key not in known or (math.isfinite(known[key]) and not hidden):
                 return real(number, logs)
             if not getattr(callback, "save_best_only", False):

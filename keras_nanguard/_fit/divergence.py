@@ -49,6 +49,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.incidents import Detected
 from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
@@ -128,16 +129,13 @@ class Lost:
     """Proof that a run is lost, and the change that helps.
 
     Attributes:
-        findings: the findings to report.
-        diagnosis: the cause, with the measurements as evidence.
-        values: `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
+        detected: findings, and a diagnosis with the measurements as evidence. Its values are
+            `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
             learning rate.
-        probation: how its effect will be judged.
+        probation: how the effect of the change will be judged.
     """
 
-    findings: tuple[Finding, ...]
-    diagnosis: Diagnosis
-    values: Mapping[str, float]
+    detected: Detected
     probation: Probation
 
 
@@ -165,7 +163,7 @@ class Divergence:
             self.due = step + 1
 
     @np.errstate(all="ignore")
-    def look(self, run: Run) -> Lost | None:
+    def look(self, run: Run) -> Detected | None:
         """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
         help.
 
@@ -186,7 +184,7 @@ class Divergence:
             run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
             return None
 
-    def _look(self, run: Run, began: int) -> Lost | None:
+    def _look(self, run: Run, began: int) -> Detected | None:
         """Look for a proof at the end of the window that began after a step."""
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
             self._rollbacks = run.counts.rollbacks
@@ -201,7 +199,7 @@ class Divergence:
         found, steps = _found(run)
         if isinstance(found, Lost):
             self._probation = found.probation
-            return found
+            return found.detected
         self._schedule.note(run.step, steps, found == LEARNED, run.recovery.lowering.diverged)
         if found not in (None, LEARNED):
             _adjust(run, found)
@@ -240,7 +238,7 @@ class Divergence:
         _write(run, abandoned)
         run.recovery.restore_rates(probation.factors, probation.lowering)
         run.ring.forget_after(probation.onset)
-        run.recent.restart(run.step)
+        run.break_off()
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
         )
@@ -494,7 +492,9 @@ class _Trials:
         diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
         lowered = (run.recovery.factors, run.recovery.lowering)
         probation = Probation(self._trying.present, settings, step, *lowered)
-        return Lost(tuple(found), diagnosis, {"onset": step, "rate_factor": best.factor}, probation)
+        values = {"onset": step, "rate_factor": best.factor}
+        detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
+        return Lost(detected, probation)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import processes
@@ -29,7 +29,6 @@ from keras_nanguard._recording.database import OVERFLOW, REFUSED
 from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
 
 
@@ -49,9 +48,34 @@ def _in_batch(report: Report | None, model: Any = None) -> list[Finding]:
     return findings
 
 
-def _findings(verdict: Verdict, report: Report | None) -> list[Finding]:
-    """Return the findings of a report, or of a verdict without one."""
-    return (report or Report(verdict, (), ())).findings()
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """What an incident is about.
+
+    Attributes:
+        step: the step.
+        findings: its findings.
+        verdict: its verdict, if there is one.
+        report: its stored report, if any.
+        refused: whether it was refused.
+        diagnosis: its diagnosis, if already known.
+        values: additional measurements.
+    """
+
+    step: int
+    findings: Sequence[Finding]
+    verdict: Verdict | None = None
+    report: Report | None = None
+    refused: bool = False
+    diagnosis: Diagnosis | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def between_steps(cls, run: Run, findings: Sequence[Finding], **about: Any) -> Detected:
+        """Return what was detected between two steps, as of the step before; `about` are the other
+        attributes.
+        """
+        return cls(max(run.step - 1, 0), findings, **about)
 
 
 class Incidents:
@@ -101,7 +125,7 @@ class Incidents:
         overflow = not (left or extraordinary)
         run.record(verdict, OVERFLOW if overflow else REFUSED)
         if left:
-            self.raise_incident(step - 1, run.scan("weights"), verdict=verdict)
+            self.handle(Detected(step - 1, run.scan("weights"), verdict))
             self.replay.leave_out(step)
             return
         run.recent.push(step, run.transaction.given, refused=True)
@@ -111,11 +135,11 @@ class Incidents:
         of_batch, of_state = _in_batch(report, run.model), run.scan("state")
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
-        findings = [*of_batch, *of_state, *_findings(verdict, report)]
+        findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > run.policy.loss_scale.ceiling:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
-        incident = self.raise_incident(step, findings, refused=True, report=report, verdict=verdict)
+        incident = self.handle(Detected(step, findings, verdict, report, refused=True))
         back = "rollback" in incident.changes
         if not is_of_data(incident):
             again = step - 1 == self._last_unexplained
@@ -186,7 +210,7 @@ class Incidents:
             run.record(verdict)
             batch = run.transaction.batch(run.transaction.given)
             report = Report(verdict, (), (), batch)
-            self.raise_incident(run.step, findings, report=report, verdict=verdict)
+            self.handle(Detected(run.step, findings, verdict, report))
         return bool(findings)
 
     def postponed(self, verdict: Verdict) -> Verdict:
@@ -208,14 +232,8 @@ class Incidents:
             return
         reported = report.findings() if report else ()
         findings = [*_in_batch(report, run.model), *reported, *run.scan("weights")]
-        findings = findings or _findings(verdict, None)
-        self.raise_incident(run.step, findings, report=report, verdict=verdict)
-
-    def between_steps(self, findings: Sequence[Finding], **about: Any) -> Incident:
-        """Raise an incident for findings between two steps, and return it. The incident counts for
-        the step before. The other arguments are those of `raise_incident`.
-        """
-        return self.raise_incident(max(self._run.step - 1, 0), findings, **about)
+        findings = findings or Report(verdict, (), ()).findings()
+        self.handle(Detected(run.step, findings, verdict, report))
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
@@ -227,58 +245,26 @@ class Incidents:
 
     # Explain, decide, perform, report
 
-    def raise_incident(
-        self,
-        step: int,
-        findings: Sequence[Finding],
-        *,
-        refused: bool = False,
-        report: Report | None = None,
-        verdict: Verdict | None = None,
-        diagnosis: Diagnosis | None = None,
-        act: bool = True,
-        values: Mapping[str, float] | None = None,
-    ) -> Incident:
-        """Create the incident of one step, decide, act, report it, and return it.
-
-        Args:
-            step: the step.
-            findings: its findings.
-            refused: whether the step was refused.
-            report: the stored report of the step, if any.
-            verdict: the verdict, if there is one.
-            diagnosis: its diagnosis, if already known.
-            act: whether to act, or only to report.
-            values: additional measurements for the incident.
-        """
+    def handle(self, detected: Detected) -> Incident:
+        """Explain what was detected, decide, act, report the incident, and return it."""
         run = self._run
-        agreement = run.agreement if act else Agreement()  # a report needs no other process
-        measured = self._measured(verdict, refused) | dict(values or {})
-        found = sorted(agreement.findings(findings, report), key=lambda f: SITES.index(f.site))
-        replicas = report.replicas if report else ()
-        place = run.counts.place(step)
-        incident = Incident(step, *place, tuple(found), refused, measured, replicas=replicas)
-        incident = incident.with_(committed=run.counts.committed)
-        evidence = None
-        if diagnosis is None and self._explain is not None:
-            diagnosis, evidence = self._explain(incident, report)
-        sites = {finding.site for finding in findings}
-        chosen, ours = agreement.diagnosis(diagnosis, sites, report)
-        own = report if ours else None
-        incident, poles = self._completed(incident.with_(diagnosis=chosen), own, evidence)
-        lowered: Sequence[Lowered] = ()
-        if act:
-            decision, state = decide(run.policy, run.recovery.policy_state, incident)
-            run.recovery.policy_state = state
-            incident = incident.with_(decision=decision)
-            incident, lowered = self._answered(incident, report, poles)
+        incident, poles = self._explained(detected, run.agreement)
+        decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        run.recovery.policy_state = state
+        incident = incident.with_(decision=decision)
+        incident, lowered = self._answered(incident, detected.report, poles)
         self._report(incident, lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
 
-    def _measured(self, verdict: Verdict | None, refused: bool) -> dict[str, float]:
+    def report(self, detected: Detected) -> None:
+        """Explain what was detected and report it, without an action or another process."""
+        self._report(self._explained(detected, Agreement())[0])
+
+    def _measured(self, detected: Detected) -> dict[str, float]:
         """Return the measurements of a step for its incident."""
+        verdict, refused = detected.verdict, detected.refused
         if verdict is None:
             return {}
         optimizers = self._run.train_state().optimizers
@@ -292,19 +278,35 @@ class Incidents:
             measured["loss_scale"] = verdict.scale
         return measured
 
-    def _completed(
-        self, incident: Incident, report: Report | None, evidence: Evidence | None
-    ) -> tuple[Incident, Found]:
-        """Return a diagnosed incident, with the values that follow from its diagnosis, and the
-        poles of schedules.
+    def _explained(self, detected: Detected, agreement: Agreement) -> tuple[Incident, Found]:
+        """Return the incident without a decision, and the poles of schedules that it is about.
 
         Args:
-            incident: the incident with its diagnosis.
-            report: the report with the batch of this process, if the diagnosis is about it.
-            evidence: what was measured in this process, `None` without a diagnosis in full.
+            detected: what was detected.
+            agreement: how processes exchange findings and diagnoses.
         """
-        run, values = self._run, dict(incident.values)
-        self._bad_rows.note(incident, report)
+        run, report = self._run, detected.report
+        found = sorted(
+            agreement.findings(detected.findings, report), key=lambda f: SITES.index(f.site)
+        )
+        incident = Incident(
+            detected.step,
+            *run.counts.place(detected.step),
+            tuple(found),
+            detected.refused,
+            self._measured(detected) | dict(detected.values),
+            replicas=report.replicas if report else (),
+            committed=run.counts.committed,
+        )
+        diagnosis, evidence = detected.diagnosis, None
+        if diagnosis is None and self._explain is not None:
+            diagnosis, evidence = self._explain(incident, report)
+        sites = {finding.site for finding in detected.findings}
+        diagnosis, ours = agreement.diagnosis(diagnosis, sites, report)
+        own = report if ours else None  # else the diagnosis is not about the batch of this process
+        incident = incident.with_(diagnosis=diagnosis)
+        values = dict(incident.values)
+        self._bad_rows.note(incident, own)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
         poles = self.replay.poles.find(incident)
@@ -313,7 +315,7 @@ class Incidents:
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
         if self._explain is not None:
-            incident = incident.with_(bundle=self._explain.bundle(incident, report, evidence))
+            incident = incident.with_(bundle=self._explain.bundle(incident, own, evidence))
         return incident, poles
 
     def _answered(
@@ -336,8 +338,8 @@ class Incidents:
             if rerun is not None:
                 outcomes = self._replayed(rerun, incident.with_(outcomes=outcomes))
             outcomes = self.replay.poles.passed(poles, outcomes)
-        done = [PERFORMERS[o.action] for o in outcomes if o.status == "done"]
-        run.state_replaced |= any(performer.voids_started for performer in done)
+        written = {PERFORMERS[o.action].writes for o in outcomes if o.status == "done"}
+        run.state_replaced |= not written.isdisjoint(("snapshot", "parts"))
         run.checks_fully |= run.recovery.active
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes), response.lowered

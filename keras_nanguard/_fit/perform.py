@@ -47,16 +47,6 @@ class Performer(NamedTuple):
     perform: Callable[[Response, Parameters], str]
     writes: Literal["nothing", "snapshot", "parts", "estimates"]
 
-    @property
-    def voids_started(self) -> bool:
-        """Whether steps that have started from the earlier state do not count."""
-        return self.writes in ("snapshot", "parts")
-
-    @property
-    def leaves_snapshots(self) -> bool:
-        """Whether training continues from a state that no snapshot leads to by a replay."""
-        return self.writes in ("parts", "estimates")
-
 
 def perform(
     run: Run, incident: Incident, report: Report | None, replays: int
@@ -87,8 +77,8 @@ def perform(
             outcomes.append(Outcome(name, "skipped", str(reason)))
         except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
             outcomes.append(Outcome(name, "skipped", f"{type(error).__name__}: {error}"))
-        if outcomes[-1].status == "done" and performer.leaves_snapshots:
-            run.recent.restart(run.step + 1)
+        if outcomes[-1].status == "done" and performer.writes in ("parts", "estimates"):
+            run.break_off()
     return tuple(outcomes), response
 
 

@@ -75,7 +75,7 @@ class RecentBatches:
     def __init__(self, batch: Callable[[Any], Any]):
         self._batch = batch
         self._entries: deque[_Entry] = deque()
-        self._bytes = self._since = 0
+        self._bytes = 0
         self._cut = False
         self._origin: Snapshot | None = None
 
@@ -101,11 +101,12 @@ class RecentBatches:
         if self._entries and self._entries[-1].step == step:
             self._entries[-1] = self._entries[-1]._replace(given=None)
 
-    def restart(self, step: int, origin: Snapshot | None = None) -> None:
-        """Remove everything, because the steps from this one on start from another state."""
+    def restart(self, origin: Snapshot | None = None) -> None:
+        """Remove everything, because the next step starts from another state, that of `origin` if
+        it is known.
+        """
         self._entries.clear()
-        self._bytes, self._cut = 0, False
-        self._origin, self._since = origin, step
+        self._bytes, self._cut, self._origin = 0, False, origin
 
     def return_to(self, step: int) -> None:
         """Remove the steps from this one on, which are to be replayed."""
@@ -153,7 +154,7 @@ class RecentBatches:
         if not known:
             return None
         cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
-        since = [s for s in snapshots if s.step >= (known[0][0] if cut else self._since)]
+        since = [s for s in snapshots if (s.step >= known[0][0] if cut else s.leads_here)]
         # Prefer a later one: the state before the first step may be far from here.
         origin = next((s for s in since if s.step), since[0] if since else None)
         if origin is not None and known[-1][0] >= origin.step:

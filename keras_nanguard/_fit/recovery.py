@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import keras
 from pydantic import Field, ValidationError
@@ -32,6 +32,9 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
 from keras_nanguard._policy.state import PolicyState
+
+if TYPE_CHECKING:
+    from keras_nanguard._fit.run import Counts
 
 # Learning rates
 
@@ -305,14 +308,12 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(
-        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
-    ) -> GuardState:
+    def saved(self, optimizers: Sequence[Any], counts: Counts) -> GuardState:
         """Return the record of all changes. Its numbers may be invalid: the user may have set them.
 
         Args:
             optimizers: those of the run.
-            step, committed, rollbacks: its counters.
+            counts: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -326,12 +327,12 @@ class Recovery:
             for optimizer in optimizers
         ]
         estimate, (diverged, at, returns) = self.recalibration, self.lowering
-        since = None if at is None else (step - at[0], committed - at[1])
+        since = None if at is None else (counts.step - at[0], counts.committed - at[1])
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
-            rollbacks=rollbacks,
+            rollbacks=counts.rollbacks,
             recovery=returns,
             lowered=since,
             diverged=diverged,

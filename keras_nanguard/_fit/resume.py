@@ -1,4 +1,6 @@
-"""Resumes in a new process from snapshots on disk."""
+"""Resumes in a new process from snapshots on disk: `find` returns the newest good one, and `Start`
+decides when it is restored.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from keras_nanguard._fit.snapshot_files import (
     signature,
     written,
 )
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.state import PolicyState
 
@@ -40,7 +42,6 @@ class Resumed:
         batch: number of complete batches of this epoch.
         with_state: whether the state of the model is restored. Another callback may have restored a
             later one.
-        settled: whether this is decided.
     """
 
     path: Path
@@ -49,7 +50,6 @@ class Resumed:
     epoch: int
     batch: int
     with_state: bool = True
-    settled: bool = False
 
     def restore(self, run: Run) -> None:
         """Write the state into the model of a run that has not begun, and restore the policy.
@@ -102,19 +102,6 @@ class Resumed:
                 what, remedy = "a snapshot with a valid generator state", "Omit resume=True."
                 raise GuardError(expected(what, plain_text(error), remedy)) from error
 
-    def after(self, epoch: int | None) -> Resumed:
-        """Return what is left to restore, now that other callbacks have restored their state.
-
-        The later state wins. In the same epoch this is the snapshot, which may have been taken in
-        the middle of the epoch.
-
-        Args:
-            epoch: the epoch at whose start the other callbacks resume; `None` if none does.
-        """
-        if epoch is None or epoch <= self.epoch:
-            return replace(self, settled=True)
-        return replace(self, epoch=epoch, batch=0, with_state=False, settled=True)
-
     def leaves_nothing_of(self, epochs: int | None) -> bool:
         """Whether a fit of this many epochs has nothing left to train."""
         return epochs is not None and self.epoch >= epochs
@@ -128,6 +115,85 @@ class Resumed:
         if self.leaves_nothing_of(epochs):
             return f"NanGuard: restored {place}. Nothing is left to train: fit has epochs={epochs}."
         return f"NanGuard: resuming from {place}."
+
+
+class Start:
+    """How a run starts: from the current state, or from a snapshot.
+
+    The snapshot is known when a fit begins. In `on_train_begin` other callbacks, such as
+    `BackupAndRestore`, may restore a later state, which is then used. So the choice is made after
+    all of them have run. The snapshot is restored as soon as its variables exist: at the start of
+    the epoch, before the first step, or immediately if no step will run.
+
+    Args:
+        run: the run, which has not begun.
+
+    Attributes:
+        resuming: the place to resume from, until it is restored; `None` for the current state.
+        epochs: number of epochs of the fit, if known.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.resuming: Resumed | None = None
+        self.epochs: int | None = None
+        self._settled = False
+
+    @property
+    def step(self) -> int | None:
+        """The step of the snapshot whose state will be restored, if any."""
+        resuming = self.resuming
+        return resuming.record.step if resuming is not None and resuming.with_state else None
+
+    def begin(self, resuming: Resumed | None) -> None:
+        """Begin a fit. If no step will run, the state is restored now, so that other callbacks
+        receive it.
+        """
+        self.resuming = resuming
+        if resuming is not None and resuming.leaves_nothing_of(self.epochs):
+            self.settle()
+
+    def settle(self, epoch: int | None = None) -> None:
+        """Choose the later state of the snapshot and of other callbacks. In the same epoch this is
+        the snapshot, which may have been taken in the middle of the epoch.
+
+        Args:
+            epoch: the first epoch, if `on_train_begin` was missed.
+        """
+        run, resuming = self._run, self.resuming
+        if resuming is None or self._settled:
+            return
+        theirs = keras_fitting.restored_epoch(run.model) if epoch is None else epoch
+        if theirs is not None and theirs > resuming.epoch:
+            resuming = replace(resuming, epoch=theirs, batch=0, with_state=False)
+        self.resuming, self._settled = resuming, True
+        run.say(resuming.sentence(self.epochs))
+        if resuming.with_state:
+            keras_fitting.begin_at(run.model, resuming.epoch)
+            if resuming.leaves_nothing_of(self.epochs):
+                self.restore_at_once()
+
+    def begin_epoch(self, epoch: int) -> bool:
+        """Begin an epoch; return whether a state can be restored before it."""
+        self.settle(epoch)
+        if self.resuming is None:
+            return False
+        self._run.counts.resume_epoch(self.resuming.batch)
+        keras_fitting.begin_at(self._run.model, None)
+        return self.resuming.with_state and self._run.access.prepare()
+
+    def restore_at_once(self) -> None:
+        """Restore the state to resume from, if no step follows."""
+        if self.resuming is not None:
+            self._run.access.prepare()
+            self.restore()
+
+    def restore(self) -> bool:
+        """Restore the state to resume from, once; return whether there was one."""
+        resuming, self.resuming = self.resuming, None
+        if resuming is not None:
+            resuming.restore(self._run)
+        return resuming is not None
 
 
 def find(directory: str | Path, steps: int | None = None) -> Resumed | None:

@@ -30,7 +30,6 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.optimizers import scheduled_iteration
-from keras_nanguard._keras.variables import write_all
 from keras_nanguard._report.console import Lowered
 
 MOST_RERUNS = 32
@@ -170,7 +169,7 @@ class Response:
         run.ring.forget_after(snapshot.step)
         if rerun is None:
             run.counts.good = snapshot.good
-            run.recent.restart(run.step + 1, snapshot)
+            run.break_off(snapshot)
         else:
             run.recent.return_to(snapshot.step)
         run.history.undo(snapshot.step)
@@ -355,7 +354,8 @@ class Poles:
                 poles, iteration = poles + 1, iteration + every
             if iteration > first and poles <= MAX_PASSED:
                 counter = keras_optimizers.iterations(optimizer)
-                write_all([(counter, np.asarray(iteration, str(counter.dtype)))])
+                value = np.asarray(iteration, str(counter.dtype))
+                keras_variables.write_all([(counter, value)])
 
 
 def _rate(optimizer: Any, iteration: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._backends.interface import StateAccess, Transaction
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
@@ -31,7 +31,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._keras.variables import write_all
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import BUDGET_WINDOW
@@ -208,8 +207,7 @@ class Run:
         say: prints a line.
 
     Attributes:
-        access: host access to the train state, from the backend.
-        transaction: the guarded step; `None` before it is created.
+        access, transaction: host access to the train state, and the guarded step, from the backend.
         tolerated: the `id` of each variable that may be infinite, because it was at first.
         nan_markers: the `id` of each of those that may be NaN as well.
         counts: the counters.
@@ -244,8 +242,7 @@ class Run:
         self.recorder, self.functions, self.say = recorder, functions, say
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
-        self.access = StateAccess()
-        self.transaction: Any = None
+        self.access, self.transaction = StateAccess(), Transaction()
         self.tolerated, self.nan_markers = set[int](), set[int]()
         self.counts, self.recovery = Counts(), Recovery()
         self.history = History()
@@ -284,9 +281,13 @@ class Run:
         """Whether bad steps are refused; otherwise they are only reported."""
         return self.policy.refuse
 
-    def attach(self, access: StateAccess, transaction: Any = None) -> None:
-        """Store the guarded step, and the access to the state that it trains."""
-        self.access, self.transaction = access, transaction
+    def break_off(self, origin: Snapshot | None = None) -> None:
+        """Note that the state was replaced, by that of `origin` if it is known: no steps lead from
+        the snapshots so far to it.
+        """
+        self.recent.restart(origin)
+        for snapshot in self.ring.snapshots:
+            snapshot.leads_here = False
 
     def plan(self, task: str, step: float) -> None:
         """Set the step at which a task is due, infinity for never."""
@@ -462,7 +463,7 @@ class Run:
     def advance_generators(self) -> None:
         """Advance every random generator of the model, so that the next step draws other numbers.
         """
-        write_all(self.moved_seeds())
+        keras_variables.write_all(self.moved_seeds())
         current.host().advance_generator()
 
     def lacks_memory(self, what: str, size: float) -> None:
@@ -476,9 +477,7 @@ class Run:
 
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
-        counts = self.counts
-        counted = (counts.step, counts.committed, counts.rollbacks)
-        return self.recovery.saved(self.train_state().optimizers, *counted)
+        return self.recovery.saved(self.train_state().optimizers, self.counts)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

@@ -12,19 +12,16 @@ from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._backends import current, processes
-from keras_nanguard._core.history import WINDOW, level_of
+from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
-from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.incidents import Incidents
-from keras_nanguard._fit.monitors import LayerLooks, Monitors
+from keras_nanguard._fit.incidents import Detected, Incidents
 from keras_nanguard._fit.recovery import GuardState
-from keras_nanguard._fit.resume import Resumed
+from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot, size_of
+from keras_nanguard._fit.tasks import TASKS, Tasks
 from keras_nanguard._recording.database import REFUSED
 from keras_nanguard._report.console import Lowered
 
@@ -42,10 +39,10 @@ class Session:
         bad_rows: the bad rows of the data so far.
 
     Attributes:
-        monitors, layer_looks, divergence: what is checked and measured between two steps.
+        tasks: the work between two steps.
         logs: the logs of the fit.
         finished: whether the fit has ended normally.
-        resuming: the snapshot to resume from, until its state is restored.
+        start: from which state the run starts.
         guard_state: the changes of the policy at the end of the fit.
         callbacks_deferred: whether callbacks run in another thread, so that they cannot act before
             the next step.
@@ -60,13 +57,9 @@ class Session:
     ):
         self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
         self.incidents = Incidents(run, report, explain, bad_rows, self.after)
-        self.monitors, self.layer_looks = Monitors(), LayerLooks()
-        self.divergence = Divergence(bool(run.policy.divergence.action))
-        run.plan("checks", self.monitors.due)
-        run.plan("divergence", self.divergence.due)
-        run.plan("snapshot", run.policy.snapshot.every or inf)
+        self.tasks = Tasks(run, self.incidents)
         self.callbacks_deferred = self.finished = False
-        self.resuming: Resumed | None = None
+        self.start = Start(run)
         self.guard_state: GuardState | None = None
         self._generators: Any = None
 
@@ -80,9 +73,9 @@ class Session:
     @property
     def _undisturbed(self) -> bool:
         """Whether there is nothing to do before a step, apart from keeping a lowered rate."""
-        run, waits = self.run, self.resuming is not None or self._generators is not None
-        waits = waits or run.counts.skip_batches > 0
-        return run.began and not (run.stopped or waits or run.checks_fully)
+        run, waits = self.run, self.start.resuming is not None or self._generators is not None
+        waits = waits or run.stopped or run.checks_fully or run.counts.skip_batches > 0
+        return run.began and not waits
 
     @property
     def may_run_ahead(self) -> bool:
@@ -134,9 +127,7 @@ class Session:
         run, step = self.run, self.run.step
         run.counts.begin_epoch(epoch)
         run.recorder.place(step, epoch, step)
-        self.divergence.begin_epoch(step)
-        run.plan("divergence", self.divergence.due)
-        run.plan("rate", step + 1)
+        self.tasks.begin_epoch(step)
 
     def begin_early(self) -> None:
         """Begin before the first step of an epoch. What is drawn until then, by the data and other
@@ -147,26 +138,16 @@ class Session:
 
     def _begin(self) -> None:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
-        run, resuming = self.run, self.resuming
-        continues = resuming is not None and resuming.with_state
-        step = resuming.record.step if resuming is not None and continues else None
-        run.began, resumed = True, self.restore()
+        run, step = self.run, self.start.step
+        run.began, resumed = True, self.start.restore()
         run.begin_recording(step)
         self.say_problem()
         tolerated = run.tolerate(run.train_state())
-        if run.transaction is not None:
-            run.transaction.tolerate(tolerated)
-            old = resumed or run.transaction.reused
-            if (tolerated and old) or (resumed and run.recovery.adjustments()):
-                run.access.rebuild()
-        self._take_snapshot("no snapshot of the state before the first step", "state")
-
-    def restore(self) -> bool:
-        """Restore the state to resume from, once; return whether there was one."""
-        resumed, self.resuming = self.resuming, None
-        if resumed is not None:
-            resumed.restore(self.run)
-        return resumed is not None
+        run.transaction.tolerate(tolerated)
+        old = resumed or run.transaction.reused
+        if (tolerated and old) or (resumed and run.recovery.adjustments()):
+            run.access.rebuild()
+        self.tasks.take_snapshot("no snapshot of the state before the first step", "state")
 
     # After a step
 
@@ -213,7 +194,7 @@ class Session:
             self._judge(verdict, reports[-1] if reports else None)
             run.counts.step += 1
             if run.agreement.news:
-                self.incidents.between_steps(run.agreement.pick_up())
+                self.incidents.handle(Detected.between_steps(run, run.agreement.pick_up()))
         run.checks_fully = run.recovery.active or run.transaction.counted
         self._run_due()
 
@@ -261,7 +242,7 @@ class Session:
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""
-        run, counts, monitors = self.run, self.run.counts, self.monitors
+        run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.committed += 1
         counts.good += 1
@@ -287,78 +268,11 @@ class Session:
         run = self.run
         if self.incidents.replay.pending is not None:
             return  # the state is that of an earlier step
-        if run.step >= self.layer_looks.next_step:
+        if run.step >= self.tasks.layer_looks.next_step:
             run.plan("layers", run.step)
         for name, task in TASKS.items():
             if run.step >= run.due.get(name, inf) and not run.stopped:
-                run.plan(name, task(self))
-
-    def read_rate(self) -> float:
-        """Record the current learning rate."""
-        run = self.run
-        if run.began and not run.stopped:
-            with run.access.variables_readable():
-                run.record_rate()
-        return inf
-
-    def _look_at_layers(self) -> float:
-        """Measure the layers."""
-        return self.layer_looks.look(self.run)
-
-    def _check(self) -> float:
-        """Check for finite faults."""
-        run = self.run
-        with run.access.variables_readable():
-            # A value that is spread is read by all processes at once.
-            if run.recorder.wants_rate and processes.count() == 1:
-                run.record_rate()
-            findings = run.agreement.between_steps(self.monitors.look(run))
-        if findings:
-            self.incidents.between_steps(findings)
-        return self.monitors.due
-
-    def _look_for_divergence(self) -> float:
-        """Check whether the run is lost."""
-        lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
-        if lost is not None:
-            proof = {"diagnosis": lost.diagnosis, "values": lost.values}
-            incident = self.incidents.between_steps(lost.findings, **proof)
-            self.divergence.acted(self.run, "rollback" in incident.changes)
-        return self.divergence.due
-
-    def _promote(self) -> float:
-        """Mark the snapshots that have proven good."""
-        return self.run.step + self.run.ring.promote(self.run.counts.good)
-
-    def _snapshot_due(self) -> float:
-        """Take a snapshot at an interval."""
-        run, step = self.run, self.run.step
-        if self._take_snapshot("no snapshot", "weights"):
-            run.event("snapshot")
-        run.plan("proof", self._promote())
-        return step + run.policy.snapshot.every
-
-    def _take_snapshot(self, without: str, site: str) -> bool:
-        """Copy the current state; return whether there is a copy. Raise an incident if the state is
-        not finite.
-
-        Args:
-            without: the consequence if the copy does not fit into memory, for the printed line.
-            site: the site of the incident; see `Run.scan`.
-        """
-        run, counts = self.run, self.run.counts
-        with run.access.variables_readable():
-            state = run.train_state()
-            run.history.start(run.ring.snapshots, state.trainable)
-            run.ring.save_changes(run.changes)
-            level = level_of(run.history.last(WINDOW))
-            fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
-            obstacle = run.ring.take(fresh, state, run.tolerated)
-        if obstacle == "memory":
-            run.lacks_memory(without, size_of(state.kept))
-        if obstacle == "nonfinite":
-            self.incidents.between_steps(run.scan(site))
-        return not obstacle
+                run.plan(name, task(self.tasks))
 
     # Outside of the steps
 
@@ -375,7 +289,11 @@ class Session:
         state = (f for f in run.scan("weights") if f.site != "slots" or not findings)
         found = [*findings, *state]
         if found := run.agreement.between_steps(found) if act else found:
-            self.incidents.between_steps(found, diagnosis=diagnosis, act=act)
+            detected = Detected.between_steps(run, found, diagnosis=diagnosis)
+            if act:
+                self.incidents.handle(detected)
+            else:
+                self.incidents.report(detected)
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
@@ -387,22 +305,11 @@ class Session:
         run = self.run
         self.guard_state = self.guard_state or run.changes()
         if run.agreement.has_news:  # no later step has reported it to the others
-            self.incidents.between_steps(run.agreement.pick_up(), act=False)
-        run.recent.restart(run.step)
-        self.layer_looks.release()
+            self.incidents.report(Detected.between_steps(run, run.agreement.pick_up()))
+        run.recent.restart()
+        self.tasks.layer_looks.release()
         run.ring.close()
         run.recovery.end()
         status = "finished" if self.finished else "failed"
         run.recorder.end(status, run.step, run.counts.epoch)
         self.say_problem()
-
-
-TASKS: dict[str, Callable[[Session], float]] = {
-    "rate": Session.read_rate,
-    "layers": Session._look_at_layers,
-    "checks": Session._check,
-    "divergence": Session._look_for_divergence,
-    "proof": Session._promote,
-    "snapshot": Session._snapshot_due,
-}
-"""The tasks between two steps in their order; each returns the step at which it is due again."""

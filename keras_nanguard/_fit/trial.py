@@ -148,8 +148,6 @@ class Trial:
         """Return whether a step from the current state is bad, and finite with other random
         numbers.
         """
-        if not self._seeds:
-            return False
         self._load(self.present)
         if math.isfinite(self._step(args)):
             return False

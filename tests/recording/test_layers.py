@@ -25,7 +25,7 @@ def test_a_fit_that_dies_leaves_no_copies():
     guard, data = NanGuard(**QUIET), zoo.regression()
     with pytest.raises(RuntimeError, match="enough"):
         zoo.plain(keras.optimizers.Adam(0.01)).fit(*data.all, verbose=0, callbacks=[guard, zoo.After(zoo.raising(RuntimeError("enough")))])
-    assert guard.session.layer_looks._weights == {}
+    assert guard.session.tasks.layer_looks._weights == {}
 
 
 OVERWRITTEN = {"use_ema": True, "ema_overwrite_frequency": 1}

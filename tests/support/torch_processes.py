@@ -138,7 +138,7 @@ def run(rank, world, kind, fault, folder):
         else:
             with guard.watch(*watched):
                 step = guard.step(train)
-                resuming = guard.session.resuming
+                resuming = guard.session.start.resuming
                 first = 0 if resuming is None else resuming.record.step
                 for done, x in enumerate(data[first:], first):
                     if fault in ("kill", "die") and rank == world - 1 and done == BAD:

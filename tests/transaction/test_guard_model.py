@@ -187,7 +187,7 @@ def test_a_given_guard_resumes(tmp_path):
     assert run(2)[1] == [0, 1]
     model, epochs = run(4)
     assert epochs[-1] == 3 and epochs[0] >= 1
-    assert model.nanguard.session.resuming is None
+    assert model.nanguard.session.start.resuming is None
 
 
 def test_a_guard_argument_that_is_not_a_guard():

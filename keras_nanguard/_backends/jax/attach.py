@@ -67,9 +67,9 @@ class ModelAttachment(attach.Attachment):
                 jit=jit,
                 shardings=_trainer.shardings(model),
             )
-        if old is not None:
+        if isinstance(old, Transaction):
             transaction.inherit(old)
-        run.attach(self, transaction)
+        run.access, run.transaction = self, transaction
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run_execution
 
@@ -163,9 +163,8 @@ class ModelAttachment(attach.Attachment):
         return self.session.after(result.verdict, last=last) and result is pending
 
     def _rescue(self) -> None:
-        if self.run.transaction is not None:
-            for state, *_ in self.run.transaction.unpublished:
-                self.trainer_state.hold(state)
+        for state, *_ in getattr(self.run.transaction, "unpublished", ()):
+            self.trainer_state.hold(state)
         self.trainer_state.rescue()
         self._resolve_at_last()
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -92,6 +92,10 @@ class Attachment(StateAccess):
     Args:
         model: a compiled model.
         session: the host side, which is `_fit.session.Session`.
+
+    Attributes:
+        state: `"attached"` during a call of Keras, `"lasting"` for a model that is always guarded,
+            else `"free"`.
     """
 
     END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
@@ -104,12 +108,12 @@ class Attachment(StateAccess):
 
     def __init__(self, model: Any, session: Session):
         self.model, self.session, self.run = model, session, session.run
-        self.attached = self.lasting = False
-        self._changed = False
-        self._modes: tuple[Any, ...] = ()
+        self.state: Literal["free", "attached", "lasting"] = "free"
+        # How the step was traced, by which the next fit may find it; `None` if it may not.
+        self._modes: tuple[Any, ...] | None = ()
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
-        self.run.attach(self)
+        self.run.access = self
 
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the model's train function until `detach`.
@@ -118,10 +122,10 @@ class Attachment(StateAccess):
             in_use: whether the call of Keras is still running. With `strictly=True`, a hand-written
                 loop does not count.
         """
-        self.attached, self.in_use = True, in_use
+        self.state, self.in_use = "attached", in_use
         self.body = _plain_step(self.model)
         if {"make_train_function", "train_step"} & vars(self.model).keys():
-            self._changed = True  # by other code, which may end before the next fit
+            self._modes = None  # changed by other code, which may end before the next fit
         self._make = self.model.make_train_function
         self._cached = self.model.train_function, keras_state.compiled_as(self.model)
         self._overrides.set(self.model, "make_train_function", self.make)
@@ -129,9 +133,9 @@ class Attachment(StateAccess):
 
     def detach(self) -> None:
         """Restore the model's own methods; may be called any number of times."""
-        if not self.attached:
+        if self.state != "attached":
             return
-        self.attached = False
+        self.state = "free"
         self._keep()
         self._overrides.give_back()
         function, compiled = self._cached
@@ -140,18 +144,10 @@ class Attachment(StateAccess):
         )
         self.session.end()
 
-    def prepare(self) -> bool:
-        """Create every variable that the first step would create, for a state that is restored
-        before it; return whether all of them exist.
-
-        On all backends but TensorFlow, Keras creates them before training.
-        """
-        return True
-
     def make_with(self, make: Callable[..., Any]) -> None:
         """Create the train function once with `make`, for a model that is always guarded."""
         require_compiled(self.model)
-        self.body, self._make, self.lasting = _plain_step(self.model), make, True
+        self.body, self._make, self.state = _plain_step(self.model), make, "lasting"
         self._build()
 
     def make(self, force: bool = False) -> Any:
@@ -167,7 +163,7 @@ class Attachment(StateAccess):
             if self.model.train_function is None or force:
                 self._build()
         except BaseException:
-            self._changed = True  # an incomplete step is not kept for the next fit
+            self._modes = None  # an incomplete step is not kept for the next fit
             self.detach()
             raise
         return self.model.train_function
@@ -182,7 +178,7 @@ class Attachment(StateAccess):
         return (
             self.body,
             self.run.refuses,
-            *self._modes,
+            *(self._modes or ()),
             *keras_state.built_in(self.model, self.run.read_train_state()),
         )
 
@@ -190,8 +186,9 @@ class Attachment(StateAccess):
         """Return the step of an earlier fit, traced in these modes, if it fits this one; else
         `None`.
         """
-        self._modes = modes
-        if self._changed or self._adjusted or self.run.transaction is not None:
+        before = self._modes
+        self._modes = None if before is None else modes
+        if before != () or self._adjusted:
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -200,11 +197,7 @@ class Attachment(StateAccess):
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
         transaction = self.run.transaction
-        if (
-            self._modes
-            and transaction is not None
-            and not (self._changed or self._adjusted or transaction.tolerated)
-        ):
+        if self._modes and not (self._adjusted or transaction.tolerated):
             transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
 
@@ -219,8 +212,8 @@ class Attachment(StateAccess):
 
     def rebuild(self) -> None:
         """Compile the step again, after a change of something that is built into it."""
-        self._changed = True
-        if (self.attached or self.lasting) and self.model.train_function is not None:
+        self._modes = None
+        if self.state != "free" and self.model.train_function is not None:
             self._build()
 
     def _build(self) -> None:
@@ -244,7 +237,7 @@ class Attachment(StateAccess):
         except self.END_OF_DATA:
             raise
         except BaseException as error:
-            self._changed = True
+            self._modes = None
             self._clean_up(error)
             raise
 
@@ -341,11 +334,10 @@ class LoopStep(StateAccess):
 
     def rebuild(self) -> None:
         """Create the step again."""
-        old = self.run.transaction
-        transaction = self._transaction()
-        if old is not None:
+        old, transaction = self.run.transaction, self._transaction()
+        if isinstance(old, type(transaction)):
             transaction.inherit(old)
-        self.run.attach(self, transaction)
+        self.run.access, self.run.transaction = self, transaction
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""

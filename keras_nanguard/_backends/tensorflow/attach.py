@@ -67,7 +67,7 @@ class ModelAttachment(attach.Attachment):
                 refuse=run.refuses and (mirrored or not spread_out),
                 host_has_batches=takes,
             )
-            if run.transaction is not None:
+            if isinstance(run.transaction, Transaction):
                 transaction.inherit(run.transaction)
             if takes:
                 transaction.take = _taken
@@ -106,7 +106,7 @@ class ModelAttachment(attach.Attachment):
     def _place(self, transaction: Any) -> None:
         """Set the transaction on the session, and on the model for Keras to trace."""
         transaction.recount(self.run.step)
-        self.run.attach(self, transaction)
+        self.run.access, self.run.transaction = self, transaction
         self._overrides.set(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any]:
@@ -114,15 +114,14 @@ class ModelAttachment(attach.Attachment):
 
     def detach(self) -> None:
         super().detach()
-        if self.run.transaction is not None:
-            self.run.transaction.given = None
+        self.run.transaction.given = None
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due.
 
         If it is about to restore a saved state, all variables of the step are created first.
         """
-        if self.session.resuming is not None:
+        if self.session.start.resuming is not None:
             self._trace(getattr(data, "element_spec", None))
         super()._before_step(data)
 

@@ -45,7 +45,7 @@ class ModelAttachment(attach.Attachment):
         self._overrides.set(self.model, "test_step", test_step)
 
     def detach(self) -> None:
-        if self.attached:
+        if self.state == "attached":
             WRITES.release()
         super().detach()
 
@@ -59,9 +59,9 @@ class ModelAttachment(attach.Attachment):
             jit=bool(model.jit_compile),
             compiled=self._cached_step("compiled") if model.jit_compile else None,
         )
-        if old is not None:
+        if isinstance(old, step.Transaction):
             transaction.inherit(old)
-        run.attach(self, transaction)
+        run.access, run.transaction = self, transaction
         with self._guarded_step():
             self._function = self._made_by_keras(jit_compile=False)
         model.train_function = self.run_execution

@@ -275,7 +275,7 @@ def test_state_checks_use_the_state_of_their_step(order, monkeypatch):
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):
             super().on_epoch_begin(epoch, logs)
-            self.session.monitors.ceiling = -np.inf
+            self.session.tasks.monitors.ceiling = -np.inf
             self.session.run.due.clear()
             self.session.run.next_due = np.inf
 

@@ -34,7 +34,7 @@ def train(directory, kind, steps, resume=False):
 
     guard = NanGuard(directory=str(directory), resume=resume, verbose=0, snapshot=SNAPSHOT)
     with guard.watch(net, optimizer):
-        step, resuming = guard.step(step_on), guard.session.resuming
+        step, resuming = guard.step(step_on), guard.session.start.resuming
         for batch in x[0 if resuming is None else resuming.record.step : steps]:
             step(batch)
     slots = [t for state in optimizer.state.values() for t in state.values() if t is not None]

@@ -1,0 +1,122 @@
+"""The tasks between two steps: each runs at the step at which it is due, and returns when it is due
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from keras_nanguard._backends import processes
+from keras_nanguard._core.history import WINDOW, level_of
+from keras_nanguard._fit.divergence import Divergence
+from keras_nanguard._fit.incidents import Detected, Incidents
+from keras_nanguard._fit.monitors import LayerLooks, Monitors
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot, size_of
+
+
+class Tasks:
+    """The tasks of one run.
+
+    Args:
+        run: the run.
+        incidents: handles what the tasks detect.
+
+    Attributes:
+        monitors: the checks for finite faults.
+        layer_looks: the measurements of the layers.
+        divergence: the check whether the run is lost.
+    """
+
+    def __init__(self, run: Run, incidents: Incidents):
+        self.run, self.incidents = run, incidents
+        self.monitors, self.layer_looks = Monitors(), LayerLooks()
+        self.divergence = Divergence(bool(run.policy.divergence.action))
+        run.plan("checks", self.monitors.due)
+        run.plan("divergence", self.divergence.due)
+        run.plan("snapshot", run.policy.snapshot.every or inf)
+
+    def begin_epoch(self, step: int) -> None:
+        """Plan the tasks at the start of an epoch. The learning rate is read after its first step.
+        """
+        self.divergence.begin_epoch(step)
+        self.run.plan("divergence", self.divergence.due)
+        self.run.plan("rate", step + 1)
+
+    def read_rate(self) -> float:
+        """Record the current learning rate."""
+        run = self.run
+        if run.began and not run.stopped:
+            with run.access.variables_readable():
+                run.record_rate()
+        return inf
+
+    def look_at_layers(self) -> float:
+        """Measure the layers."""
+        return self.layer_looks.look(self.run)
+
+    def check(self) -> float:
+        """Check for finite faults."""
+        run = self.run
+        with run.access.variables_readable():
+            # A value that is spread is read by all processes at once.
+            if run.recorder.wants_rate and processes.count() == 1:
+                run.record_rate()
+            findings = run.agreement.between_steps(self.monitors.look(run))
+        if findings:
+            self.incidents.handle(Detected.between_steps(run, findings))
+        return self.monitors.due
+
+    def look_for_divergence(self) -> float:
+        """Check whether the run is lost."""
+        lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
+        if lost is not None:
+            incident = self.incidents.handle(lost)
+            self.divergence.acted(self.run, "rollback" in incident.changes)
+        return self.divergence.due
+
+    def promote(self) -> float:
+        """Mark the snapshots that have proven good."""
+        return self.run.step + self.run.ring.promote(self.run.counts.good)
+
+    def snapshot_due(self) -> float:
+        """Take a snapshot at an interval."""
+        run, step = self.run, self.run.step
+        if self.take_snapshot("no snapshot", "weights"):
+            run.event("snapshot")
+        run.plan("proof", self.promote())
+        return step + run.policy.snapshot.every
+
+    def take_snapshot(self, without: str, site: str) -> bool:
+        """Copy the current state; return whether there is a copy. Raise an incident if the state is
+        not finite.
+
+        Args:
+            without: the consequence if the copy does not fit into memory, for the printed line.
+            site: the site of the incident; see `Run.scan`.
+        """
+        run, counts = self.run, self.run.counts
+        with run.access.variables_readable():
+            state = run.train_state()
+            run.history.start(run.ring.snapshots, state.trainable)
+            run.ring.save_changes(run.changes)
+            level = level_of(run.history.last(WINDOW))
+            fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
+            obstacle = run.ring.take(fresh, state, run.tolerated)
+        if obstacle == "memory":
+            run.lacks_memory(without, size_of(state.kept))
+        if obstacle == "nonfinite":
+            self.incidents.handle(Detected.between_steps(run, run.scan(site)))
+        return not obstacle
+
+
+TASKS: dict[str, Callable[[Tasks], float]] = {
+    "rate": Tasks.read_rate,
+    "layers": Tasks.look_at_layers,
+    "checks": Tasks.check,
+    "divergence": Tasks.look_for_divergence,
+    "proof": Tasks.promote,
+    "snapshot": Tasks.snapshot_due,
+}
+"""The tasks in their order."""
