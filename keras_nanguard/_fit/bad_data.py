@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,8 @@ class BadRows:
         """Store the bad rows of an incident, and known bad ones in its batch. Never raises."""
         if report is None or report.batch is None:
             return
-        try:
+        with suppress(Exception):  # data without rows that can be compared; training continues
             self._note(incident, report.batch)
-        except Exception:  # noqa: BLE001  data without rows that can be compared; training continues
-            return
 
     @np.errstate(all="ignore")  # the rows are not finite
     def _note(self, incident: Incident, batch: Any) -> None:

@@ -1,34 +1,13 @@
 """Detects a run that is lost although every number is finite. It acts only on proof.
 
 An unusual finite loss proves nothing: losses rise by design with rare classes, heavy tails, growing
-targets, schedules and curricula. So levels of the loss only decide *when* to run trials. The proof
-comes from measurements on the same batches, at the end of a window of one epoch (or 1000 steps if
-an epoch is longer):
+targets, schedules and curricula. So levels of the loss only decide *when* to run trials: at the end
+of a window of one epoch (or 1000 steps if an epoch is longer), if its losses do not show progress,
+and seldom enough. What the trials have to show is in `proof`.
 
-    objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
-                it
-    untrained   the current weights are not clearly better than those before the first step, or no
-                better on their batches than with the inputs of another batch (by a hundredth), or
-                most kernels no longer change
-    no progress if training continues on the remembered batches, as the run would, the result is
-                not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
-                is progress only once better than untrained
-    helps       from the first state (or the best snapshot), at a tenth, a hundredth or a thousandth
-                of the rate, the same batches lead to a clearly lower loss on held-out batches, and
-                to less than half of it, or (from the first state) a tenth of it then depends on
-                the inputs; with damage, a clearly lower loss is enough
-
-All states are compared with the current objective: variables that training does not change, such
-as a loss weight that a callback sets, keep their current value.
-
-All four are required. The action is then on probation: a window later the abandoned state is
-compared with the new one, again on the same batches. If the new one is not clearly better, state
-and rate are restored, and this guard does not act on finite numbers again.
-
-A run that has diverged at a higher rate has been lost before, so there the last point is enough.
-The chosen rate is checked as well: training continues from the current state at ten times and at a
-tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
-at which training diverged, a tenth if the loss is less than half.
+The action is then on probation: a window later the abandoned state is compared with the new one,
+again on the same batches. If the new one is not clearly better, state and rate are restored, and
+this guard does not act on finite numbers again.
 
 Most healthy runs are recognized on 8 batches, and the next trials come after ten times as many
 steps as the last ones took.
@@ -37,106 +16,40 @@ steps as the last ones took.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
 
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.history import sizes
-from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core.history import WINDOW
 from keras_nanguard._fit.incidents import Detected
-from keras_nanguard._fit.recovery import Lowering
+from keras_nanguard._fit.proof import HELD_OUT, LEARNED, MOST_HELD_OUT, Lost, found
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._fit.trial import (
-    LONGEST,
-    SHORTEST,
-    Schedule,
-    State,
-    Trial,
-    clearly_lower,
-    trial,
-    with_inputs_of,
-)
-from keras_nanguard._keras import (
-    optimizers as keras_optimizers,
-    train_state as keras_state,
-)
-from keras_nanguard._keras.variables import write_all
+from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
+from keras_nanguard._keras import train_state as keras_state, variables as keras_variables
 
-BATCHES = 256
-"""Maximum number of batches of a trial. The last quarter is held out."""
-
-TRIAL = 128
-"""Minimum number of steps of a trial. Batches repeat if needed: after only a few steps a rate that
-is too low may look best.
+SHORTEST, LONGEST = 32, 1000
+"""Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
+batches.
 """
 
-HELD_OUT, MOST_HELD_OUT = 8, 32
-"""Minimum and maximum number of held-out batches. The minimum is enough to see that most healthy
-runs have learned something.
+FALLS = 0.9
+"""If the median loss of a window is below this share of the previous one, the run makes progress
+and trials can wait.
 """
 
-FACTORS = (0.1, 0.01, 0.001)
-"""Factors of the learning rate in the trials: one, two and three decades."""
+FALLEN = 0.5
+"""Trials can wait if the loss is also below this share of that of the first steps."""
 
-TENFOLD = 10.0
-"""Factor between two rates that are compared after a divergence."""
-
-HALF = 0.5
-"""A trial ends "far better" if its loss is below this share of the current one."""
-
-EXPLAINED, WELL_EXPLAINED = 0.01, 0.1
-"""Minimum share of the loss that depends on the inputs if a network has learned something, and if
-a trial ends "far better" although its loss cannot fall to half, as a cross-entropy of noisy labels.
+REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
+"""Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
+run that has learned something (trials take at most a tenth of the time), of one that has not (at
+most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss is
+clearly higher than in an earlier window since; and 0 for the first `LONGEST` steps of trials if the
+loss of a run that has not learned anything does not clearly fall.
 """
-
-GROWN = 10.0
-"""Growth of a kernel that counts as damage."""
-
-
-LEARNED = 1.0
-"""Result of the trials of a run that has learned something, as few batches show: its rate does not
-change.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Probation:
-    """An action whose effect is not known yet.
-
-    Attributes:
-        abandoned: the state before the action.
-        settings: the values in it that the action does not change; see `Trial.settings`.
-        onset: the step of the snapshot that it restores.
-        factors, lowering: how the learning rates were lowered before the action.
-    """
-
-    abandoned: State
-    settings: State
-    onset: int
-    factors: Mapping[int, float]
-    lowering: Lowering
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Proof that a run is lost, and the change that helps.
-
-    Attributes:
-        detected: findings, and a diagnosis with the measurements as evidence. Its values are
-            `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
-            learning rate.
-        probation: how the effect of the change will be judged.
-    """
-
-    detected: Detected
-    probation: Probation
 
 
 class Divergence:
@@ -154,7 +67,7 @@ class Divergence:
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
         self._schedule = Schedule()
-        self._probation: Probation | None = None
+        self._probation: Lost | None = None
         self._rollbacks = 0
 
     def begin_epoch(self, step: int) -> None:
@@ -196,13 +109,13 @@ class Divergence:
             return None
         if not self._schedule.end_window(run, began):
             return None
-        found, steps = _found(run)
-        if isinstance(found, Lost):
-            self._probation = found.probation
-            return found.detected
-        self._schedule.note(run.step, steps, found == LEARNED, run.recovery.lowering.diverged)
-        if found not in (None, LEARNED):
-            _adjust(run, found)
+        result, steps = found(run)
+        if isinstance(result, Lost):
+            self._probation = result
+            return result.detected
+        self._schedule.note(run.step, steps, result == LEARNED, run.recovery.lowering.diverged)
+        if result not in (None, LEARNED):
+            _adjust(run, result)
         return None
 
     def acted(self, run: Run, done: bool) -> None:
@@ -220,7 +133,7 @@ class Divergence:
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
-    def _end_probation(self, run: Run, probation: Probation) -> None:
+    def _end_probation(self, run: Run, probation: Lost) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
         self._probation = None
         batches = run.recent.last(MOST_HELD_OUT)
@@ -237,7 +150,7 @@ class Divergence:
         self._enabled = False
         _write(run, abandoned)
         run.recovery.restore_rates(probation.factors, probation.lowering)
-        run.ring.forget_after(probation.onset)
+        run.ring.forget_after(int(probation.detected.values["onset"]))
         run.break_off()
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
@@ -246,7 +159,7 @@ class Divergence:
 
 def _write(run: Run, state: State) -> None:
     """Write all variables that have a value in a state."""
-    write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
+    keras_variables.write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
 
 
 def _adjust(run: Run, factor: float) -> None:
@@ -261,244 +174,70 @@ def _adjust(run: Run, factor: float) -> None:
         )
 
 
-# The trials
+# When to run trials
 
 
-def _found(run: Run) -> tuple[Lost | float | None, int]:
-    """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and the
-    number of steps of the trials.
-    """
-    batches = run.recent.last(BATCHES)
-    held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
-    batches = batches[: len(batches) - len(held_out)]
-    first = run.ring.start
-    if len(batches) < HELD_OUT or first is None or not first.at_hand:
-        return None, 0
-    with trial(run) as trying:
-        if trying is None:
-            return None, 0
-        return _Trials(run, trying, batches, held_out).found(first), trying.steps
+class Schedule:
+    """When trials are worth their time."""
 
+    def __init__(self) -> None:
+        self._looked, self._wait = 0, 0.0
+        self._spent, self._falls, self._may_wait = 0, True, True
+        self._window: Sequence[float] = ()
+        self._lowest: Sequence[float] = ()
 
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """A trial: its initial snapshot, its factor of the rate, its last state, and the losses of that
-    state on the held-out batches.
-    """
+    def restart(self) -> None:
+        """Forget the trials so far, as after a rollback."""
+        self._wait, self._spent = 0.0, 0
 
-    snapshot: Snapshot
-    factor: float
-    state: State
-    losses: list[float]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.losses)
-
-
-class _Trials:
-    """The trials of one check.
-
-    Args:
-        run: the run.
-        trying: runs their steps.
-        batches: the batches to train on.
-        held_out: the batches on which states are compared.
-    """
-
-    def __init__(self, run: Run, trying: Trial, batches: list[Any], held_out: Sequence[Any]):
-        self._run, self._trying = run, trying
-        self._batches, self._held_out = batches, held_out
-        self._kernels = [
-            v
-            for v in run.train_state().trainable
-            if len(v.shape) > 1 and finiteness.is_float(v.dtype)
-        ]
-
-    def found(self, first: Snapshot) -> Lost | float | None:
-        """Run the trials; see the module docstring. `first` is the snapshot before the first step.
-        """
-        trying, held_out = self._trying, self._held_out
-        before = self._run.recovery.lowering.diverged
-        few = held_out[:HELD_OUT]
-        needs_all = before or len(few) == len(held_out)
-        after = trying.trained(trying.present, few)
-        settings = trying.settings(after)
-        start = trying.state_of(first, settings)
-        for some in (held_out,) if needs_all else (few, held_out):
-            self._held_out = some
-            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
-            present = trying.losses(trying.present, some)
-            learned = self._has_learned(trying.present, present, untrained)
-            if before or not learned:
-                continue
-            if not self._dead(after):
-                return LEARNED if len(some) == HELD_OUT else None
-        growth, path = self._growth(start)
-        further: State | None = trying.present
-        batches = self._batches
-        again = batches * (math.ceil(TRIAL / len(batches)) - 1)
-        for more in (batches, again) if again else (batches,):
-            further = None if further is None else trying.trained(further, more)
-            goes_on = self._losses(further)
-            dead = self._dead(further)
-            damaged = bool(dead) or growth >= GROWN
-            aim = untrained.losses if damaged else present
-            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
-            if progress and not dead and not before:
-                return None
-        further = None  # the trials at lower rates need the memory
-        self._batches = [*batches, *again]
-        others = (present, goes_on, untrained.losses)
-        least = min(map(fmean, others[:2] if before else others))
-        best, far, clear = None, False, False
-        for origin in self._origins(untrained, settings):
-            arm = self._best_arm(origin)
-            if arm is None or (best is not None and best.mean <= arm.mean):
-                continue
-            best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            anew = origin is untrained and not learned
-            far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
-            if far or before:
-                break
-        if best is None:
-            return None
-        if not (far or (clear and damaged)):
-            return self._better_rate(goes_on) if before else None
-        grown = (growth, path) if growth >= GROWN else (1.0, "")
-        return self._lost(present, untrained, best, settings, grown, dead)
-
-    def _losses(self, state: State | None) -> list[float]:
-        """Return the losses of a state on the held-out batches, infinity if there is none."""
-        if state is None:
-            return [math.inf] * len(self._held_out)
-        return self._trying.losses(state, self._held_out)
-
-    def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
-        """Yield the states to train from at a lower rate: the best snapshot if it has learned
-        something, and the first state.
-        """
-        kept = self._run.ring.with_least_loss()
-        if kept is not None and kept.at_hand:
-            state = self._trying.state_of(kept, settings)
-            losses = self._losses(state)
-            if self._has_learned(state, losses, untrained):
-                yield _Arm(kept, 1.0, state, losses)
-        yield untrained
-
-    def _best_arm(self, origin: _Arm) -> _Arm | None:
-        """Return the trial at a lower rate with the lowest loss."""
-        best: _Arm | None = None
-        for factor in FACTORS:
-            end = self._trying.trained(origin.state, self._batches, factor)
-            if end is not None:
-                arm = _Arm(origin.snapshot, factor, end, self._losses(end))
-                best = arm if best is None or arm.mean < best.mean else best
-        return best
-
-    def _better_rate(self, goes_on: Sequence[float]) -> float | None:
-        """Return the factor by which the current rate should change, if it should."""
-        trying = self._trying
-        for factor in (TENFOLD, 1 / TENFOLD):
-            if factor > 1.0 and self._run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
-                continue  # training has diverged at that rate
-            losses = self._losses(trying.trained(trying.present, self._batches, factor))
-            enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
-            if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
-                return factor
-        return None
-
-    def _has_learned(self, state: State, losses: Sequence[float], untrained: _Arm) -> bool:
-        """Whether a state with these losses is better than untrained, and depends on the inputs."""
-        if not clearly_lower(losses, untrained.losses):
+    def end_window(self, run: Run, began: int) -> bool:
+        """Note the losses of a window that began after a step; return whether to run trials now."""
+        losses = [loss for step, loss, _ in run.history.since(began)]
+        if len(losses) < WINDOW:
             return False
-        return self._explained(state, losses) >= EXPLAINED
+        before, self._window = self._window, losses
+        self._falls = not before or _below(losses, before)
+        first = [m.loss for m in run.history.first(run.step)] or [math.inf]
+        falls = median(losses) < FALLS * median(before or [math.inf])
+        if falls and median(losses[-WINDOW:]) < FALLEN * min(first):
+            return False
+        if not (self._falls or self._may_wait or self._spent > LONGEST):
+            self._wait = 0.0
+        wait = self._wait
+        if _below(self._lowest, losses):
+            wait /= REST_LEARNED
+        elif _mean_log(losses) < _mean_log(self._lowest):
+            self._lowest = losses
+        return run.step >= self._looked + wait
 
-    def _is_well_explained(self, arm: _Arm) -> bool:
-        """Whether a tenth of the loss depends on the inputs."""
-        return WELL_EXPLAINED <= self._explained(arm.state, arm.losses) < math.inf
+    def note(self, step: int, steps: int, learned: bool, diverged: bool) -> None:
+        """Note what trials took, and rest.
 
-    def _explained(self, state: State, losses: Sequence[float]) -> float:
-        """Return the share of the loss of a state that depends on the inputs: by how much the loss
-        rises with the inputs of another batch.
-
-        0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+        Args:
+            step: the step of the run.
+            steps: number of steps of the trials.
+            learned: whether a few batches showed that the run has learned something.
+            diverged: whether the rate was lowered for a divergence before.
         """
-        held_out, own, exchanged = self._held_out, [], []
-        for number, (loss, args) in enumerate(zip(losses, held_out)):
-            others = (*held_out[number + 1 :], *held_out[:number])
-            found = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
-            if found is not None:
-                own.append(loss)
-                exchanged.append(found)
-        if 2 * len(own) < len(held_out):
-            return math.inf
-        rises = self._trying.losses(state, exchanged)
-        return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
-
-    def _dead(self, after: State | None) -> tuple[str, ...]:
-        """Return the kernels that are bit-identical in the current state and after training, if
-        they are the majority.
-        """
-        kernels, before = self._kernels, self._trying.present
-        if after is None or len(kernels) < 2:
-            return ()
-        same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
-        return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
-
-    def _growth(self, start: State) -> tuple[float, str]:
-        """Return the largest growth of a kernel since the first step, and the path of this kernel.
-        """
-        present = self._trying.present
-        found = [
-            (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
-            for v in self._kernels
-        ]
-        return max(found, default=(1.0, ""))
-
-    def _lost(
-        self,
-        present: list[float],
-        untrained: _Arm,
-        best: _Arm,
-        settings: State,
-        grown: tuple[float, str],
-        dead: tuple[str, ...],
-    ) -> Lost:
-        """Return a proof, with findings and sentences."""
-        run, now, (growth, path) = self._run, fmean(present), grown
-        found = [Finding("loss", "divergence", value=now)]
-        step = best.snapshot.step
-        start = f"step {step}" if step else "the first state"
-        notes = [
-            (
-                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before"
-                f" the first step it is {untrained.mean:.3g}."
-            ),
-            (
-                f"After a restart from {start} with {best.factor:g} times the learning rate it is"
-                f" {best.mean:.3g}."
-            ),
-        ]
-        if path:
-            found.append(Finding("weights", "divergence", path, value=growth))
-            notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
-        if dead:
-            found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
-            notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
-        (optimizer,) = run.train_state().optimizers
-        rate = keras_optimizers.learning_rate(optimizer) * best.factor
-        advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
-        diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
-        lowered = (run.recovery.factors, run.recovery.lowering)
-        probation = Probation(self._trying.present, settings, step, *lowered)
-        values = {"onset": step, "rate_factor": best.factor}
-        detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
-        return Lost(detected, probation)
+        self._spent += steps
+        rest = REST_DIVERGED if diverged else REST
+        rest = REST_LEARNED if learned else rest
+        self._may_wait = learned or diverged
+        self._wait = max(2 * self._wait, rest * steps)
+        self._looked, self._lowest = step, self._window
 
 
-def _gain(kernel: np.ndarray[Any, Any]) -> float:
-    """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1
-    initially.
+def _below(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether positive losses are clearly lower than others, of other batches: in the mean of their
+    logarithms, which a few huge losses do not hide.
     """
-    return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
+    if min(len(losses), len(others)) < WINDOW:
+        return False
+    both = [stdev(map(math.log, some)) / math.sqrt(len(some)) for some in (losses, others)]
+    error = math.hypot(*both)
+    return _mean_log(others) - _mean_log(losses) > STANDARD_ERRORS * error
+
+
+def _mean_log(losses: Sequence[float]) -> float:
+    """Return the mean logarithm of positive losses, infinity if there are none."""
+    return fmean(map(math.log, losses)) if losses else math.inf

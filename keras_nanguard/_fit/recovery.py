@@ -297,14 +297,14 @@ class Recovery:
     @contextmanager
     def with_adjustments(self, numbers: Mapping[int, Any]) -> Iterator[None]:
         """Replace the factors of the rates by these numbers inside the context."""
-        readers = [rate for rate in self.rates.values() if id(rate) in numbers]
-        for reader in readers:
-            reader.given = numbers[id(reader)]
+        rates = list(self.rates.values())
+        for rate in rates:
+            rate.given = numbers.get(id(rate))
         try:
             yield
         finally:
-            for reader in readers:
-                reader.given = None
+            for rate in rates:
+                rate.given = None
 
     # For the next fit, and another process
 

@@ -139,12 +139,6 @@ class Start:
         self.epochs: int | None = None
         self._settled = False
 
-    @property
-    def step(self) -> int | None:
-        """The step of the snapshot whose state will be restored, if any."""
-        resuming = self.resuming
-        return resuming.record.step if resuming is not None and resuming.with_state else None
-
     def begin(self, resuming: Resumed | None) -> None:
         """Begin a fit. If no step will run, the state is restored now, so that other callbacks
         receive it.
@@ -188,12 +182,12 @@ class Start:
             self._run.access.prepare()
             self.restore()
 
-    def restore(self) -> bool:
-        """Restore the state to resume from, once; return whether there was one."""
+    def restore(self) -> Resumed | None:
+        """Restore the state to resume from, once, and return it."""
         resuming, self.resuming = self.resuming, None
         if resuming is not None:
             resuming.restore(self._run)
-        return resuming is not None
+        return resuming
 
 
 def find(directory: str | Path, steps: int | None = None) -> Resumed | None:

@@ -138,9 +138,9 @@ class Session:
 
     def _begin(self) -> None:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
-        run, step = self.run, self.start.step
-        run.began, resumed = True, self.start.restore()
-        run.begin_recording(step)
+        run, resumed = self.run, self.start.restore()
+        run.began = True
+        run.begin_recording(resumed.record.step if resumed and resumed.with_state else None)
         self.say_problem()
         tolerated = run.tolerate(run.train_state())
         run.transaction.tolerate(tolerated)

@@ -188,7 +188,7 @@ class Attachment(StateAccess):
         """
         before = self._modes
         self._modes = None if before is None else modes
-        if before != () or self._adjusted:
+        if before != () or self.run.recovery.adjustments():  # changes of the policy are built in
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -197,14 +197,9 @@ class Attachment(StateAccess):
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
         transaction = self.run.transaction
-        if self._modes and not (self._adjusted or transaction.tolerated):
+        if self._modes and not (self.run.recovery.adjustments() or transaction.tolerated):
             transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
-
-    @property
-    def _adjusted(self) -> bool:
-        """Whether changes of the policy are built into the step."""
-        return bool(self.run.recovery.adjustments())
 
     def _made(self) -> Any:
         """Return the parts of this fit's step that the next fit needs."""

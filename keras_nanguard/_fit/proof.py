@@ -1,0 +1,335 @@
+"""Proves on remembered batches that a run is lost, and which change helps.
+
+The proof comes from measurements on the same batches, and all four are required:
+
+    objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
+                it
+    untrained   the current weights are not clearly better than those before the first step, or no
+                better on their batches than with the inputs of another batch (by a hundredth), or
+                most kernels no longer change
+    no progress if training continues on the remembered batches, as the run would, the result is
+                not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
+                is progress only once better than untrained
+    helps       from the first state (or the best snapshot), at a tenth, a hundredth or a thousandth
+                of the rate, the same batches lead to a clearly lower loss on held-out batches, and
+                to less than half of it, or (from the first state) a tenth of it then depends on
+                the inputs; with damage, a clearly lower loss is enough
+
+All states are compared with the current objective: variables that training does not change, such
+as a loss weight that a callback sets, keep their current value.
+
+A run that has diverged at a higher rate has been lost before, so there the last point is enough.
+The chosen rate is checked as well: training continues from the current state at ten times and at a
+tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
+at which training diverged, a tenth if the loss is less than half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.history import sizes
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.incidents import Detected
+from keras_nanguard._fit.recovery import Lowering
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
+from keras_nanguard._keras import optimizers as keras_optimizers
+
+BATCHES = 256
+"""Maximum number of batches of a trial. The last quarter is held out."""
+
+TRIAL = 128
+"""Minimum number of steps of a trial. Batches repeat if needed: after only a few steps a rate that
+is too low may look best.
+"""
+
+HELD_OUT, MOST_HELD_OUT = 8, 32
+"""Minimum and maximum number of held-out batches. The minimum is enough to see that most healthy
+runs have learned something.
+"""
+
+FACTORS = (0.1, 0.01, 0.001)
+"""Factors of the learning rate in the trials: one, two and three decades."""
+
+TENFOLD = 10.0
+"""Factor between two rates that are compared after a divergence."""
+
+HALF = 0.5
+"""A trial ends "far better" if its loss is below this share of the current one."""
+
+EXPLAINED, WELL_EXPLAINED = 0.01, 0.1
+"""Minimum share of the loss that depends on the inputs if a network has learned something, and if
+a trial ends "far better" although its loss cannot fall to half, as a cross-entropy of noisy labels.
+"""
+
+GROWN = 10.0
+"""Growth of a kernel that counts as damage."""
+
+
+LEARNED = 1.0
+"""Result of the trials of a run that has learned something, as few batches show: its rate does not
+change.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Proof that a run is lost, the change that helps, and what it abandons.
+
+    Attributes:
+        detected: findings, and a diagnosis with the measurements as evidence. Its values are
+            `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
+            learning rate.
+        abandoned: the state before the change.
+        settings: the values in it that the change keeps; see `Trial.settings`.
+        factors, lowering: how the learning rates were lowered before the change.
+    """
+
+    detected: Detected
+    abandoned: State
+    settings: State
+    factors: Mapping[int, float]
+    lowering: Lowering
+
+
+def found(run: Run) -> tuple[Lost | float | None, int]:
+    """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and the
+    number of steps of the trials.
+    """
+    batches = run.recent.last(BATCHES)
+    held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
+    batches = batches[: len(batches) - len(held_out)]
+    first = run.ring.start
+    if len(batches) < HELD_OUT or first is None or not first.at_hand:
+        return None, 0
+    with trial(run) as trying:
+        if trying is None:
+            return None, 0
+        return _Trials(run, trying, batches, held_out).found(first), trying.steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """A trial: its initial snapshot, its factor of the rate, its last state, and the losses of that
+    state on the held-out batches.
+    """
+
+    snapshot: Snapshot
+    factor: float
+    state: State
+    losses: list[float]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
+
+
+class _Trials:
+    """The trials of one check.
+
+    Args:
+        run: the run.
+        trying: runs their steps.
+        batches: the batches to train on.
+        held_out: the batches on which states are compared.
+    """
+
+    def __init__(self, run: Run, trying: Trial, batches: list[Any], held_out: Sequence[Any]):
+        self._run, self._trying = run, trying
+        self._batches, self._held_out = batches, held_out
+        self._kernels = [
+            v
+            for v in run.train_state().trainable
+            if len(v.shape) > 1 and finiteness.is_float(v.dtype)
+        ]
+
+    def found(self, first: Snapshot) -> Lost | float | None:
+        """Run the trials; see the module docstring. `first` is the snapshot before the first step.
+        """
+        trying, held_out = self._trying, self._held_out
+        before = self._run.recovery.lowering.diverged
+        few = held_out[:HELD_OUT]
+        needs_all = before or len(few) == len(held_out)
+        after = trying.trained(trying.present, few)
+        settings = trying.settings(after)
+        start = trying.state_of(first, settings)
+        for some in (held_out,) if needs_all else (few, held_out):
+            self._held_out = some
+            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
+            present = trying.losses(trying.present, some)
+            learned = self._has_learned(trying.present, present, untrained)
+            if before or not learned:
+                continue
+            if not self._dead(after):
+                return LEARNED if len(some) == HELD_OUT else None
+        growth, path = self._growth(start)
+        further: State | None = trying.present
+        batches = self._batches
+        again = batches * (math.ceil(TRIAL / len(batches)) - 1)
+        for more in (batches, again) if again else (batches,):
+            further = None if further is None else trying.trained(further, more)
+            goes_on = trying.losses(further, self._held_out)
+            dead = self._dead(further)
+            damaged = bool(dead) or growth >= GROWN
+            aim = untrained.losses if damaged else present
+            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
+            if progress and not dead and not before:
+                return None
+        further = None  # the trials at lower rates need the memory
+        self._batches = [*batches, *again]
+        others = (present, goes_on, untrained.losses)
+        least = min(map(fmean, others[:2] if before else others))
+        best, far, clear = None, False, False
+        for origin in self._origins(untrained, settings):
+            arm = self._best_arm(origin)
+            if arm is None or (best is not None and best.mean <= arm.mean):
+                continue
+            best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
+            anew = origin is untrained and not learned
+            far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
+            if far or before:
+                break
+        if best is None:
+            return None
+        if not (far or (clear and damaged)):
+            return self._better_rate(goes_on) if before else None
+        grown = (growth, path) if growth >= GROWN else (1.0, "")
+        return self._lost(present, untrained, best, settings, grown, dead)
+
+    def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
+        """Yield the states to train from at a lower rate: the best snapshot if it has learned
+        something, and the first state.
+        """
+        kept = self._run.ring.with_least_loss()
+        if kept is not None and kept.at_hand:
+            state = self._trying.state_of(kept, settings)
+            losses = self._trying.losses(state, self._held_out)
+            if self._has_learned(state, losses, untrained):
+                yield _Arm(kept, 1.0, state, losses)
+        yield untrained
+
+    def _best_arm(self, origin: _Arm) -> _Arm | None:
+        """Return the trial at a lower rate with the lowest loss."""
+        best: _Arm | None = None
+        for factor in FACTORS:
+            end = self._trying.trained(origin.state, self._batches, factor)
+            if end is not None:
+                arm = _Arm(origin.snapshot, factor, end, self._trying.losses(end, self._held_out))
+                best = arm if best is None or arm.mean < best.mean else best
+        return best
+
+    def _better_rate(self, goes_on: Sequence[float]) -> float | None:
+        """Return the factor by which the current rate should change, if it should."""
+        trying = self._trying
+        for factor in (TENFOLD, 1 / TENFOLD):
+            if factor > 1.0 and self._run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
+                continue  # training has diverged at that rate
+            end = trying.trained(trying.present, self._batches, factor)
+            losses = trying.losses(end, self._held_out)
+            enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
+            if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
+                return factor
+        return None
+
+    def _has_learned(self, state: State, losses: Sequence[float], untrained: _Arm) -> bool:
+        """Whether a state with these losses is better than untrained, and depends on the inputs."""
+        if not clearly_lower(losses, untrained.losses):
+            return False
+        return self._explained(state, losses) >= EXPLAINED
+
+    def _is_well_explained(self, arm: _Arm) -> bool:
+        """Whether a tenth of the loss depends on the inputs."""
+        return WELL_EXPLAINED <= self._explained(arm.state, arm.losses) < math.inf
+
+    def _explained(self, state: State, losses: Sequence[float]) -> float:
+        """Return the share of the loss of a state that depends on the inputs: by how much the loss
+        rises with the inputs of another batch.
+
+        0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+        """
+        held_out, own, exchanged = self._held_out, [], []
+        for number, (loss, args) in enumerate(zip(losses, held_out)):
+            others = (*held_out[number + 1 :], *held_out[:number])
+            found = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
+            if found is not None:
+                own.append(loss)
+                exchanged.append(found)
+        if 2 * len(own) < len(held_out):
+            return math.inf
+        rises = self._trying.losses(state, exchanged)
+        return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
+
+    def _dead(self, after: State | None) -> tuple[str, ...]:
+        """Return the kernels that are bit-identical in the current state and after training, if
+        they are the majority.
+        """
+        kernels, before = self._kernels, self._trying.present
+        if after is None or len(kernels) < 2:
+            return ()
+        same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
+        return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
+
+    def _growth(self, start: State) -> tuple[float, str]:
+        """Return the largest growth of a kernel since the first step, and the path of this kernel.
+        """
+        present = self._trying.present
+        found = [
+            (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
+            for v in self._kernels
+        ]
+        return max(found, default=(1.0, ""))
+
+    def _lost(
+        self,
+        present: list[float],
+        untrained: _Arm,
+        best: _Arm,
+        settings: State,
+        grown: tuple[float, str],
+        dead: tuple[str, ...],
+    ) -> Lost:
+        """Return a proof, with findings and sentences."""
+        run, now, (growth, path) = self._run, fmean(present), grown
+        found = [Finding("loss", "divergence", value=now)]
+        step = best.snapshot.step
+        start = f"step {step}" if step else "the first state"
+        notes = [
+            (
+                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before"
+                f" the first step it is {untrained.mean:.3g}."
+            ),
+            (
+                f"After a restart from {start} with {best.factor:g} times the learning rate it is"
+                f" {best.mean:.3g}."
+            ),
+        ]
+        if path:
+            found.append(Finding("weights", "divergence", path, value=growth))
+            notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
+        if dead:
+            found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
+            notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
+        (optimizer,) = run.train_state().optimizers
+        rate = keras_optimizers.learning_rate(optimizer) * best.factor
+        advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
+        diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
+        values = {"onset": step, "rate_factor": best.factor}
+        detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
+        lowered = (run.recovery.factors, run.recovery.lowering)
+        return Lost(detected, self._trying.present, settings, *lowered)
+
+
+def _gain(kernel: np.ndarray[Any, Any]) -> float:
+    """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1
+    initially.
+    """
+    return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
