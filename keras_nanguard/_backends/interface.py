@@ -275,13 +275,6 @@ class Agreement(Protocol):
         """Whether this process has such findings that the others do not have."""
 
 
-class Start(Protocol):
-    """From which state a run starts."""
-
-    resuming: Any
-    """What is to be restored before the first step, or `None`."""
-
-
 class Logs(Protocol):
     """The logs of a fit."""
 
@@ -344,13 +337,12 @@ class Session(Protocol):
     host is not for backends.
     """
 
+    start: Any
+    """Its `resuming` is what is to be restored before the first step, or `None`."""
+
     @property
     def run(self) -> Run:
         """The facts of the run."""
-
-    @property
-    def start(self) -> Start:
-        """From which state the run starts."""
 
     @property
     def logs(self) -> Logs:

@@ -88,8 +88,8 @@ class Attached:
     def begin(self, plan: Mapping[str, Any]) -> None:
         """Begin a fit; `plan` has its numbers of `epochs` and of `steps` per epoch, if known."""
         self.training = True
-        known = ((name, plan.get(name)) for name in ("epochs", "steps"))
-        self._plan = {name: int(number) for name, number in known if number is not None}
+        names = ("epochs", "steps")
+        self._plan = {name: int(plan[name]) for name in names if plan.get(name) is not None}
         self.fit.begin()
         callbacks = surrounding()
         self.session.callbacks_deferred = callbacks_deferred(callbacks)

@@ -114,7 +114,7 @@ class Logs:
             falls = HUGEST if _is_named(key, falling) else math.nan
             logs[key] = -HUGEST if _is_named(key, rising) else falls
 
-    def stand_in(self, logs: Mapping[str, Any], loss: float = math.nan) -> dict[str, Any]:
+    def stand_in(self, logs: Mapping[str, Any], loss: float) -> dict[str, Any]:
         """Return the logs of a refused step, or of an epoch without committed steps.
 
         Args:
@@ -173,7 +173,7 @@ class Firewall:
 
     def __init__(self, session: Any, callbacks: Sequence[Any]):
         self._session, self._overrides = session, Overrides()
-        if not session.run.policy.refuse:
+        if not session.run.refuses:
             return
         own = [(session.run.model, "save"), (session.run.model, "save_weights")]
         for target, name in [*own, *keras_fitting.savers(callbacks)]:
@@ -197,9 +197,9 @@ class Firewall:
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             run = self._session.run
-            if run.scan("weights"):
+            if run.scan():
                 self._session.seen_outside([])
-            if not run.scan("weights"):
+            if not run.scan():
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             run.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
@@ -265,7 +265,7 @@ def bad_arrays(logs: Any) -> list[Finding]:
 
 
 @np.errstate(all="ignore")  # the values are not finite
-def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
+def diagnosed(model: Any, says: bool) -> Diagnosis | None:
     """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
     Never raises. `says`: whether to print a line if this takes longer than a second.

@@ -149,7 +149,7 @@ class Divergence:
             return
         self._enabled = False
         _write(run, abandoned)
-        run.recovery.restore_rates(probation.factors, probation.lowering)
+        probation.restore_rates()
         run.ring.forget_after(int(probation.detected.values["onset"]))
         run.break_off()
         run.say(

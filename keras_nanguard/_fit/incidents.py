@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
 
 
-def _in_batch(report: Report | None, model: Any = None) -> list[Finding]:
+def _in_batch(report: Report | None, model: Any) -> list[Finding]:
     """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
     `x/age`, `y`.
     """
@@ -72,9 +72,7 @@ class Detected:
 
     @classmethod
     def between_steps(cls, run: Run, findings: Sequence[Finding], **about: Any) -> Detected:
-        """Return what was detected between two steps, as of the step before; `about` are the other
-        attributes.
-        """
+        """Return what was detected after a step; `about` are the other attributes."""
         return cls(max(run.step - 1, 0), findings, **about)
 
 
@@ -125,14 +123,14 @@ class Incidents:
         overflow = not (left or extraordinary)
         run.record(verdict, OVERFLOW if overflow else REFUSED)
         if left:
-            self.handle(Detected(step - 1, run.scan("weights"), verdict))
+            self.handle(Detected(step - 1, run.scan(), verdict))
             self.replay.leave_out(step)
             return
         run.recent.push(step, run.transaction.given, refused=True)
         if overflow:
             run.counts.overflow()
             return
-        of_batch, of_state = _in_batch(report, run.model), run.scan("state")
+        of_batch, of_state = _in_batch(report, run.model), run.scan(before=True)
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
@@ -162,7 +160,11 @@ class Incidents:
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
         counts.streak = counts.streak + 1 if scaled else 0
-        if not scaled or _in_batch(report, run.model) or (counts.streak == 1 and run.scan("state")):
+        if (
+            not scaled
+            or _in_batch(report, run.model)
+            or (counts.streak == 1 and run.scan(before=True))
+        ):
             return False
         if scaling.is_expected_overflow(counts.streak, verdict.scale):
             return True
@@ -205,7 +207,7 @@ class Incidents:
         """Handle a step after which a sum over the state is not finite. Return `False` if every
         entry is finite.
         """
-        run, findings = self._run, self._run.scan("weights")
+        run, findings = self._run, self._run.scan()
         if findings:
             run.record(verdict)
             batch = run.transaction.batch(run.transaction.given)
@@ -231,7 +233,7 @@ class Incidents:
         if again:
             return
         reported = report.findings() if report else ()
-        findings = [*_in_batch(report, run.model), *reported, *run.scan("weights")]
+        findings = [*_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
         self.handle(Detected(run.step, findings, verdict, report))
 

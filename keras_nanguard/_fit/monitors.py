@@ -55,7 +55,6 @@ TOGETHER = 1000
 the same step.
 """
 
-
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
 """Steps of the first checks after the start and after a rollback. Then a check runs every
 `LOOK_INTERVAL` steps.

@@ -27,7 +27,7 @@ at which training diverged, a tenth if the loss is less than half.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -38,7 +38,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.incidents import Detected
-from keras_nanguard._fit.recovery import Lowering
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -74,7 +73,6 @@ a trial ends "far better" although its loss cannot fall to half, as a cross-entr
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
 
-
 LEARNED = 1.0
 """Result of the trials of a run that has learned something, as few batches show: its rate does not
 change.
@@ -91,14 +89,13 @@ class Lost:
             learning rate.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
-        factors, lowering: how the learning rates were lowered before the change.
+        restore_rates: restores the learning rates from before the change.
     """
 
     detected: Detected
     abandoned: State
     settings: State
-    factors: Mapping[int, float]
-    lowering: Lowering
+    restore_rates: Callable[[], None]
 
 
 def found(run: Run) -> tuple[Lost | float | None, int]:
@@ -202,8 +199,8 @@ class _Trials:
             return None
         if not (far or (clear and damaged)):
             return self._better_rate(goes_on) if before else None
-        grown = (growth, path) if growth >= GROWN else (1.0, "")
-        return self._lost(present, untrained, best, settings, grown, dead)
+        grown = path if growth >= GROWN else ""
+        return self._lost(present, untrained, best, settings, (growth, grown), dead)
 
     def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
         """Yield the states to train from at a lower rate: the best snapshot if it has learned
@@ -324,8 +321,7 @@ class _Trials:
         diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
         detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
-        lowered = (run.recovery.factors, run.recovery.lowering)
-        return Lost(detected, self._trying.present, settings, *lowered)
+        return Lost(detected, self._trying.present, settings, run.recovery.rates_restorer())
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:

@@ -50,7 +50,7 @@ class Rerun(NamedTuple):
 
     snapshot: Snapshot
     batches: tuple[Any, ...]
-    refused: frozenset[int] = frozenset()
+    refused: frozenset[int]
 
 
 class _Entry(NamedTuple):

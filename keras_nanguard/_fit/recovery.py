@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import keras
 from pydantic import Field, ValidationError
@@ -32,9 +32,6 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
 from keras_nanguard._policy.state import PolicyState
-
-if TYPE_CHECKING:
-    from keras_nanguard._fit.run import Counts
 
 # Learning rates
 
@@ -257,16 +254,17 @@ class Recovery:
 
     # Settings of the optimizers
 
-    @property
-    def factors(self) -> dict[int, float]:
-        """The factor of the guard on each learning rate, by `id` of its optimizer."""
-        return {key: rate.factor for key, rate in self.rates.items()}
+    def rates_restorer(self) -> Callable[[], None]:
+        """Return a function that lowers the rates as now, undoing all later changes to them."""
+        factors = {key: rate.factor for key, rate in self.rates.items()}
+        lowering = self.lowering
 
-    def restore_rates(self, factors: Mapping[int, float], lowering: Lowering) -> None:
-        """Lower the rates as before, undoing all later changes to them."""
-        for key, rate in self.rates.items():
-            rate.restore(factors.get(key, 1.0))
-        self.lowering = lowering
+        def restore() -> None:
+            for key, rate in self.rates.items():
+                rate.restore(factors.get(key, 1.0))
+            self.lowering = lowering
+
+        return restore
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
@@ -281,7 +279,7 @@ class Recovery:
     @property
     def rate_factor(self) -> float:
         """The factor of the guard on learning rates: the smallest one of all optimizers."""
-        return min(self.factors.values(), default=1.0)
+        return min((rate.factor for rate in self.rates.values()), default=1.0)
 
     def change(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute until the fit ends."""
@@ -308,12 +306,14 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(self, optimizers: Sequence[Any], counts: Counts) -> GuardState:
+    def saved(
+        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
+    ) -> GuardState:
         """Return the record of all changes. Its numbers may be invalid: the user may have set them.
 
         Args:
             optimizers: those of the run.
-            counts: its counters.
+            step, committed, rollbacks: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -327,12 +327,12 @@ class Recovery:
             for optimizer in optimizers
         ]
         estimate, (diverged, at, returns) = self.recalibration, self.lowering
-        since = None if at is None else (counts.step - at[0], counts.committed - at[1])
+        since = None if at is None else (step - at[0], committed - at[1])
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
-            rollbacks=counts.rollbacks,
+            rollbacks=rollbacks,
             recovery=returns,
             lowered=since,
             diverged=diverged,

@@ -39,7 +39,6 @@ class Reporter:
         self._details = _details(None)
         self._callbacks: list[Any] | None = None
         self._causes: Counter[str] = Counter()
-        self._texts = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which belongs to no fit."""
@@ -100,7 +99,7 @@ class Reporter:
 
     def begin_tracking(self, callbacks: Iterable[Any]) -> None:
         """Begin a fit with these callbacks, whose incidents are sent."""
-        self._callbacks, self._causes, self._texts = list(callbacks), Counter(), 0
+        self._callbacks, self._causes = list(callbacks), Counter()
 
     def track(self, incident: Incident) -> None:
         """Send an incident of a fit: as text to TensorBoard, and the first of each cause as an
@@ -110,8 +109,7 @@ class Reporter:
             return
         cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
         self._causes[cause] += 1
-        if self._texts < MAX_TEXTS:
-            self._texts += 1
+        if self._causes.total() <= MAX_TEXTS:
             what = (self._callbacks, "nanguard/incident", str(incident), incident.step)
             self.attempt("send incidents to TensorBoard", lambda: keras_fitting.write_text(*what))
         if self._causes[cause] == 1 and len(self._causes) <= MAX_ALERTS:
@@ -153,7 +151,7 @@ def _tagged(causes: Counter[str], report: Callable[[], str]) -> None:
     mlflow = sys.modules.get("mlflow")
     if mlflow is None or not hasattr(mlflow, "active_run") or mlflow.active_run() is None:
         return
-    tags = {"nanguard.incidents": sum(causes.values()), "nanguard.causes": ", ".join(causes)}
+    tags = {"nanguard.incidents": causes.total(), "nanguard.causes": ", ".join(causes)}
     mlflow.set_tags(tags)
     if causes:
         mlflow.log_text(report(), REPORT)

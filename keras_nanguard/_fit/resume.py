@@ -149,10 +149,8 @@ class Start:
 
     def settle(self, epoch: int | None = None) -> None:
         """Choose the later state of the snapshot and of other callbacks. In the same epoch this is
-        the snapshot, which may have been taken in the middle of the epoch.
-
-        Args:
-            epoch: the first epoch, if `on_train_begin` was missed.
+        the snapshot, which may be from its middle. `epoch`: the first one, if `on_train_begin` was
+        missed.
         """
         run, resuming = self._run, self.resuming
         if resuming is None or self._settled:

@@ -318,7 +318,7 @@ class Poles:
     def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Pass over the poles of an incident; return its outcomes, one of which reports this."""
         run = self._run
-        if not found or run.stopped or not run.policy.refuse:
+        if not found or run.stopped or not run.refuses:
             return outcomes
         last = {key: iteration for key, (iteration, _) in found.items()}
         self.pass_over(last)  # if the replay has not

@@ -162,7 +162,6 @@ class Counts:
 
 # Findings in the state
 
-
 HUGE = 1e30
 """Magnitude above which a value counts as overflowed, unless the policy has another limit."""
 
@@ -424,15 +423,15 @@ class Run:
         self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
         return [v for v in constants if id(v) in self.tolerated]
 
-    def scan(self, site: str) -> list[Finding]:
+    def scan(self, before: bool = False) -> list[Finding]:
         """Read the whole state and return a finding for each variable with NaN or Inf.
 
         Args:
-            site: `"state"` reports all findings as present before the step, and includes finite
-                values so large that sums over them overflow. Any other value reports each finding
-                under its own site.
+            before: whether to report all findings as present before a step, at the site `"state"`,
+                and to include finite values so large that sums over them overflow. If not, each
+                finding is reported under its own site.
         """
-        train_state, before = self.train_state(), site == "state"
+        train_state = self.train_state()
         if not self.began:
             self.tolerate(train_state)
         findings = []
@@ -477,7 +476,8 @@ class Run:
 
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
-        return self.recovery.saved(self.train_state().optimizers, self.counts)
+        counts, optimizers = self.counts, self.train_state().optimizers
+        return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

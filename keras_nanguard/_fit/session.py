@@ -147,7 +147,7 @@ class Session:
         old = resumed or run.transaction.reused
         if (tolerated and old) or (resumed and run.recovery.adjustments()):
             run.access.rebuild()
-        self.tasks.take_snapshot("no snapshot of the state before the first step", "state")
+        self.tasks.take_snapshot()
 
     # After a step
 
@@ -233,7 +233,7 @@ class Session:
             if last and run.recovery.active:
                 run.recovery.after_good_step(run.counts.committed, run.train_state)
                 run.record_return()
-        elif not run.policy.refuse:
+        elif not run.refuses:
             self.incidents.observed(verdict, report)
         else:
             if not self.incidents.poisoned(verdict):
@@ -286,7 +286,7 @@ class Session:
         """Raise an incident for findings in results, or in a state that is about to be saved."""
         run = self.run
         run.access.resolve_pending()
-        state = (f for f in run.scan("weights") if f.site != "slots" or not findings)
+        state = (f for f in run.scan() if f.site != "slots" or not findings)
         found = [*findings, *state]
         if found := run.agreement.between_steps(found) if act else found:
             detected = Detected.between_steps(run, found, diagnosis=diagnosis)

@@ -66,7 +66,7 @@ class Snapshot:
 
     step: int
     good: int
-    position: tuple[int, int] = (0, 0)
+    position: tuple[int, int]
     verified: bool = False
     level: Level | None = None
     leads_here: bool = True
@@ -144,10 +144,10 @@ class Ring:
         self,
         keep: int,
         good_after: int,
-        agree: Agree = lambda *facts: facts,
+        agree: Agree,
         folder: SnapshotFolder | None = None,
     ):
-        self.keep, self.good_after = max(keep, 1), good_after
+        self.keep, self.good_after = keep, good_after
         self._agree, self._folder = agree, folder
         self.snapshots: list[Snapshot] = []
 

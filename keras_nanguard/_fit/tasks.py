@@ -83,31 +83,29 @@ class Tasks:
     def snapshot_due(self) -> float:
         """Take a snapshot at an interval."""
         run, step = self.run, self.run.step
-        if self.take_snapshot("no snapshot", "weights"):
+        if self.take_snapshot():
             run.event("snapshot")
         run.plan("proof", self.promote())
         return step + run.policy.snapshot.every
 
-    def take_snapshot(self, without: str, site: str) -> bool:
+    def take_snapshot(self) -> bool:
         """Copy the current state; return whether there is a copy. Raise an incident if the state is
         not finite.
-
-        Args:
-            without: the consequence if the copy does not fit into memory, for the printed line.
-            site: the site of the incident; see `Run.scan`.
         """
         run, counts = self.run, self.run.counts
+        first = not counts.step
         with run.access.variables_readable():
             state = run.train_state()
             run.history.start(run.ring.snapshots, state.trainable)
             run.ring.save_changes(run.changes)
             level = level_of(run.history.last(WINDOW))
-            fresh = Snapshot(counts.step, counts.good, counts.position, not counts.step, level)
+            fresh = Snapshot(counts.step, counts.good, counts.position, first, level)
             obstacle = run.ring.take(fresh, state, run.tolerated)
         if obstacle == "memory":
-            run.lacks_memory(without, size_of(state.kept))
+            which = " of the state before the first step" if first else ""
+            run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
-            self.incidents.handle(Detected.between_steps(run, run.scan(site)))
+            self.incidents.handle(Detected.between_steps(run, run.scan(before=first)))
         return not obstacle
 
 

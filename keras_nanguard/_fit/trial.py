@@ -23,10 +23,7 @@ from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 State = Mapping[int, np.ndarray[Any, Any]]
 """The values of the train state, by `id` of the variable."""
@@ -170,7 +167,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
     access, train_state = run.access, run.train_state()
-    if not access.can_run_again or not run.policy.refuse or not _room(run, rates):
+    if not access.can_run_again or not run.refuses or not _room(run, rates):
         yield None
         return
     access.sync_variables()

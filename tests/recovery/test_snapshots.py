@@ -19,6 +19,7 @@ from support import zoo
 from keras_nanguard import GuardError, NanGuard, Policy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.history import Level
+from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import SnapshotFile, read, save, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot
@@ -41,11 +42,11 @@ class TestRing:
 
     def test_good_state_survives(self):
         """For any number of snapshots that are never verified, the last verified one is kept."""
-        ring, v = Ring(2, 5), variable()
-        ring.take(Snapshot(0, 0, verified=True), state(v))
+        ring, v = Ring(2, 5, Agreement().any_of), variable()
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v))
         for step in range(1, 50):
             v.assign([step, step])
-            ring.take(Snapshot(step, good=0), state(v))
+            ring.take(Snapshot(step, 0, (0, step)), state(v))
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
@@ -53,17 +54,17 @@ class TestRing:
         """A copy without free memory replaces another one, and `keep` applies again
         once there is memory.
         """
-        ring, v, kept = Ring(3, 0), variable(), []
+        ring, v, kept = Ring(3, 0, Agreement().any_of), variable(), []
         for step in range(1, 8):
             monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, step=step: step not in (3, 4))
-            assert not ring.take(Snapshot(step, step), state(v))
+            assert not ring.take(Snapshot(step, step, (0, step)), state(v))
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
     def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
-        ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
-        ring.take(Snapshot(0, 0, verified=True), state(slots, weights))
+        ring, slots, weights = Ring(2, 0, Agreement().any_of), variable(*[0.0] * 1000), variable(*range(1000))
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(slots, weights))
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
@@ -79,9 +80,9 @@ class TestRing:
         monkeypatch.setattr(keras_variables, "view", lambda v: (read.append(v), real(v))[1])
         for room in (True, False):
             monkeypatch.setattr("keras_nanguard._core.memory.room_for", lambda size, room=room: room)
-            ring, weights, slots = Ring(2, 0), variable(1.0, 2.0), variable(3.0, 4.0)
+            ring, weights, slots = Ring(2, 0, Agreement().any_of), variable(1.0, 2.0), variable(3.0, 4.0)
             read.clear()
-            assert ring.take(Snapshot(5, 5), state(weights, slots)) == ("" if room else "memory")
+            assert ring.take(Snapshot(5, 5, (0, 5)), state(weights, slots)) == ("" if room else "memory")
             assert read == [weights, slots]
         assert ring.newest() is None
 
@@ -93,11 +94,11 @@ class TestLeastLoss:
 
     @staticmethod
     def kept(*levels):
-        ring, v = Ring(2, 0), variable(1.0)
-        ring.take(Snapshot(0, 0, verified=True), state(v))
+        ring, v = Ring(2, 0, Agreement().any_of), variable(1.0)
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v))
         for step, level in enumerate(levels, 1):
             found = None if level is None else Level(step, level, 0.1)
-            ring.take(Snapshot(10 * step, 10 * step, level=found), state(v))
+            ring.take(Snapshot(10 * step, 10 * step, (0, 0), level=found), state(v))
         return [s.step for s in ring.snapshots]
 
     @pytest.mark.parametrize(

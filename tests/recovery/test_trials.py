@@ -333,7 +333,7 @@ def replayed(stops_at):
         run.stopped = run.stopped or len(ran) == stops_at
 
     replay = Replay(run, after)
-    replay.run(Rerun(Snapshot(0, 0), tuple("abcde")))
+    replay.run(Rerun(Snapshot(0, 0, (0, 0)), tuple("abcde"), frozenset()))
     return replay, ran
 
 
