@@ -106,7 +106,7 @@ GROUPS = {
         budget=40.0,
     ),
     "run": Group(
-        tuple(f"_fit/{name}.py" for name in ("incidents", "rollback", "snapshots", "divergence")),
+        tuple(f"_fit/{name}.py" for name in ("incidents", "rollback", "snapshots", "divergence", "proof")),
         tuple(f"tests/recovery/test_{name}.py" for name in ("recovery", "decisions", "snapshots", "divergence", "whole_states")),
         "torch",
         budget=60.0,

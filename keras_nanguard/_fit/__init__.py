@@ -5,11 +5,11 @@ with one owner; all other files read them there. The files from top to bottom:
 
     the guard     attached (in a running fit, and loops without), arguments
                   reporter (console and trackers)
-    a step        session: before and after it, and what is due between two
+    a step        session (before and after it), tasks (what is due between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
                   perform (one function for each action)
                   rollback (which snapshot, replays of undone steps)
-    lost runs     monitors, divergence, trial (steps that are undone, and when to run them)
+    lost runs     monitors, divergence (when to run trials), proof (what they show), trial
     data          bad_data (bad rows and batches), batchnorm (moving statistics)
     callbacks     callbacks (what others receive, and results that are not finite)
     the facts     run (with counters and recording), recovery (changes by the policy)

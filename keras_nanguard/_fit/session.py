@@ -1,5 +1,5 @@
-"""One guarded run on the host: reads the verdict of each step, counts, raises incidents, and runs
-the tasks that are due between two steps.
+"""One guarded run on the host: reads the verdict of each step, counts, handles incidents, and runs
+the tasks that are due.
 
 Everything runs on the main thread, right after the step (for JAX on accelerators after the next
 step has started) and before any callback there receives the model. For a healthy step this means:
