@@ -55,14 +55,17 @@ class Attached:
     ):
         self.session, self._reporter = session, reporter
         self._logs, self._diagnose = logs, diagnose
-        around: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
-            "on_train_begin": self._around_train_begin,
-            "on_epoch_begin": self._around_epoch_begin,
-            "on_epoch_end": self._around_epoch_end,
-        }
         self._attachment = attachment(session.run.model, session)
         self._attachment.attach(self._in_use)
-        self.fit = Fit(surrounding(), cut_short, around)
+        self.fit = Fit(
+            surrounding(),
+            cut_short,
+            {
+                "on_train_begin": self._around_train_begin,
+                "on_epoch_begin": self._around_epoch_begin,
+                "on_epoch_end": self._around_epoch_end,
+            },
+        )
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, int] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()

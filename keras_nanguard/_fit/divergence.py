@@ -174,9 +174,6 @@ def _adjust(run: Run, factor: float) -> None:
         )
 
 
-# When to run trials
-
-
 class Schedule:
     """When trials are worth their time."""
 

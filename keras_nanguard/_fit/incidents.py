@@ -160,11 +160,9 @@ class Incidents:
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
         counts.streak = counts.streak + 1 if scaled else 0
-        if (
-            not scaled
-            or _in_batch(report, run.model)
-            or (counts.streak == 1 and run.scan(before=True))
-        ):
+        if not scaled or _in_batch(report, run.model):
+            return False
+        if counts.streak == 1 and run.scan(before=True):
             return False
         if scaling.is_expected_overflow(counts.streak, verdict.scale):
             return True
@@ -288,13 +286,11 @@ class Incidents:
             agreement: how processes exchange findings and diagnoses.
         """
         run, report = self._run, detected.report
-        found = sorted(
-            agreement.findings(detected.findings, report), key=lambda f: SITES.index(f.site)
-        )
+        found = agreement.findings(detected.findings, report)
         incident = Incident(
             detected.step,
             *run.counts.place(detected.step),
-            tuple(found),
+            tuple(sorted(found, key=lambda f: SITES.index(f.site))),
             detected.refused,
             self._measured(detected) | dict(detected.values),
             replicas=report.replicas if report else (),

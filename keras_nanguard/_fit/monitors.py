@@ -204,8 +204,8 @@ class Monitors:
     def __init__(self) -> None:
         self.due: float = LOOKS[0]
         self.ceiling = self.highest = HUGE
-        self._reported: set[Callable[[Run], Iterator[Finding]]] = set()
-        self._statistics: dict[int, float] = {}
+        self._reported = set[Callable[[Run], Iterator[Finding]]]()
+        self._statistics = dict[int, float]()
         self._rollbacks = self._since = self._seen = 0
         self._gradient = 0.0
 

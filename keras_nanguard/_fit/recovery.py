@@ -241,7 +241,7 @@ class Recovery:
 
     def __init__(self) -> None:
         self.policy_state = PolicyState()
-        self.rates: dict[int, Rate] = {}
+        self.rates = dict[int, Rate]()
         self.lowering = Lowering()
         self.changed: list[tuple[Any, str, Any]] = []
         self.scale_bounds: tuple[float, float] | None = None

@@ -120,10 +120,9 @@ class Resumed:
 class Start:
     """How a run starts: from the current state, or from a snapshot.
 
-    The snapshot is known when a fit begins. In `on_train_begin` other callbacks, such as
-    `BackupAndRestore`, may restore a later state, which is then used. So the choice is made after
-    all of them have run. The snapshot is restored as soon as its variables exist: at the start of
-    the epoch, before the first step, or immediately if no step will run.
+    In `on_train_begin` other callbacks, such as `BackupAndRestore`, may restore a later state, so
+    the choice is made after them. The snapshot is restored as soon as its variables exist: at the
+    start of the epoch, before the first step, or immediately if no step will run.
 
     Args:
         run: the run, which has not begun.
@@ -148,9 +147,8 @@ class Start:
             self.settle()
 
     def settle(self, epoch: int | None = None) -> None:
-        """Choose the later state of the snapshot and of other callbacks. In the same epoch this is
-        the snapshot, which may be from its middle. `epoch`: the first one, if `on_train_begin` was
-        missed.
+        """Choose the later state of the snapshot and of other callbacks; in the same epoch the
+        snapshot, which may be from its middle. `epoch` is the first one if it has begun already.
         """
         run, resuming = self._run, self.resuming
         if resuming is None or self._settled:

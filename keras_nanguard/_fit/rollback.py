@@ -285,9 +285,6 @@ class Replay:
             self._run.model.reset_metrics()
 
 
-# Iterations without a usable rate
-
-
 class Poles:
     """The poles of the schedules of one run."""
 

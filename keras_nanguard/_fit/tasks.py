@@ -1,6 +1,4 @@
-"""The tasks between two steps: each runs at the step at which it is due, and returns when it is due
-again.
-"""
+"""The tasks between two steps. Each returns the step at which it is due again."""
 
 from __future__ import annotations
 
