@@ -1,7 +1,7 @@
 """Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by
 their names.
 
-No model is built, no backend is imported, no pickle is loaded and no link is followed. A member of
+No model is built, no backend imported, no pickle loaded and no link in a file followed. A member of
 an archive that is stored uncompressed (as Keras and `numpy.savez` write it) is read in place; a
 compressed HDF5 member is first unpacked to an unnamed temporary file, within limits.
 """
