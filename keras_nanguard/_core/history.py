@@ -205,11 +205,10 @@ class History:
         """Return step and loss of the last good steps, at most this many."""
         return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
 
-    def since(self, step: int) -> list[tuple[int, float, float]]:
-        """Return step, loss and gradient norm of the steps from this one on that no rollback has
-        undone, oldest first."""
+    def since(self, step: int) -> list[Measured]:
+        """Return the steps from this one on that no rollback has undone, oldest first."""
         later = takewhile(lambda entry: entry[0] >= step, reversed(self._recent))
-        return [(m.step, m.loss, m.norm) for m in (Measured(*entry) for entry in later)][::-1]
+        return [Measured(*entry) for entry in later][::-1]
 
     def undo(self, step: int) -> None:
         """Remove the steps from this one on from the series, because a rollback has undone them."""

@@ -21,6 +21,7 @@ temporary name and renamed. `_files/bundles.py` reads it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,17 +31,17 @@ from typing import Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
-from keras_nanguard._core.errors import BundleError
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.plain_values import markdown_text
 from keras_nanguard._core.verdict import table
 from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.facts import RunView
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
 
-def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
+def write(run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> str:
     """Write a bundle into the guard's directory and return its path.
 
     Args:
@@ -49,7 +50,7 @@ def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
         batch: the arguments of the step.
         evidence: the evidence of the diagnosis.
     """
-    folder = Path(run.directory) / BUNDLES
+    folder = Path(run.directory or "") / BUNDLES
     folder.mkdir(parents=True, exist_ok=True)
     path = _free_path(folder, incident.step)
     with atomic_files.beside(path) as unfinished:
@@ -60,24 +61,19 @@ def write(run: Any, incident: Incident, batch: Any, evidence: Evidence) -> str:
 
 
 def _free_path(folder: Path, step: int) -> Path:
-    for number in range(10_000):
-        path = folder / f"incident-{step:08d}-{number:02d}"
-        if not path.exists():
-            return path
-    raise BundleError(f"{folder} has too many bundles of step {step}.")
+    paths = (folder / f"incident-{step:08d}-{number:02d}" for number in itertools.count())
+    return next(path for path in paths if not path.exists())
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
     """Remove the oldest bundles if there are too many, but never the newest."""
     others = [path for path in folder.glob("incident-*") if path.is_dir() and path != newest]
-    for path in sorted(others, key=lambda path: (path.stat().st_mtime_ns, path.name)):
-        if len(others) < bundles.MAX_BUNDLES:
-            return
+    others.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    for path in others[: max(len(others) + 1 - bundles.MAX_BUNDLES, 0)]:
         shutil.rmtree(path, ignore_errors=True)
-        others.remove(path)
 
 
-def _fill(folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evidence) -> None:
+def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> None:
     variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
     notes = []
     structure, arrays = _flattened(batch)
@@ -132,7 +128,7 @@ def _fill(folder: Path, run: Any, incident: Incident, batch: Any, evidence: Evid
 
 
 def _save_approach(
-    folder: Path, run: Any, variables: Sequence[Any], state: Sequence[Any], left: int
+    folder: Path, run: RunView, variables: Sequence[Any], state: Sequence[Any], left: int
 ) -> Any:
     """Write an earlier state and the batches since. Return their description for `bundle.json`, or
     `None` if they do not fit.

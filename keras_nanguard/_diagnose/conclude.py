@@ -50,8 +50,8 @@ def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
     """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
     the one of this exception, if it has one.
     """
-    error = RuntimeError(evidence.replay_error)
-    found = explained(model, error, batch) if evidence.replay == "failed" else None
+    failed = evidence.replay == "failed"
+    found = explained(model, evidence.replay_error, batch) if failed else None
     return conclude(evidence) if found is None else found[1]
 
 

@@ -254,11 +254,8 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
 
 
 def _float_arrays(outputs: Any) -> list[Any]:
-    return [
-        t
-        for t in keras.tree.flatten(outputs)
-        if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))
-    ]
+    found = keras.tree.flatten(outputs)
+    return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
 
 
 def _plain(error: str) -> str:

@@ -1,8 +1,7 @@
 """From an incident to its diagnosis: replays the refused step, gathers evidence, and decides.
 
 Every replay restores the state from before it. Nothing here can break training: an error inside
-becomes evidence of the cause `unknown`. A `run` is that of the host (`_fit/run.py::Run`): its
-model, transaction, history, snapshots and remembered batches.
+becomes evidence of the cause `unknown`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence, distinct
 from keras_nanguard._diagnose.facts import (
+    RunView,
     committed_site,
     growth,
     known,
@@ -71,7 +71,7 @@ class Explainer:
         says: whether to print a line if a diagnosis takes longer than a second.
     """
 
-    def __init__(self, run: Any, says: bool) -> None:
+    def __init__(self, run: RunView, says: bool) -> None:
         self.run, self.says = run, says
         self._signature: Any = None
         self._repeats = self._last_step = 0
@@ -82,10 +82,8 @@ class Explainer:
     def __call__(
         self, incident: Incident, report: Report | None
     ) -> tuple[Diagnosis, Evidence | None]:
-        """Return the diagnosis of an incident, and the evidence of its bundle. Never raises.
-
-        The evidence has no measurement if the diagnosis failed; it is `None` if the diagnosis of an
-        earlier incident is reused.
+        """Return the diagnosis of an incident, and the evidence for its bundle: no measurements if
+        the diagnosis failed, `None` if that of an earlier incident is reused. Never raises.
         """
         run, earlier = self.run, self._earlier(incident)
         try:
@@ -133,7 +131,7 @@ class Explainer:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
             given = self.run.transaction.given
-            return explained(self.run.model, error, getattr(given, "args", None))
+            return explained(self.run.model, str(error), getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
@@ -164,7 +162,7 @@ class Explainer:
         return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
 
 
-def gather(run: Any, incident: Incident, report: Report | None) -> Evidence:
+def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
     train_state, values = run.train_state(), incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
@@ -233,7 +231,7 @@ def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
             yield from _referred(value, depth - 1, seen)
 
 
-def step_of(run: Any) -> ReplayableStep:
+def step_of(run: RunView) -> ReplayableStep:
     """Return the step of a run, to be run again."""
     transaction = run.transaction
     return ReplayableStep(
@@ -248,7 +246,7 @@ def step_of(run: Any) -> ReplayableStep:
     )
 
 
-def _mode(run: Any) -> str:
+def _mode(run: RunView) -> str:
     """Return the mode in which a guarded step runs, `"eager"` if it cannot be replayed in that
     mode.
     """

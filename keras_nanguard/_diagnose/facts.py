@@ -1,5 +1,5 @@
-"""Facts besides the step itself: the history of the fit, its optimizers, targets that its losses do
-not accept, and who wrote a bad number into the state: an optimizer, a constraint, or other code.
+"""Facts besides the step itself: the incident, the history of the fit, its optimizers, targets
+that its losses do not accept, and who wrote a bad number into the state.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median_low
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._diagnose.evidence import LOW, MAX_RATE, Evidence, OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts, TargetFault
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -44,6 +44,7 @@ EXPONENTS = ("gamma", "exponent", "power")
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
 
+
 PROVEN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
 """Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and
 weight, and divides only by `epsilon` plus a nonnegative number (keras/src/optimizers, `update_step`
@@ -60,6 +61,34 @@ TERM = 1e30
 """Magnitude that no term of these updates reaches then."""
 
 MIN_EPSILON = 1e-12
+
+
+class RunView(Protocol):
+    """What the diagnosis reads of a run of the host (`_fit/run.py::Run`).
+
+    Attributes:
+        directory: folder for files; `None` writes nothing.
+        transaction: the guarded step (`_backends/interface.py::Transaction`); `None` before it is
+            created.
+        tolerated: the `id` of each variable that may be infinite or NaN.
+        ring: the snapshots (`_fit/snapshots.py::Ring`).
+        recent: the remembered batches (`_fit/recent_batches.py::RecentBatches`).
+    """
+
+    model: Any
+    directory: str | None
+    transaction: Any
+    tolerated: set[int]
+    history: History
+    ring: Any
+    recent: Any
+
+    @property
+    def step(self) -> int:
+        """Number of complete train steps, including refused ones."""
+
+    def train_state(self) -> TrainState:
+        """Return the train state, whose variables have the current values."""
 
 
 def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
@@ -261,12 +290,12 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
 
 
 def wrote_otherwise(
-    run: Any, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
+    run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
     """Whether no update can have produced the bad values of a committed step, neither from the
     current values nor from a snapshot and the gradients since.
     """
-    norms = [norm for _, _, norm in run.history.since(incident.step)]
+    norms = [m.norm for m in run.history.since(incident.step)]
     norm = incident.values.get("gradient_norm", math.nan)
     if norms and not incident.values:  # an incident between two steps has no norm
         norm = norms[-1]
@@ -276,7 +305,7 @@ def wrote_otherwise(
     snapshot, committed = run.ring.newest(), incident.committed
     if snapshot is None or committed is None or not snapshot.at_hand:
         return False
-    norms = [one for _, _, one in run.history.since(snapshot.step)]
+    norms = [m.norm for m in run.history.since(snapshot.step)]
     values = [value for v in variables if (value := snapshot.value(v)) is not None]
     known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
     return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
@@ -312,7 +341,7 @@ def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
         and facts.name in PROVEN
         and not getattr(optimizer, "centered", False)
         and facts.dtype in ("float32", "float64")
-        and abs(facts.learning_rate) <= MAX_RATE
+        and not facts.rate_is_bad
         and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)
         and all(isinstance(beta, (int, float)) and 0.0 <= beta < 1.0 for beta in betas)
     )
@@ -320,7 +349,4 @@ def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
 
 def _largest_ordinary(array: Any) -> float:
     wide = finiteness.widen(array)
-    if wide.dtype.kind not in "fc" or not wide.size:
-        return 0.0
-    ordinary = np.abs(wide[np.abs(wide) < TERM])
-    return float(ordinary.max()) if ordinary.size else 0.0
+    return finiteness.largest(wide[np.abs(wide) < TERM])

@@ -33,16 +33,15 @@ CALLED = re.compile(r"when calling (\w+)\.call\(\)")
 Explained = tuple[Finding, Diagnosis]
 
 
-def explained(model: Any, error: BaseException, batch: Any = None) -> Explained | None:
+def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
     """Return the finding and the diagnosis for an exception, `None` if it is not about the data or
     a numeric domain.
 
     Args:
         model: the model whose step raised it.
-        error: the exception.
+        message: the message of the exception.
         batch: the arguments of the step, if they are known.
     """
-    message = str(error)
     if found := LABEL.search(message):
         listed = LABELS.search(message)
         labels = [int(word) for word in listed[1].split()] if listed else []

@@ -25,7 +25,8 @@ from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_chan
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import known
-from keras_nanguard._diagnose.trials import Case, compiled, investigated, replayed, tensors
+from keras_nanguard._diagnose.sentences import RESULTS
+from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.loading import refuse_code_in_hdf5
@@ -69,27 +70,14 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "format": FORMAT,
-            "incident": self.incident.to_dict(),
-            "mode": self.mode,
-            "result": self.result,
-            "diagnosis": plain(asdict(self.diagnosis)),
-            "layers": [plain(asdict(row)) for row in self.layers],
-            "counterfactuals": [list(pair) for pair in self.counterfactuals],
-        }
+        return {"format": FORMAT, **plain(asdict(self)), "incident": self.incident.to_dict()}
 
     def __repr__(self) -> str:
         return f"Replay({self.result!r}, {self.diagnosis!r})"
 
     def __str__(self) -> str:
-        what = {"bad": "is bad again", "finite": "is finite", "failed": "cannot be run"}[
-            self.result
-        ]
-        lines = [
-            f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r}, {what}.",
-            str(self.diagnosis),
-        ]
+        what = f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r},"
+        lines = [f"{what} {RESULTS[self.result]}.", str(self.diagnosis)]
         lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
 
@@ -255,5 +243,5 @@ def _run(
     case = investigated(Case(step, batch, evidence, start))
     if evidence.state:  # it decides, but this run is asked for
         case = replayed(case)
-    run = case.run if mode == "eager" else compiled(step, batch, mode)
+    run = case.run if mode == "eager" else step.run_compiled(batch, jit=mode == "xla")
     return run, case.evidence

@@ -33,6 +33,8 @@ SITES = {
     "slots": "an optimizer slot after the update",
 }
 
+RESULTS = {"finite": "is finite", "bad": "is bad again", "failed": "cannot be run"}
+
 OF_RATES = causes_with("settings")
 """Causes whose evidence has the hyperparameters of the optimizers."""
 
@@ -218,8 +220,7 @@ def _reruns(e: Evidence) -> Iterator[str]:
     if e.replay == "finite":
         yield "An eager replay of the step is finite."
     if e.same_mode:
-        results = {"finite": "is finite", "bad": "is bad again", "failed": "cannot be run"}
-        yield f"A replay in the mode of the step ({e.mode}) {results.get(e.same_mode, '')}."
+        yield f"A replay in the mode of the step ({e.mode}) {RESULTS[e.same_mode]}."
     if e.replay_error and e.refused:
         yield f"The replay of the step raised {plain_text(' '.join(e.replay_error.split()))}"
 

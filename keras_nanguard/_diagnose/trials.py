@@ -115,7 +115,7 @@ class Case:
         if e.first in ("slots", "weights"):
             return self.step.run(batch, update=True)
         if e.replay == "finite" and self.step.judged is None:  # bad in its compiled form alone
-            return compiled(self.step, batch, e.mode)
+            return self.step.run_compiled(batch, jit=e.mode == "xla")
         return self.step.rerun(batch)
 
 
@@ -124,11 +124,6 @@ def tensors(batch: Any) -> Any:
     return keras.tree.map_structure(
         lambda value: None if value is None else keras.ops.convert_to_tensor(value), batch
     )
-
-
-def compiled(step: ReplayableStep, batch: Any, mode: str) -> ReplayResult:
-    """Run a step once as it was compiled."""
-    return step.run_compiled(batch, jit=mode == "xla")
 
 
 def investigated(case: Case, obstacle: str = "") -> Case:
@@ -181,7 +176,7 @@ def replayed(case: Case) -> Case:
         return case
     if mode == "eager":
         return case.with_(same_mode="finite")
-    again = compiled(case.step, case.batch, mode)
+    again = case.step.run_compiled(case.batch, jit=mode == "xla")
     case = case.with_(same_mode=again.word)
     return case.with_run(again) if again.first else case
 

@@ -189,7 +189,7 @@ class Schedule:
 
     def end_window(self, run: Run, began: int) -> bool:
         """Note the losses of a window that began after a step; return whether to run trials now."""
-        losses = [loss for step, loss, _ in run.history.since(began)]
+        losses = [m.loss for m in run.history.since(began)]
         if len(losses) < WINDOW:
             return False
         before, self._window = self._window, losses

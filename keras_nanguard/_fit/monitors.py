@@ -216,7 +216,7 @@ class Monitors:
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
         self.ceiling = max(abs(run.statistics), least) * LEAP
         is_huge, self.highest = abs(run.updated) > HUGE, max(abs(run.updated) * LEAP, HUGE)
-        norms = [norm for _, _, norm in run.history.since(min(self._seen, step - 1))]
+        norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
         self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
         self._seen = step
         if run.counts.rollbacks != self._rollbacks:

@@ -7,12 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_nanguard._diagnose.facts import (
-    MODERATE,
-    PROVEN,
-    must_stay_finite,
-    optimizer_facts,
-)
+from keras_nanguard._diagnose.facts import MODERATE, PROVEN, must_stay_finite, optimizer_facts
 
 
 def parts(optimizer, weight, slot=None):
