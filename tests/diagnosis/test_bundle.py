@@ -263,18 +263,25 @@ def test_the_command_line_runs_a_bundle_again(overflow, capsys):
     assert main(["replay", str(Path(overflow[1].bundle).parent)]) == 2
 
 
-@pytest.mark.parametrize(("name", "value"), [("kernel", 1e32), ("gamma", np.nan), ("moving_variance", np.nan)])
-def test_a_state_that_was_bad_before_the_step_is_named_again(tmp_path, name, value):
+@pytest.mark.parametrize(
+    ("layer", "name", "value"), [("hidden", "kernel", 1e32), ("norm", "gamma", np.nan), ("norm", "moving_variance", np.nan)]
+)
+def test_a_state_that_was_bad_before_the_step_is_named_again(tmp_path, layer, name, value):
     """Finite numbers so large that sums over them overflow have made the state bad, too."""
     keras.utils.set_random_seed(0)
     hidden, norm = layers.Dense(8, name="hidden"), layers.BatchNormalization(name="norm")
     model = keras.Sequential([keras.Input((4,)), hidden, norm, layers.Dense(1)])
     model.compile("sgd", "mse")
-    variable = getattr(hidden if name == "kernel" else norm, name)
-    spoil = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: batch == 2 and variable.assign(variable * value))
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                variable = getattr(self.model.get_layer(layer), name)
+                variable.assign(keras.ops.convert_to_numpy(variable) * value)
+
     x = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
     guard = NanGuard("stop", verbose=0, directory=tmp_path)
-    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard, spoil])
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard, Spoil()])
     incident = guard.incidents[0]
     assert incident.sites[0] == "state"
     for again in (replay(incident.bundle), replay(incident.bundle, model)):
