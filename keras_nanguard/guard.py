@@ -242,9 +242,10 @@ class NanGuard(keras.callbacks.Callback):
                 self.model.make_train_function(force=True)
         if self._attached is None:
             return
-        self._attached.begin(self.params or {})
+        plan = self.params or {}
+        self._attached.begin(plan)
         self._print_policy_warnings()
-        self._attached.session.start.begin(self._resumed_from((self.params or {}).get("steps")))
+        self._attached.session.start.begin(self._resumed_from(plan.get("steps")))
 
     def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.

@@ -108,16 +108,15 @@ class NanGuardModel(keras.Model):
         super().__init__(*args, **kwargs)
         if guard is not None:
             overrides.set_instance(self, "_nanguard", guard)
-            overrides.set_instance(self, "_nanguard_given", True)
+            overrides.set_instance(self, "_nanguard_made_of", None)
 
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
         own, wanted = self.__dict__, (self.nanguard_policy, self.nanguard_verbose)
         guard, made_of = own.get("_nanguard"), own.get("_nanguard_made_of")
-        given = own.get("_nanguard_given", False)
         # loading a model reads this property before the policy can be set
-        if guard is None or (not given and guard.session is None and made_of != wanted):
+        if guard is None or (guard.session is None and made_of not in (None, wanted)):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
             overrides.set_instance(self, "_nanguard", guard)
             overrides.set_instance(self, "_nanguard_made_of", wanted)

@@ -58,8 +58,9 @@ def scan(given: argparse.Namespace) -> int:
     for path in given.paths:
         try:
             with output.progress() as done:
-                limits = {"limit": given.limit, "statistics_limit": given.statistics_limit}
-                report = scan_file(path, progress=done, **limits)
+                report = scan_file(
+                    path, limit=given.limit, statistics_limit=given.statistics_limit, progress=done
+                )
         except NanGuardError as error:
             output.print_error(error, given.words)
             codes.add(output.MISUSE)
@@ -254,6 +255,12 @@ def replay(given: argparse.Namespace) -> int:
 
     A step that is bad again is a finding.
     """
+    from keras_nanguard._core.errors import BundleError, expected
+
+    # Before a backend is loaded, which takes seconds.
+    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):
+        remedy = "It contains bundle.json; see report DIRECTORY."
+        raise BundleError(expected("the folder of an incident", repr(given.bundle), remedy))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(

@@ -84,8 +84,7 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
-            return {**vars(self), **own}
+            return {**vars(self), "_lock": None, "_now": None, "_writer": None, "_memory": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time}
@@ -114,8 +113,7 @@ class Recorder:
         """Record a batch before this step that is not trained on."""
         with self._lock:
             self._fold()
-            unknown = (None, None, None, None)
-            row = (step + self.base, epoch, batch, *unknown, self._now(), SKIPPED, 0)
+            row = (step + self.base, epoch, batch, *[None] * 4, self._now(), SKIPPED, 0)
             self._memory.add_steps([row])
 
     def place(self, step: int, epoch: int, start: int) -> None:

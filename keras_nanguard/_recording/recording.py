@@ -381,8 +381,8 @@ class Recording:
             wanted = f"name to be one of {', '.join(MEASURED)}"
             raise GuardError(expected(wanted, repr(name), "Correct the name."))
         if points < 1:
-            received = repr(points)
-            raise GuardError(expected("points to be at least 1", received, "Pass a larger number."))
+            remedy = "Pass a larger number."
+            raise GuardError(expected("points to be at least 1", repr(points), remedy))
         step, low, high, _ = measured(self, name)
         if not len(step):
             return step, low, high

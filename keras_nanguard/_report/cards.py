@@ -44,10 +44,8 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
     return folder if folder.is_dir() and not folder.is_symlink() else None
 
 
-def layer_table(folder: Path | None) -> str:
+def layer_table(folder: Path) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
-    if folder is None:
-        return ""
     from keras_nanguard._files.bundles import regular  # with h5py
 
     try:
@@ -277,7 +275,7 @@ def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Ca
         first=first,
         outcomes=done.most_common(_MAX_OUTCOMES),
         code=snippet(diagnosis),
-        layers=layer_table(folder),
+        layers="" if folder is None else layer_table(folder),
         rows=shown(folder, diagnosis.samples, diagnosis.culprit),
         bundle=bundle,
         replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",

@@ -1,6 +1,4 @@
-"""Several runs, such as the trials of a tuner: which failed, when, by which cause, and their common
-properties.
-"""
+"""Several runs, such as the trials of a tuner: which failed, when, why, and what they share."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def shortened(place: str, width: int = MAX_PLACE) -> str:
 
 def _head(incident: Incident) -> str:
     """Return the action and the step: `skipped step 30 (epoch 1)`."""
-    done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
+    done = set(incident.changes)
     moment = moment_of(incident)
     if done & {"stop", "raise_error"}:
         return f"stopped at {moment}" if moment.startswith("step") else f"stopped {moment}"
@@ -206,10 +206,9 @@ class Lines:
         new = count == 1 or incident.decision is None or not CHANGING.isdisjoint(incident.changes)
         if every:
             return incident_line(incident)
-        repeats = count if round_number and not new else 0
         if not new and not round_number:
             return ""
-        return printable(brief_line(incident, context, repeats))
+        return printable(brief_line(incident, context, 0 if new else count))
 
     def epoch(
         self,

@@ -70,7 +70,6 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
 
 def page(run: ShownRun) -> str:
     """Return the report of one run."""
-    summary = [] if len(run.recording) else run.summary.splitlines()
     run, steps = _placed(run)
     recording = run.recording
     found = cards(run, steps)
@@ -85,7 +84,7 @@ def page(run: ShownRun) -> str:
         "report.html",
         data,
         title=str(meta.get("model") or "run"),
-        summary=summary,
+        summary=[] if len(recording) else run.summary.splitlines(),
         facts=_facts(run),
         cards=found,
         healthy=_healthy(run),

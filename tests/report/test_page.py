@@ -364,7 +364,6 @@ class TestBlamedRows:
         assert cards.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
         (tmp_path / "incidents" / "link").symlink_to(tmp_path / "secret")
         assert cards.bundle_folder("link", tmp_path) is None
-        assert cards.layer_table(None) == ""
 
 
 def test_uplot_equals_the_published_file():
