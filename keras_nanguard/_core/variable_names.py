@@ -5,6 +5,8 @@ variables are statistics, which cannot be negative, and which start at 1. Import
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 MOVING = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 """The statistics of a BatchNormalization; the last three only if it renormalizes."""
@@ -17,6 +19,16 @@ SPREADS = ("variance", "stddev")
 
 ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
 """Variables that start at 1 if nothing else is configured."""
+
+
+def as_patterns(only: Sequence[str]) -> tuple[str, ...]:
+    """Return one shell pattern, or several, as a tuple."""
+    return (only,) if isinstance(only, str) else tuple(only)
+
+
+def selected(only: tuple[str, ...], *names: str) -> bool:
+    """Return whether a name matches one of the patterns; if there are none, everything does."""
+    return not only or any(fnmatchcase(name, pattern) for name in names for pattern in only)
 
 
 def snake_case(name: str) -> str:

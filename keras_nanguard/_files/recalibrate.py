@@ -10,7 +10,6 @@ therefore the mean and variance of all data, regardless of the size of the batch
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected, no_model
 from keras_nanguard._core.plain_values import plain
-from keras_nanguard._core.variable_names import MOVING
+from keras_nanguard._core.variable_names import MOVING, as_patterns, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
@@ -104,8 +103,8 @@ def recalibrate(
             or list is the inputs.
         steps: number of batches to run; all by default.
         batch_size: size of the batches into which arrays are split.
-        only: shell patterns; only BatchNormalization layers whose path or name matches one are
-            re-estimated.
+        only: shell pattern or patterns; only BatchNormalization layers whose path or name matches
+            one are re-estimated.
 
     Returns:
         The report.
@@ -125,10 +124,14 @@ def recalibrate(
             remedy = "Leave it out for the default."
             raise GuardError(expected(f"{name} above 0", f"{name}={count!r}", remedy))
     arrays = live_arrays(model)
-    layers = _batchnorms(arrays, only)
+    patterns = as_patterns(only)
+    layers = _batchnorms(arrays, patterns)
     if not layers:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
-        raise GuardError(expected(what, f"model={model.name}", remedy))
+        received = f"model={model.name}"
+        if patterns:
+            what, received = f"{what} that matches only", f"{received} and only={list(patterns)!r}"
+        raise GuardError(expected(what, received, remedy))
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
     # Those that running the model may change: statistics, seeds, states and counters.
     fixed = (a.who.role == "slot" or getattr(a.variable, "trainable", False) for a in arrays)
@@ -257,13 +260,12 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(arrays: Sequence[LiveArray], only: Sequence[str]) -> dict[str, Any]:
+def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...]) -> dict[str, Any]:
     """Return the built BatchNormalization layers by the path of their names."""
     found: dict[str, Any] = {}
     for array in arrays:
         path, layer = array.who.layer, array.owner
-        names = (path, str(getattr(layer, "name", "")))
-        wanted = not only or any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in only)
+        wanted = selected(only, path, str(getattr(layer, "name", "")))
         if wanted and array.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
             found[path] = layer
     return found

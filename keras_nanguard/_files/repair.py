@@ -16,6 +16,7 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.finiteness import widen
+from keras_nanguard._core.variable_names import as_patterns
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
@@ -56,7 +57,8 @@ def repair(
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
-        only: shell patterns; only variables whose path or location matches one are repaired.
+        only: shell pattern or patterns; only variables whose path or location matches one are
+            repaired.
         limit: magnitude above which any value is bad.
         statistics_limit: magnitude above which a moving statistic is bad.
         in_place: replace the file, and keep the old one as `<path>.bak`. If it is a symbolic link,
@@ -71,7 +73,8 @@ def repair(
 
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
-        GuardError: if the arguments contradict each other, or the output exists.
+        GuardError: if the arguments contradict each other, no variable matches `only`, or the
+            output exists.
         OSError: if the output cannot be written.
 
     Example:
@@ -89,7 +92,7 @@ def repair(
         weights or auto or "keep",
         slots or "reset",
         Limits(limit, bound),
-        only=tuple(only),
+        only=as_patterns(only),
         dry_run=dry_run,
         seed=seed,
     )
@@ -116,13 +119,14 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
         with _stored(source) as good:
             details: dict[str, Any] = {"options": asdict(options), "source": good}
             found = isolated.ask("repair", path, None, **details, scratch=scratch, output=final)
+        before = report_of(found["before"])
+        options.refuse_no_match(before)
         if found["after"]:
             after = report_of(found["after"])
             backup = _backup(final) if os.path.abspath(path) == output else None
             atomic_files.publish(Path(scratch, os.path.basename(final)), Path(final))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    before = report_of(found["before"])
     changes = tuple(Change(**change) for change in found["changes"])
     written = final if after else None
     return RepairReport(before.source, written, backup, options.dry_run, changes, before, after)

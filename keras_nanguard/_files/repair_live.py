@@ -30,6 +30,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
     contents = live_contents(model)
     before = scan_contents(contents, options.limits)
+    options.refuse_no_match(before)
     with _good_arrays(source, before) as good:
         changes = tuple(LiveRepair(model, contents, options, good).changes(before))
     after = None if options.dry_run else scan_contents(contents, options.limits)

@@ -3,7 +3,6 @@ takes its choices from here."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from keras_nanguard._core.display import TableReport
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.plain_values import plain
+from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.scan_report import ScanReport
 
@@ -65,8 +65,15 @@ class RepairOptions:
 
     def selects(self, *names: str) -> bool:
         """Return whether a variable with these names (path, location, layer) is to be repaired."""
-        found = (fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.only)
-        return not self.only or any(found)
+        return selected(self.only, *names)
+
+    def refuse_no_match(self, found: ScanReport) -> None:
+        """Raise a `GuardError` if `only` selects no variable at all."""
+        names = ((one.path, one.location, one.layer) for one in found.variables)
+        if self.only and not any(self.selects(*each) for each in names):
+            what, received = "a variable that matches only", f"only={list(self.only)!r}"
+            remedy = f"The names are those in the scan of {found.source}."
+            raise GuardError(expected(what, received, remedy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,12 +152,15 @@ def test_any_source_of_batches_will_do(keras):
     np.testing.assert_allclose(model.layers[-1].moving_variance.numpy(), found[0], rtol=1e-5)
 
 
-def test_only_chosen_layers_are_estimated(nested, task):
-    """`only` takes names and paths."""
+@pytest.mark.parametrize("only", (["post_*"], "post_*"))
+def test_only_chosen_layers_are_estimated(nested, task, only):
+    """`only` takes names and paths; a string is one pattern."""
     model = nested()
     inner = model.get_layer("backbone")
     before = inner.get_layer("conv_bn").moving_mean.numpy()
-    report = recalibrate(model, task[0], only=["post_*"])
+    with pytest.raises(GuardError, match=r"matches only.*Received.*pre_"):
+        recalibrate(model, task[0], only="pre_*")
+    report = recalibrate(model, task[0], only=only)
     assert [layer.path for layer in report.layers] == ["backbone/post_bn"]
     np.testing.assert_array_equal(inner.get_layer("conv_bn").moving_mean.numpy(), before)
 

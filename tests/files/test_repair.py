@@ -229,10 +229,13 @@ def test_contradictions_are_refused_before_anything_is_read(make):
     assert sorted(os.listdir(make.folder)) == ["model.keras", "taken.keras"]
 
 
-def test_only_matching_variables_are_repaired(make):
-    """`only` takes shell patterns on paths and layers."""
+@pytest.mark.parametrize("only", (["*second_bn*"], "*second_bn*"))
+def test_only_matching_variables_are_repaired(make, only):
+    """`only` takes shell patterns on paths and layers; a string is one pattern."""
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
-    report = repair(path, only=["*second_bn*"])
+    with pytest.raises(GuardError, match=r"matches only.*Received.*second_norm"):
+        repair(path, only="second_norm")
+    report = repair(path, only=only)
     assert [change.path for change in report.changes] == ["backbone/second_bn/moving_variance"]
     assert [entry.path for entry in report.after.bad] == ["backbone/first_bn/moving_mean"]
 
