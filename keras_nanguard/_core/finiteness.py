@@ -39,9 +39,14 @@ def is_float(dtype: Any) -> bool:
     return str(dtype) in _FLOATS
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of NumPy or of any backend, as Keras writes it."""
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
 def is_real(dtype: Any) -> bool:
     """Whether a dtype of NumPy or of any backend is a real float."""
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    name = dtype_name(dtype)
     return is_float(name) and not name.startswith("complex")
 
 

@@ -38,8 +38,8 @@ def whole(value: Any) -> Any:
 def as_array(value: Any) -> Array:
     """Return a tensor or array of any backend as a NumPy array, without a copy where possible."""
     if hasattr(value, "detach"):
-        # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16.
-        value = value.detach().cpu()
+        # torch: NumPy supports neither its gradients, devices and lazy signs, nor its bfloat16.
+        value = value.detach().cpu().resolve_conj().resolve_neg()
         is_known = "bfloat16" not in str(value.dtype)
         return np.asarray(value.numpy() if is_known else keras.ops.convert_to_numpy(value))
     if hasattr(value, "numpy"):

@@ -26,9 +26,8 @@ import numpy as np
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax.intercept import Intercept, primal, running_trace
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import STEEP, OriginTracker, is_finite, is_float
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
@@ -140,7 +139,7 @@ class Origins(OriginTracker):
     def of(self, tensor: Any) -> Origin | None:
         """Return the origin behind an array, or `None` if it is finite or unknown."""
         found = self._lineage.get(id(tensor))
-        if found is None and id(tensor) in self._variables and not _is_finite(tensor):
+        if found is None and id(tensor) in self._variables and not is_finite(tensor):
             found = self._stored(tensor)
         return self._completed(found)
 
@@ -165,14 +164,9 @@ class Origins(OriginTracker):
         """Return the origin of the bad value that was last written into this variable, if any."""
         return self.of(variable.value)
 
-    def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        if not _is_finite(tensor):
-            self._arrays.append((np.asarray(tensor), origin))
-            self._keep(tensor, origin)
-
     def _keep(self, tensor: Any, origin: Origin) -> None:
         self._held.append(tensor)  # so that no other array gets its number
-        self._lineage[id(tensor)] = origin
+        super()._keep(tensor, origin)
 
     def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Record one primitive."""
@@ -180,9 +174,10 @@ class Origins(OriginTracker):
         name = NAMES.get(primitive, primitive)
         if name in STEEP:
             self._note_steep(name, inputs)
-        bad = [t for t in outputs if not _is_finite(t)]
+        bad = [t for t in outputs if not is_finite(t)]
         if bad:
-            origin = self._inherited(name, inputs, bad)
+            filled = name in FILLING and not any(map(is_float, inputs))
+            origin = self._inherited(name, self._inputs(inputs), bad, filled)
             for tensor in bad:
                 self._keep(tensor, origin)
         elif (
@@ -192,37 +187,6 @@ class Origins(OriginTracker):
         ):
             self._held.append(outputs[0])
             self._variables[id(outputs[0])] = self._variables[id(inputs[0])]
-
-    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
-        """Return the earliest origin behind a primitive's inputs, or its own."""
-        if name == "device_put" and (found := self._of_batch(np.asarray(bad[0]))) is not None:
-            return found
-        parents = [self._parent(t) for t in inputs]
-        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
-        constant |= name in FILLING and not any(map(_is_float, inputs))
-        return self._known(parents, constant) or self._from(name, inputs, bad[0])
-
-    def _parent(self, tensor: Any) -> Origin | None:
-        found = self._lineage.get(id(tensor))
-        if found is not None or not _is_float(tensor) or _is_finite(tensor):
-            return found
-        if id(tensor) in self._variables and id(tensor) not in self._tolerated:
-            return self._stored(tensor)
-        return CONSTANT
-
-    def _stored(self, tensor: Any) -> Origin:
-        """Return the origin of the initial value of a variable."""
-        origin = self._from(self._variables[id(tensor)], (), tensor, stored=True)
-        self._keep(tensor, origin)
-        return origin
-
-    def _from(self, name: str, inputs: Sequence[Any], result: Any, stored: bool = False) -> Origin:
-        array = np.asarray(result)
-        operands = [
-            operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)
-        ]
-        variables = [self._variables[id(t)] for t in inputs if id(t) in self._variables]
-        return self._add(name, array, array.dtype.name, operands, variables, stored)
 
 
 def _process_primitive(
@@ -241,19 +205,6 @@ def _process_primitive(
 _PRIMITIVES = ThreadOverrides(
     EvalTrace, {} if EvalTrace is None else {"process_primitive": _process_primitive}
 )
-
-
-def _is_float(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _is_finite(value: Any) -> bool:
-    return not _is_float(value) or finiteness.is_finite(np.asarray(value))
-
-
-def _has_nan(value: Any) -> bool:
-    return bool(np.isnan(finiteness.widen(np.asarray(value))).any())
 
 
 class Replay(interface.Replay):

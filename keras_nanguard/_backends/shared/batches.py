@@ -47,8 +47,7 @@ def parts(args: Any) -> list[Part]:
 
 
 def _has_numbers(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    name = finiteness.dtype_name(getattr(value, "dtype", None))
     return name.startswith(("bool", "int", "uint", "float", "bfloat", "complex"))
 
 

@@ -361,6 +361,6 @@ class CallOrigins:
             nan=nan,
             inf=inf,
             size=size,
-            operands=tuple(operand(keras_variables.dense(t), t.dtype.name) for t in call.inputs),
+            operands=tuple(map(operand, call.inputs)),
             rows=next(filter(None, rows), ()),
         )

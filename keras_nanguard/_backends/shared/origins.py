@@ -1,8 +1,8 @@
 """Finds the origin of NaN and Inf in one recorded run: common code of all backends.
 
-A backend records its operations one by one, and follows each bad value from the operation that
-produced it. This module decides which facts about that operation are reported, and which of several
-candidates is the culprit.
+A backend records its operations one by one, and has a number for each tensor. This module follows
+each bad value from the operation that produced it, and decides which facts about that operation are
+reported, and which of several candidates is the culprit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import Operand, Origin
+from keras_nanguard._keras import variables as keras_variables
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
@@ -52,6 +53,20 @@ _LIBRARIES = (
 
 _OURS = str(Path(__file__).parents[2])
 """The folder of this package."""
+
+
+class Inputs(NamedTuple):
+    """The facts about the inputs of one operation.
+
+    Attributes:
+        parents: the origin behind each of them, `None` if it is finite.
+        operands: the facts about each float one.
+        variables: paths of the variables among them.
+    """
+
+    parents: list[Origin | None]
+    operands: tuple[Operand, ...]
+    variables: tuple[str, ...]
 
 
 class OriginTracker:
@@ -97,6 +112,11 @@ class OriginTracker:
         """Return the origin behind a gradient."""
         return self.of(gradient)
 
+    def written(self, variable: Any) -> Origin | None:
+        """Return the origin of the bad value that was last written into this variable, if any."""
+        number = self.number_of(variable)
+        return None if number is None else self._completed(self._lineage.get(number))
+
     @staticmethod
     def number_of(variable: Any) -> int | None:
         """Return the number by which the backend identifies a variable, `None` if it has none."""
@@ -119,7 +139,13 @@ class OriginTracker:
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
         """Add an array of the batch, with its origin if it is bad."""
-        raise NotImplementedError
+        if not is_finite(tensor):
+            self._arrays.append((keras_variables.dense(tensor), origin))
+            self._keep(tensor, origin)
+
+    def _keep(self, tensor: Any, origin: Origin) -> None:
+        """Store the origin behind a bad tensor."""
+        self._lineage[self._key(tensor)] = origin
 
     def _of_batch(self, array: finiteness.Array) -> Origin | None:
         """Return the origin of the array of the batch with these values, possibly in another dtype.
@@ -152,46 +178,65 @@ class OriginTracker:
         if self.phase not in ("backward", "update") and _is_steep(op, values):
             self._steep.append((self._here(), op))
 
-    def _known(self, parents: Iterable[Origin | None], constant: bool) -> Origin | None:
-        """Return the origin that a result inherits from its inputs, or `None` if the operation is
-        an origin.
+    def _parent(self, tensor: Any) -> Origin | None:
+        """Return the origin behind an input of an operation, `None` if it is finite."""
+        if is_finite(tensor):
+            return None
+        number = self._key(tensor)
+        if number in self._lineage:
+            return self._lineage[number]
+        if number in self._variables and number not in self._tolerated:
+            return self._stored(tensor)
+        return self._of_batch(keras_variables.dense(tensor)) or CONSTANT
+
+    def _stored(self, tensor: Any) -> Origin:
+        """Return the origin of the initial value of a variable."""
+        origin = self._add(self._variables[self._key(tensor)], tensor)
+        self._keep(tensor, origin)
+        return origin
+
+    def _inputs(self, tensors: Iterable[Any]) -> Inputs:
+        """Return the facts about the inputs of an operation."""
+        tensors = list(tensors)
+        numbers = map(self._key, tensors)
+        return Inputs(
+            [self._parent(tensor) for tensor in tensors],
+            tuple(map(operand, filter(is_float, tensors))),
+            tuple(self._variables[n] for n in numbers if n in self._variables),
+        )
+
+    def _inherited(self, op: str, inputs: Inputs, bad: Sequence[Any], constant: bool) -> Origin:
+        """Return the earliest origin behind the inputs of an operation, or its own.
 
         Args:
-            parents: the origins of its inputs.
-            constant: whether a bad constant among its inputs explains the result, or the operation
-                creates such a constant.
+            op: the operation.
+            inputs: the facts about its inputs.
+            bad: its results that are not finite.
+            constant: whether it creates an infinite constant of the program.
         """
-        known = [p for p in parents if p is not None and p is not CONSTANT]
+        known = [p for p in inputs.parents if p is not None and p is not CONSTANT]
         if known:
             return min(known, key=lambda origin: origin.order)
-        return CONSTANT if constant else None
+        if constant or (CONSTANT in inputs.parents and not any(map(_has_nan, bad))):
+            return CONSTANT
+        return self._add(op, bad[0], inputs)
 
-    def _add(
-        self,
-        op: str,
-        array: finiteness.Array,
-        dtype: str,
-        operands: Iterable[Operand] = (),
-        variables: Iterable[str] = (),
-        stored: bool = False,
-    ) -> Origin:
+    def _add(self, op: str, result: Any, inputs: Inputs | None = None) -> Origin:
         """Record a new origin.
 
         Args:
             op: the operation, or the path of the variable with the bad value.
-            array: its result.
-            dtype: the dtype of the result.
-            operands: its float inputs.
-            variables: paths of the variables among its inputs.
-            stored: whether a variable had the value from the start.
+            result: its result.
+            inputs: the facts about its inputs, `None` if a variable had the value from the start.
         """
+        array = keras_variables.dense(result)
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         path, layer_class = self.frames[-1] if self.frames else ("", "")
         here = self._here()
         return Origin(
             order=self.count,
-            source="variable" if stored else "operation",
+            source="variable" if inputs is None else "operation",
             op=op,
             phase=self.phase,
             frames=here,
@@ -200,11 +245,11 @@ class OriginTracker:
             nan=nan,
             inf=inf,
             size=size,
-            operands=tuple(operands),
-            dtype=dtype,
+            operands=() if inputs is None else inputs.operands,
+            dtype=dtype_of(result),
             rows=rows,
             all_rows=every,
-            variables=tuple(variables),
+            variables=() if inputs is None else inputs.variables,
             line=users_line() if self.phase != "backward" else "",
             steep=next((op for frames, op in reversed(self._steep) if frames == here), ""),
         )
@@ -220,9 +265,28 @@ def _is_steep(op: str, values: Sequence[Any]) -> bool:
     return test is None or (len(arrays) >= count and bool(np.any(test(*arrays[:count]))))
 
 
-def operand(array: finiteness.Array, dtype: str) -> Operand:
+def dtype_of(tensor: Any) -> str:
+    """Return the name of the dtype of a tensor or an array of any backend, `""` if it has none."""
+    return finiteness.dtype_name(getattr(tensor, "dtype", ""))
+
+
+def is_float(tensor: Any) -> bool:
+    """Whether entries of this tensor or array can be NaN or Inf."""
+    return finiteness.is_float(dtype_of(tensor))
+
+
+def is_finite(tensor: Any) -> bool:
+    """Whether no entry of this tensor or array is NaN or Inf."""
+    return not is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
+
+
+def _has_nan(tensor: Any) -> bool:
+    return bool(np.isnan(finiteness.widen(keras_variables.dense(tensor))).any())
+
+
+def operand(tensor: Any) -> Operand:
     """Return the facts about one float input of an operation."""
-    array = finiteness.widen(array)
+    array, dtype = finiteness.widen(keras_variables.dense(tensor)), dtype_of(tensor)
     finite = array[np.isfinite(array)]
     magnitude = np.abs(finite)
     positive = magnitude[magnitude > 0]

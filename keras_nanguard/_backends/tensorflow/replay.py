@@ -24,10 +24,9 @@ from tensorflow.python.eager import context
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import (
     arrays as keras_arrays,
@@ -53,7 +52,6 @@ class Origins(OriginTracker):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._reads: dict[int, str] = {}
         self._forward: dict[int, Frames] = {}
         self._derived: dict[int, Frames] = {}
 
@@ -69,20 +67,13 @@ class Origins(OriginTracker):
     @staticmethod
     def number_of(variable: Any) -> int | None:
         """Return the number by which TensorFlow identifies a variable, `None` if it has none."""
-        return variable.value.handle._id if hasattr(variable.value, "handle") else None
-
-    def written(self, variable: Any) -> Origin | None:
-        """Return the origin of the bad value that was last written into this variable, if any."""
-        return self.of(getattr(getattr(variable, "value", variable), "handle", None))
-
-    def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        if isinstance(tensor, np.ndarray) and not finiteness.is_finite(tensor):
-            self._arrays.append((tensor, origin))
-        elif hasattr(tensor, "_id") and not _is_finite(tensor):
-            self._lineage[tensor._id] = origin
+        handle = getattr(getattr(variable, "value", variable), "handle", None)
+        return None if handle is None else int(handle._id)
 
     def _key(self, tensor: Any) -> int:
-        return int(getattr(getattr(tensor, "values", tensor), "_id", -1))
+        """Return the number of a tensor of TensorFlow, which counts them, or of an array."""
+        number = getattr(getattr(tensor, "values", tensor), "_id", None)
+        return id(tensor) if number is None else int(number)
 
     def _seen(
         self,
@@ -96,22 +87,22 @@ class Origins(OriginTracker):
         if graph is not None or isinstance(outputs, tf.Tensor):
             return
         self.count += 1
-        bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
+        bad = [t for t in outputs if not is_finite(t)]
         frames = self._note_frames(inputs, outputs)
         name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
         if name.removesuffix("V2") in STEEP:
-            self._note_steep(name.removesuffix("V2"), [_array(t) for t in inputs])
+            self._note_steep(name.removesuffix("V2"), list(map(keras_variables.dense, inputs)))
         if name == "ReadVariableOp" and inputs[0]._id in self._variables:
-            self._reads[outputs[0]._id] = self._variables[inputs[0]._id]
+            self._variables[outputs[0]._id] = self._variables[inputs[0]._id]
         if not bad:
             if not outputs and name.startswith("Assign") and len(inputs) == 2:
                 self._assigned(name, inputs)
             return
         before, self.frames = self.frames, frames
-        origin = self._inherited(name, inputs, bad)
+        origin = self._origin(name, inputs, bad)
         self.frames = before
         for tensor in bad:
-            self._lineage[tensor._id] = origin
+            self._keep(tensor, origin)
 
     def _note_frames(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Frames:
         """Return the layers that an operation belongs to.
@@ -142,45 +133,19 @@ class Origins(OriginTracker):
         elif name == "AssignVariableOp":
             self._lineage.pop(handle._id, None)
 
-    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
-        """Return the earliest origin behind an operation's inputs, or its own."""
-        parents = [self._parent(t) for t in inputs]
-        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
-        constant = constant or name in ("Fill", "Const")
-        return self._known(parents, constant) or self._from(name, inputs, bad[0])
+    def _origin(self, name: str, inputs: Sequence[Any], bad: Sequence[Any]) -> Origin:
+        """Return the origin behind the bad results of an operation."""
+        for number in (t._id for t in inputs if t.dtype == tf.resource):
+            known = number in self._lineage or number in self._tolerated
+            if number in self._variables and not known:
+                self._lineage[number] = self._add(self._variables[number], bad[0])
+        return self._inherited(name, self._inputs(inputs), bad, name in ("Fill", "Const"))
 
     def _parent(self, tensor: Any) -> Origin | None:
-        found = self._lineage.get(tensor._id)
-        if found is None and tensor._id in self._tolerated:
-            return CONSTANT
-        if found is None and not _is_finite(tensor):
-            return self._of_batch(_array(tensor)) or CONSTANT
-        return found
-
-    def _from(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:
-        handles = [t._id for t in inputs if t.dtype == tf.resource]
-        stored = next((self._variables[h] for h in handles if h in self._variables), "")
-        operands = [operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)]
-        variables = [self._reads[t._id] for t in inputs if t._id in self._reads]
-        facts = _array(result), result.dtype.name, operands, variables
-        return self._add(stored or name, *facts, stored=bool(stored))
-
-
-def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return the values; a bfloat16 scalar is not an array."""
-    return np.asarray(tensor if len(tensor.shape) else tensor.numpy())
-
-
-def _is_float(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def _is_finite(tensor: Any) -> bool:
-    return not _is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
-
-
-def _has_nan(tensor: Any) -> bool:
-    return bool(np.isnan(finiteness.widen(_array(tensor))).any())
+        if tensor.dtype != tf.resource:
+            return super()._parent(tensor)
+        tolerated = CONSTANT if tensor._id in self._tolerated else None
+        return self._lineage.get(tensor._id, tolerated)
 
 
 class Instrument(instrument.Instrument):

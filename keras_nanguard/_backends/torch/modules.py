@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import torch
 
+from keras_nanguard._core import finiteness
+
 
 def local(tensor: Any) -> Any:
     """Return the part of a tensor that this process has: all of it, or its shard."""
@@ -61,7 +63,7 @@ class TensorVariable:
     @property
     def dtype(self) -> str:
         """Name of the dtype, as Keras writes it."""
-        return str(self.value.dtype).removeprefix("torch.")
+        return finiteness.dtype_name(self.value.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

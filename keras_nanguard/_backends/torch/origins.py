@@ -17,10 +17,15 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import (
+    STEEP,
+    Inputs,
+    OriginTracker,
+    is_finite,
+    operand,
+)
 from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._backends.torch.undo_log import storage, written_by
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import variables as keras_variables
 
@@ -69,27 +74,17 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
 
     def of(self, tensor: Any) -> Origin | None:
         """Return the origin behind a tensor, or `None` if it is finite or unknown."""
-        if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
+        if not isinstance(tensor, torch.Tensor) or is_finite(tensor):
             return None
         return super().of(tensor)
 
     @staticmethod
     def number_of(variable: Any) -> int | None:
         """Return the number of a variable, or `None`."""
-        return storage(variable.value)
-
-    def written(self, variable: Any) -> Origin | None:
-        """Return the origin of the bad value that was last written into this variable, if any."""
-        return self.of(getattr(variable, "value", variable))
-
-    def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        if isinstance(tensor, np.ndarray) and not finiteness.is_finite(tensor):
-            self._arrays.append((tensor, origin))
-        elif isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
-            self._lineage[storage(tensor)] = origin
+        return storage(getattr(variable, "value", variable))
 
     def _key(self, tensor: Any) -> int:
-        return storage(tensor)
+        return storage(tensor) if isinstance(tensor, torch.Tensor) else id(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and record its result."""
@@ -97,11 +92,10 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         given = args, kwargs
         name = func.overloadpacket.__name__
         written = _tensors(written_by(func, args, kwargs))
-        before = [self._looked_at(inputs) for _, inputs in _groups((), *given) if written]
+        before = [self._inputs(inputs) for _, inputs in _groups((), *given) if written]
         known = NAMES.get(name, name)
         if known in STEEP:
-            operands = [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]]
-            self._note_steep(known, operands)
+            self._note_steep(known, list(map(keras_variables.dense, args[:2])))
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
@@ -114,57 +108,33 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
                 self._see(name, own, inputs, look, views, given)
         return result
 
-    def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:
-        """Return the origins behind the inputs of an operation, and the description of each
-        input.
-        """
-        operands = tuple(operand(_numbers(t), _dtype(t)) for t in inputs)
-        return [self._parent(t) for t in inputs], operands
-
     def _see(
         self,
         name: str,
         outputs: Sequence[Any],
         inputs: Sequence[Any],
-        look: Any,
+        look: Inputs | None,
         views: set[int],
         given: Any,
     ) -> None:
         for output in outputs:
             number = storage(output)
-            if _is_finite(output):
+            if is_finite(output):
                 if number not in views:
                     self._lineage.pop(number, None)
             elif number not in views or number not in self._lineage:
-                self._lineage[number] = self._inherited(
-                    name, inputs, look or self._looked_at(inputs), output, given
-                )
+                known = self._inputs(inputs) if look is None else look
+                self._keep(output, self._origin(name, known, output, given))
 
-    def _inherited(
-        self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any
-    ) -> Origin:
-        """Return the earliest origin behind an operation's inputs, or its own."""
-        parents, operands = look
-        constant = CONSTANT in parents and not bool(torch.isnan(bad).any())
+    def _origin(self, name: str, inputs: Inputs, bad: Any, given: Any) -> Origin:
+        """Return the origin behind the bad result of an operation with these arguments."""
         filled = name.startswith(FILLING) and any(map(_is_bad_number, keras.tree.flatten(given)))
-        constant |= not inputs or filled
-        known = self._known(parents, constant)
-        if known is not None:
-            return known
         numbers = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
-        operands = (*operands, *(operand(np.asarray(a), _dtype(bad)) for a in numbers))
-        variables = [self._variables[n] for n in map(storage, inputs) if n in self._variables]
-        return self._add(NAMES.get(name, name), _numbers(bad), _dtype(bad), operands, variables)
-
-    def _parent(self, tensor: Any) -> Origin | None:
-        if _is_finite(tensor):
-            return None
-        number = storage(tensor)
-        if number in self._lineage:
-            return self._lineage[number]
-        if number in self._variables and number not in self._tolerated:
-            return self._add(self._variables[number], _numbers(tensor), _dtype(tensor), stored=True)
-        return self._of_batch(_numbers(tensor)) or CONSTANT
+        as_tensors = (torch.as_tensor(a, dtype=bad.dtype) for a in numbers)
+        operands = *inputs.operands, *map(operand, as_tensors)
+        constant = not inputs.parents or filled
+        known = inputs._replace(operands=operands)
+        return self._inherited(NAMES.get(name, name), known, [bad], constant)
 
 
 def _tensors(values: Any) -> list[Any]:
@@ -197,19 +167,5 @@ def _all_tensors(values: Sequence[Any]) -> bool:
 def _is_bad_number(value: Any) -> bool:
     """Whether this is a plain number, or a tensor of no dimension, that is not finite."""
     if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and not _is_finite(value)
+        return value.ndim == 0 and not is_finite(value)
     return isinstance(value, float) and not np.isfinite(value)
-
-
-def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
-    return keras_variables.dense(
-        tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
-    )
-
-
-def _is_finite(tensor: Any) -> bool:
-    return not can_be_bad(tensor) or finiteness.is_finite(_numbers(tensor))
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
