@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import keras
@@ -25,10 +26,14 @@ from keras_nanguard._keras.train_state import TrainState
 NO_VERDICT = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 """The verdict before there are any numbers."""
 
-REFUSE, CHECK, COMMIT = range(3)
-"""Decisions about a step, the most careful first. `CHECK`: it is updated with the old values kept,
-and the updated state decides.
-"""
+
+class Decision(IntEnum):
+    """A decision about a step, the most careful first."""
+
+    REFUSE = 0
+    CHECK = 1
+    """It is updated with the old values kept, and the updated state decides."""
+    COMMIT = 2
 
 
 @dataclass(slots=True)
@@ -151,10 +156,12 @@ class Judgement:
         log: the undo log of the step.
 
     Attributes:
-        decision: one of `REFUSE`, `CHECK` and `COMMIT`, `None` before it was made.
+        decision: `None` before it was made.
         verdict: the numbers so far; means over all processes, if there are several.
         own: the numbers of this process alone, at the time of the decision.
         statistics: what the step has written besides its updates, as far as it is judged.
+        raised: whether the body has ended in an exception about a bad number.
+        updated: whether updates had run before the decision.
         left_by_previous: whether the previous step has left bad numbers in the state.
         is_shared: whether several processes decide together.
     """
@@ -170,23 +177,23 @@ class Judgement:
     ):
         self.carried, self.agreement, self.find_losses = carried, agreement, find_losses
         self.seen, self.log = seen, log
-        self.decision: int | None = None
+        self.decision: Decision | None = None
         self.verdict = self.own = NO_VERDICT
         self.statistics: list[Any] = []
-        self.left_by_previous = False
+        self.left_by_previous = self.raised = self.updated = False
         self.is_shared = agreement.count > 1
         self._rewritten = parts.slot_writes() != carried.slot_writes
 
-    def judge(self, parts: Parts, outputs: Any, raised: bool, updated: bool) -> None:
+    def judge(self, parts: Parts, outputs: Any, *, raised: bool, updated: bool) -> None:
         """Read all numbers and decide. The only place where the host waits for the device.
 
         Args:
             parts: the train state.
             outputs: what the body has returned, `None` so far.
-            raised: whether it has ended in an exception about a bad number.
-            updated: whether updates have run already.
+            raised, updated: see the attributes.
         """
         seen, unread = self.seen, self.carried.unread
+        self.raised, self.updated = raised, updated
         losses = [loss.detach() for loss in seen.losses or self.find_losses(outputs)]
         gradients = [gradient for record in seen.records for gradient in record.gradients]
         if raised and not seen.records:  # what was left before the first update
@@ -227,9 +234,9 @@ class Judgement:
         # Gradients whose squares overflow are so large that the update may overflow, too.
         overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
         if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
-            self._decide(REFUSE)
+            self._decide(Decision.REFUSE)
         else:
-            self._decide(CHECK if overflows and not updated else COMMIT)
+            self._decide(Decision.CHECK if overflows and not updated else Decision.COMMIT)
 
     def read_update(self, parts: Parts) -> Mapping[str, Sequence[Any]]:
         """Read the norms of the updated state, or return them by site if they are better read with
@@ -245,23 +252,17 @@ class Judgement:
         self.verdict = self.verdict._replace(weights=weights, slots=slots)
         return {}
 
-    def places(self, parts: Parts, updated: bool, raised: bool) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report of the step counts.
-
-        Args:
-            parts: the train state.
-            updated: whether updates have run.
-            raised: whether the body has ended in an exception about a bad number.
-        """
+    def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that a report of the step counts."""
         seen, state = self.seen, parts.train_state
         paths = {key: variable.path for key, variable in self.log.writers.items()}
         paths |= {id(v.value): v.path for v in (*state.trainable, *state.other)}
         found = [("outputs", name, t) for name, t in seen.outputs]
         found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
-        if raised and not seen.records:
+        if self.raised and not seen.records:
             found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
         found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
-        if updated:
+        if self.updated:
             found += [("weights", v.path, v.value) for v in state.trainable]
             found += [("slots", v.path, v.value) for v in state.slots]
         return found
@@ -275,19 +276,20 @@ class Judgement:
         every = due or self._rewritten
         return {"weights": parts.weights, "slots": parts.slots if every else parts.unproven}
 
-    def _decide(self, decision: int) -> None:
+    def _decide(self, decision: Decision) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict
         become the means over all of them. One message.
         """
         if self.is_shared:
             agreement, verdict = self.agreement, self.verdict
-            flags = [decision == REFUSE, decision == CHECK, agreement.has_news]
+            careful = [decision is Decision.REFUSE, decision is Decision.CHECK]
+            flags = [*careful, agreement.has_news]
             numbers = [*map(float, flags), *verdict[1:7]]
             sums = host.summed(numbers, "the verdict on a step")
-            refuse, check, agreement.news = (number > 0 for number in sums[:3])
+            *careful, agreement.news = (number > 0 for number in sums[:3])
             means = (number / agreement.count for number in sums[3:])
             self.verdict = Verdict.of((0.0, *means, 0.0, 0.0))
-            decision = REFUSE if refuse else CHECK if check else COMMIT
+            decision = Decision([*careful, True].index(True))
         self.decision = decision
 
     def _written_statistics(self, parts: Parts) -> list[Any]:

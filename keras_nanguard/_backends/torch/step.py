@@ -32,10 +32,9 @@ from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scala
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept, is_numeric
 from keras_nanguard._backends.torch.judging import (
-    CHECK,
     NO_VERDICT,
-    REFUSE,
     Carried,
+    Decision,
     Judgement,
     Parts,
 )
@@ -118,6 +117,7 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
+        may_undo_update: whether an update may run before the verdict and be undone.
         carried: what the steps so far have shown.
         parts: the train state, as it was read last.
         verdict: the verdict of the last step.
@@ -138,6 +138,7 @@ class Transaction(interface.Transaction):
         self.model = run.model if of_trainer else None
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuses, self.agreement = run.refuses, run.agreement
+        self.may_undo_update = self.refuses and not stock
         self.carried = Carried()
         self.verdict = NO_VERDICT
         self.given: Any = None
@@ -226,51 +227,58 @@ class StepRun:
         self.error: BaseException | None = None
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None
-        everything, own = transaction.is_fresh, not transaction.stock
-        adds = own and transaction.refuses and (everything or carried.adds_to_gradients)
-        found = [(t, t.grad) for t in parts.holders] if adds else []
+        adds = transaction.is_fresh or carried.adds_to_gradients
+        found = [(t, t.grad) for t in parts.holders] if adds and transaction.may_undo_update else []
         # What a step finds stays alive until its end.
         self._gradients = [(t, grad) for t, grad in found if grad is not None]
-        kept = [*carried.untracked.values(), *(local(grad) for _, grad in self._gradients)]
-        if everything:
-            kept += parts.other
-            kept += parts.weights_and_slots if own and transaction.refuses else ()
-        if self.is_compiled:
-            self.log = UndoLog((), [*parts.unlisted, *parts.small_state, *kept], self._note_created)
-        else:
-            self.log = UndoLog(kept, parts.unlisted, self._note_created)
-        attributes = parts.attributes(everything)
-        self.log.at_undo("attributes", partial(keras_layers.give_back_tensors, attributes))
-        self.log.at_undo("gradients", self._restore_gradients)
-        self._versions = [(t, t._version) for t in (parts.all if own else parts.small_state)]
+        self.log = self._undo_log()
+        watched = parts.small_state if transaction.stock else parts.all
+        self._versions = [(t, t._version) for t in watched]
         self.queue = UpdateQueue(self.log, parts.other)
         self.judgement = Judgement(
             carried, parts, transaction.agreement, transaction.losses, self.seen, self.log
         )
 
+    def _undo_log(self) -> UndoLog:
+        """Return the undo log of the step, with copies of what it may write unnoticed: anything in
+        its first steps, then what they have shown; if it is compiled, all of the small state.
+        """
+        transaction, parts = self.transaction, self.transaction.parts
+        kept = list(transaction.carried.untracked.values())
+        kept += [local(grad) for _, grad in self._gradients]
+        if transaction.is_fresh:
+            kept += parts.other
+            kept += parts.weights_and_slots if transaction.may_undo_update else ()
+        if self.is_compiled:
+            log = UndoLog((), [*parts.unlisted, *parts.small_state, *kept], self._note_created)
+        else:
+            log = UndoLog(kept, parts.unlisted, self._note_created)
+        attributes = parts.attributes(every=transaction.is_fresh)
+        log.at_undo("attributes", partial(keras_layers.give_back_tensors, attributes))
+        log.at_undo("gradients", self._restore_gradients)
+        return log
+
     def complete(self) -> Any:
         """Run the step; commit or refuse it. Return its outputs, `None` if it raised an exception
         about a bad number.
         """
-        transaction, carried, judgement = self.transaction, self.transaction.carried, self.judgement
+        transaction, judgement = self.transaction, self.judgement
         outputs = self._run_body()
         if judgement.decision is None:
             self._judge(outputs)
-        carried.adds_to_gradients |= any(self.log.counted(local(g)) for _, g in self._gradients)
-        carried.untracked.update({id(tensor): tensor for tensor in self._untracked()})
-        carried.unread = {}
-        if judgement.decision == CHECK:
+        self._note_findings()
+        if judgement.decision is Decision.CHECK:
             self.queue.flush(keep=True)
             self._judge(outputs)
-        else:
-            carried.keeps_undo |= self.queue.early
-        if judgement.decision == REFUSE:
+        is_bad = judgement.decision is Decision.REFUSE
+        if is_bad:
             self._report()
-        if judgement.decision == REFUSE and transaction.refuses:
+        if is_bad and transaction.refuses:
             self._refuse()
         else:
             self._commit()
-        transaction.verdict, carried.weights = judgement.verdict, judgement.verdict.weights
+        carried, transaction.verdict = transaction.carried, judgement.verdict
+        carried.weights = judgement.verdict.weights
         carried.slot_writes = transaction.parts.slot_writes()
         return outputs
 
@@ -300,22 +308,27 @@ class StepRun:
 
     def _on_update(self, record: Update) -> None:
         """Run an update now if it may or must run before the end of the step."""
-        transaction, queue, judgement = self.transaction, self.queue, self.judgement
+        transaction, queue = self.transaction, self.queue
         # The optimizer is built now, as Keras would, so that its variables are noted.
         record.build()
         if not transaction.refuses:
             queue.run(record, keep=False)
         elif transaction.stock:
-            if judgement.decision is None:
-                self._judge(None)
-            if judgement.decision != REFUSE:
-                queue.run(record, keep=judgement.decision == CHECK)
+            self._run_judged(record)
         elif self.is_compiled or record.is_immediate:
             queue.run(record, keep=True)
         else:
             queue.defer(record)
         if not (transaction.stock or self.is_compiled):
             queue.watch(self._stack)
+
+    def _run_judged(self, record: Update) -> None:
+        """Run the update of Keras' own step, unless the verdict, which is known now, forbids it."""
+        if self.judgement.decision is None:
+            self._judge(None)
+        decision = self.judgement.decision
+        if decision is not Decision.REFUSE:
+            self.queue.run(record, keep=decision is Decision.CHECK)
 
     def _note_created(self, variable: Any) -> None:
         tensor = variable.value
@@ -326,7 +339,7 @@ class StepRun:
     @property
     def _can_be_undone(self) -> bool:
         """Whether the step may still be refused: no decision has let its updates take effect."""
-        return self.transaction.refuses and self.judgement.decision in (None, REFUSE)
+        return self.transaction.refuses and self.judgement.decision in (None, Decision.REFUSE)
 
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
@@ -343,6 +356,14 @@ class StepRun:
             tensor.grad = None
         for tensor, grad in self._gradients:
             tensor.grad = grad
+
+    def _note_findings(self) -> None:
+        """Note for later steps what the body has shown."""
+        carried, log, queue = self.transaction.carried, self.log, self.queue
+        carried.adds_to_gradients |= any(log.counted(local(g)) for _, g in self._gradients)
+        carried.untracked.update({id(tensor): tensor for tensor in self._untracked()})
+        carried.keeps_undo |= queue.early and self.judgement.decision is not Decision.CHECK
+        carried.unread = {}
 
     def _untracked(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
@@ -371,8 +392,8 @@ class StepRun:
     def _judge(self, outputs: Any) -> None:
         if self.transaction.carried.stale:
             self.transaction.read_parts()
-        parts, raised = self.transaction.parts, self.error is not None
-        self.judgement.judge(parts, outputs, raised, self._is_updated)
+        raised, updated = self.error is not None, self._is_updated
+        self.judgement.judge(self.transaction.parts, outputs, raised=raised, updated=updated)
 
     def _commit(self) -> None:
         """Run the deferred updates, and read the updated state, now or with the next step."""
@@ -404,8 +425,7 @@ class StepRun:
     def _report(self) -> None:
         """Report a bad step, with the numbers of this process. No argument is copied."""
         transaction, judgement = self.transaction, self.judgement
-        raised = self.error is not None
-        places = judgement.places(transaction.parts, self._is_updated, raised)
+        places = judgement.places(transaction.parts)
         report = Report(
             judgement.own._replace(refused=transaction.refuses),
             tuple((site, path) for site, path, _ in places),
