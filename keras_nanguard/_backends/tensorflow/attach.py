@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,59 +25,87 @@ from keras_nanguard._keras import (
 )
 
 
+class Mode(NamedTuple):
+    """How Keras runs the train step of a model.
+
+    Attributes:
+        strategy: the strategy of the model.
+        mirrored: whether each of its replicas has a copy of the variables.
+        spread_out: whether it is any strategy but the default one.
+        steps: number of steps in one execution.
+        host_takes: whether the host takes each batch from the iterator: an execution is one step of
+            Keras' own train function.
+        eager: whether the step runs eagerly.
+        jit: whether it is compiled by XLA.
+    """
+
+    strategy: Any
+    mirrored: bool
+    spread_out: bool
+    steps: int
+    host_takes: bool
+    eager: bool
+    jit: bool
+
+
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer.
 
     Attributes:
-        can_run_again: whether the host takes each batch from the iterator: an execution is one step
-            of Keras' own train function.
-        spread_out: whether the model trains under a strategy.
+        mode: how Keras runs the step that was built last.
     """
 
+    mode: Mode
     END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
     LOGS_RESTORED = True
 
-    spread_out = False
-
     def _build(self) -> None:
-        model, run = self.model, self.run
-        make = getattr(self._make, "__func__", None)
-        strategy, several = model.distribute_strategy, model.steps_per_execution
-        mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-        default = tf.distribute.get_strategy()
-        spread_out = strategy is not default or tf.distribute.has_strategy()
-        eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
-        jit = bool(model.jit_compile) and not eager and not mirrored
-        takes = make is keras.Model.make_train_function and not spread_out and several == 1
-        self.spread_out, self.can_run_again = spread_out, takes
-        cached = self._cached_step(takes, eager, jit, spread_out, several, strategy)
-        if cached is not None:
+        run, self.mode = self.run, self._running_mode()
+        self.can_run_again = self.mode.host_takes
+        cached = self._cached_step(*self.mode)
+        if cached is None:
+            self._build_new(self.mode)
+        else:
             transaction, self.inner = cached
             transaction.rebind(run.read_train_state, run.note_created)
             self._place(transaction)
-        else:
-            transaction = (MirroredTransaction if mirrored else Transaction)(
-                self._body(eager),
-                run.read_train_state,
-                model=model,
-                jit=jit,
-                counted=several > 1 or not (takes or spread_out),
-                note_created=run.note_created,
-                # Under other strategies than MirroredStrategy steps are only checked.
-                refuse=run.refuses and (mirrored or not spread_out),
-                host_has_batches=takes,
-            )
-            if isinstance(run.transaction, Transaction):
-                transaction.inherit(run.transaction)
-            if takes:
-                transaction.take = _taken
-            self._place(transaction)
-            if not (eager or spread_out):
-                self._build_optimizer()
-            self.inner = self._made_by_keras(jit_compile=False)
-            if takes:
-                self.inner = Direct(transaction, eager)
-        model.train_function = self.run_execution
+        self.model.train_function = self.run_execution
+
+    def _running_mode(self) -> Mode:
+        model, strategy = self.model, self.model.distribute_strategy
+        mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+        spread_out = strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
+        steps = model.steps_per_execution
+        stock = getattr(self._make, "__func__", None) is keras.Model.make_train_function
+        host_takes = stock and not spread_out and steps == 1
+        eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
+        jit = bool(model.jit_compile) and not eager and not mirrored
+        return Mode(strategy, mirrored, spread_out, steps, host_takes, eager, jit)
+
+    def _build_new(self, mode: Mode) -> None:
+        """Create the transaction, and the function that runs it."""
+        run = self.run
+        transaction = (MirroredTransaction if mode.mirrored else Transaction)(
+            self._body(mode.eager),
+            run.read_train_state,
+            model=self.model,
+            jit=mode.jit,
+            counted=mode.steps > 1 or not (mode.host_takes or mode.spread_out),
+            note_created=run.note_created,
+            # Under other strategies than MirroredStrategy steps are only checked.
+            refuse=run.refuses and (mode.mirrored or not mode.spread_out),
+            host_has_batches=mode.host_takes,
+        )
+        if isinstance(run.transaction, Transaction):
+            transaction.inherit(run.transaction)
+        if mode.host_takes:
+            transaction.take = _taken
+        self._place(transaction)
+        if not (mode.eager or mode.spread_out):
+            self._build_optimizer()
+        self.inner = self._made_by_keras(jit_compile=False)
+        if mode.host_takes:
+            self.inner = Direct(transaction, mode.eager)
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace.
@@ -129,9 +157,11 @@ class ModelAttachment(attach.Attachment):
         """Create every variable that the first step would create; return whether all of them
         exist.
         """
-        spec = None if self.spread_out else keras_fitting.running_spec()
+        spec = keras_fitting.running_spec()
+        if spec is None or self.mode.spread_out:
+            return False
         self._trace(spec)
-        return spec is not None
+        return True
 
     def _trace(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""

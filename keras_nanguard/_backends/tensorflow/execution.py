@@ -13,6 +13,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions, updates
 from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
+from keras_nanguard._backends.tensorflow.reports import StepResult, components, packed
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -66,26 +67,6 @@ class Sums(NamedTuple):
     slots: Any
 
 
-class StepResult(NamedTuple):
-    """The result of one step.
-
-    Attributes:
-        outputs: its outputs.
-        row: the numbers of its verdict, shape `(len(FIELDS),)`.
-        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
-            of the sums were finite.
-        bad: scalar bool, whether to report it: refused, and not because it was halted.
-        replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
-            are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
-    """
-
-    outputs: Any
-    row: Any
-    counts: Any
-    bad: Any
-    replicas: Any
-
-
 class StepTrace:
     """The part of one replica in a trace (or an eager run) of a step.
 
@@ -133,7 +114,7 @@ class StepTrace:
         for optimizer in state.optimizers:
             self.note_scale(optimizer)
 
-    def asked(self, record: Update) -> None:
+    def on_update(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
         no known model, and the scale of an optimizer that the body builds.
         """
@@ -304,7 +285,6 @@ class Step(intercept.Intercept):
         optimizers = traces[0].train_state.optimizers
         super().__init__(transaction.model, optimizers, transaction.immediate)
         self.start = intercept.mark(self.graph)
-        self.__enter__()
 
     def here(self) -> StepTrace:
         """Return the part of the calling replica."""
@@ -317,8 +297,8 @@ class Step(intercept.Intercept):
     def seen(self) -> Seen:
         return self.here().seen
 
-    def asked(self, record: Update) -> None:
-        self.here().asked(record)
+    def on_update(self, record: Update) -> None:
+        self.here().on_update(record)
 
     def note_created(self, variable: Any) -> None:
         for trace in self.traces:
@@ -328,20 +308,15 @@ class Step(intercept.Intercept):
             self.transaction.note_created(variable, variable.numpy())
 
     def run(self, args: Sequence[Any]) -> Any:
-        """Run the body on the calling replica; return its outputs."""
+        """Run the body on the calling replica, inside the context; return its outputs."""
         trace = self.here()
         trace.args = args
-        try:
-            trace.keep()
-            with self.creating():
-                return self.transaction.body(*args)
-        except BaseException:
-            self.__exit__()
-            raise
+        trace.keep()
+        with self.creating():
+            return self.transaction.body(*args)
 
     def inspect(self) -> None:
         """Find what the body has written, once all replicas have run it."""
-        self.__exit__()
         train_state = self.transaction.train_state()
         shared: set[int] = set()
         for trace in self.traces:
@@ -420,17 +395,3 @@ class Step(intercept.Intercept):
         shapes = (len(self.places), 3), (len(self.traces), 3)
         nothing = tf.constant(True), *(tf.zeros(shape, tf.int64) for shape in shapes)
         return tf.cond(trusted, lambda: nothing, look)  # type: ignore[no-any-return]
-
-
-def components(structure: Any) -> list[Any]:
-    """Return the dense tensors in a structure."""
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def packed(structure: Any, tensors: Iterable[Any]) -> Any:
-    """Put dense tensors back into a structure of tensors, or of their specs."""
-    rest = iter(tensors)
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    parts = [None if leaf is None else next(rest) for leaf in leaves]
-    return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)

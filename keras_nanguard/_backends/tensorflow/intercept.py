@@ -84,7 +84,7 @@ class Intercept:
         """Return the records of the calling replica, to which calls are appended."""
         return self._seen
 
-    def asked(self, record: Update) -> None:
+    def on_update(self, record: Update) -> None:
         """Note an update before it runs."""
 
     def note_created(self, variable: Any) -> None:
@@ -116,7 +116,7 @@ class Intercept:
                 return real(grads, *given)
             seen, record = self.seen(), Update(optimizer, real, grads, *given)
             seen.records.append(record)
-            self.asked(record)
+            self.on_update(record)
             if seen.boundary is None:  # what is read until here is not read after it
                 seen.boundary = mark(self.graph)
             if self.immediate:

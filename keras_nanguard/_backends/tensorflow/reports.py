@@ -6,13 +6,13 @@ queue is full, and the host takes what is there.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.tensorflow.execution import StepResult, components, packed
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
 CAPACITY = 256
@@ -20,6 +20,26 @@ CAPACITY = 256
 
 Places = tuple[tuple[str, str], ...]
 """`(site, path)` of each line of counts."""
+
+
+class StepResult(NamedTuple):
+    """The result of one step.
+
+    Attributes:
+        outputs: its outputs.
+        row: the numbers of its verdict, shape `(len(FIELDS),)`.
+        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
+            of the sums were finite.
+        bad: scalar bool, whether to report it: refused, and not because it was halted.
+        replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
+            are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
+    """
+
+    outputs: Any
+    row: Any
+    counts: Any
+    bad: Any
+    replicas: Any
 
 
 class Reports:
@@ -185,3 +205,17 @@ def _if_kept(kept: Any, leaf: Any) -> Any:
     if not leaf.shape.rank:
         return leaf
     return leaf[: tf.where(kept, tf.shape(leaf, tf.int64)[0], 0)]
+
+
+def components(structure: Any) -> list[Any]:
+    """Return the dense tensors in a structure."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def packed(structure: Any, tensors: Iterable[Any]) -> Any:
+    """Put dense tensors back into a structure of tensors, or of their specs."""
+    rest = iter(tensors)
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    parts = [None if leaf is None else next(rest) for leaf in leaves]
+    return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)

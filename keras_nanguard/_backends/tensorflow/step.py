@@ -28,8 +28,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
-from keras_nanguard._backends.tensorflow.execution import Step, StepResult, StepTrace, TracedStep
-from keras_nanguard._backends.tensorflow.reports import Places, Reports
+from keras_nanguard._backends.tensorflow.execution import Step, StepTrace, TracedStep
+from keras_nanguard._backends.tensorflow.reports import Places, Reports, StepResult
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
@@ -101,7 +101,8 @@ class Transaction(TracedStep):
 
     def _traced(self, halted: Any, number: Any, *args: Any) -> StepResult:
         step = Step(self, [StepTrace(self)])
-        outputs = step.run(args)
+        with step:
+            outputs = step.run(args)
         step.inspect()
         step.here().measure(outputs)
         self.places = step.places
@@ -175,7 +176,7 @@ class MirroredTransaction(Transaction):
     def run(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
         begun = merge(lambda strategy: self.reports.begin())
-        step = merge(lambda strategy: _Step(self, strategy))  # what it sees begins here
+        step = merge(lambda strategy: _MirroredStep(self, strategy).__enter__())
         outputs = step.run(args)
         merge(lambda strategy: step.inspect())
         step.here().measure(outputs)
@@ -194,7 +195,7 @@ class MirroredTransaction(Transaction):
         traced.get_concrete_function(spec)
 
 
-class _Share(StepTrace):
+class _ReplicaTrace(StepTrace):
     """The part of one replica in a step.
 
     Args:
@@ -224,15 +225,26 @@ class _Share(StepTrace):
         self.sums = self.sums._replace(loss=loss, gradients=self.sums.gradients * count)
 
 
-class _Step(Step):
-    """One trace (or one eager run) of a step of all replicas; created, inspected and decided
-    outside of them.
+class _MirroredStep(Step):
+    """One trace (or one eager run) of a step of all replicas; entered, inspected and decided
+    outside of them. The context ends when it is inspected, or when a replica fails.
     """
 
     def __init__(self, transaction: TracedStep, strategy: Any):
         numbers = range(strategy.num_replicas_in_sync)
-        super().__init__(transaction, [_Share(transaction, strategy, n) for n in numbers])
+        super().__init__(transaction, [_ReplicaTrace(transaction, strategy, n) for n in numbers])
         self.strategy = strategy
+
+    def run(self, args: Sequence[Any]) -> Any:
+        try:
+            return super().run(args)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def inspect(self) -> None:
+        self.__exit__()
+        super().inspect()
 
     def here(self) -> StepTrace:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
