@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -33,17 +35,21 @@ def network(optimizer=None, *more, loss="mse", built=True):
     return model
 
 
+def facts(model, created):
+    """Return the facts of a run, as a transaction uses them; the variables it creates are added."""
+    return SimpleNamespace(
+        model=model,
+        read_train_state=lambda: TrainState.of(model),
+        note_created=lambda variable, value: created.append((variable, value)),
+    )
+
+
 def alone(model, way="deferred", body=None, several=1, logs=True, **more):
     """Return the transaction around the step of a model, for this many steps per execution."""
     created = []
-    known = {"model": model if logs else None, "counted": several > 1, "refuse": True}
+    known = {"of_trainer": logs, "counted": several > 1, "refuse": True}
     known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
-    transaction = Transaction(
-        body or model.train_step,
-        lambda: TrainState.of(model),
-        note_created=lambda variable, value: created.append((variable, value)),
-        **known,
-    )
+    transaction = Transaction(body or model.train_step, facts(model, created), **known)
     transaction.created = created
     transaction.keeps_undo = way == "kept"
     return transaction

@@ -67,7 +67,7 @@ class ModelAttachment(attach.Attachment):
             self._build_new(self.mode)
         else:
             transaction, self.inner = cached
-            transaction.rebind(run.read_train_state, run.note_created)
+            transaction.rebind(run)
             self._place(transaction)
         self.model.train_function = self.run_execution
 
@@ -87,11 +87,10 @@ class ModelAttachment(attach.Attachment):
         run = self.run
         transaction = (MirroredTransaction if mode.mirrored else Transaction)(
             self._body(mode.eager),
-            run.read_train_state,
-            model=self.model,
+            run,
+            of_trainer=True,
             jit=mode.jit,
             counted=mode.steps > 1 or not (mode.host_takes or mode.spread_out),
-            note_created=run.note_created,
             # Under other strategies than MirroredStrategy steps are only checked.
             refuse=run.refuses and (mode.mirrored or not mode.spread_out),
             host_has_batches=mode.host_takes,
@@ -266,9 +265,9 @@ class LoopStep(attach.LoopStep):
         body = tf.autograph.to_graph(written) if compiled else written or self.function
         transaction = Transaction(
             lambda args, kwargs: body(*args, **kwargs),
-            self.run.read_train_state,
+            self.run,
+            of_trainer=False,
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
-            note_created=self.run.note_created,
             refuse=self.run.refuses,
         )
         how = {"autograph": False, "reduce_retracing": True}

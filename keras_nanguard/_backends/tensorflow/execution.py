@@ -16,7 +16,6 @@ from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
 from keras_nanguard._backends.tensorflow.reports import StepResult, components, packed
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.train_state import TrainState
 
 
 class Retrace(Exception):
@@ -29,14 +28,12 @@ class TracedStep(interface.Transaction):
     """A step, and what its traces have found.
 
     Attributes:
-        train_state: returns the `TrainState` at the time of tracing.
-        note_created: called with each variable that is created inside the step, and its value.
+        run: the run that it belongs to.
         refuse: whether bad steps are refused.
         untracked: the variables that it writes and Keras does not track.
     """
 
-    train_state: Callable[[], TrainState]
-    note_created: Callable[[Any, Any], None]
+    run: interface.Run
     refuse: bool
     untracked: dict[int, Any]
 
@@ -92,7 +89,7 @@ class StepTrace:
         self.args: Sequence[Any] = ()
         self.seen = Seen()
         self.keeps_undo = transaction.immediate and transaction.refuse
-        self.train_state = transaction.train_state()
+        self.train_state = transaction.run.read_train_state()
         self.kept: dict[int, tuple[Any, Any]] = {}
         self.scales: list[tuple[Any, Any, Any]] = []
         self.created: set[int] = set()
@@ -124,7 +121,7 @@ class StepTrace:
         with tf.init_scope():
             for variable in found:
                 native = keras_variables.native(variable)
-                self.transaction.note_created(native, keras_variables.read(variable))
+                self.transaction.run.note_created(native, keras_variables.read(variable))
         if self.keeps_undo:
             self.hold(found)
         if all(record.optimizer is not known for known, *_ in self.scales):
@@ -305,7 +302,7 @@ class Step(intercept.Intercept):
             trace.hold([variable])
         self.traces[0].created |= self.traces[0].keys([variable])
         with tf.init_scope():
-            self.transaction.note_created(variable, variable.numpy())
+            self.transaction.run.note_created(variable, variable.numpy())
 
     def run(self, args: Sequence[Any]) -> Any:
         """Run the body on the calling replica, inside the context; return its outputs."""
@@ -317,7 +314,7 @@ class Step(intercept.Intercept):
 
     def inspect(self) -> None:
         """Find what the body has written, once all replicas have run it."""
-        train_state = self.transaction.train_state()
+        train_state = self.transaction.run.read_train_state()
         shared: set[int] = set()
         for trace in self.traces:
             trace.train_state = train_state

@@ -70,7 +70,7 @@ class Hook(FaultHook):
         if step.take is not None and self.fault.site in ("inputs", "targets"):
             self._overrides.set(step, "take", self._taking(step.take))
         else:
-            self._overrides.set(step, "run", self._around(step.run))
+            self._overrides.set(step, "execute", self._around(step.execute))
         return step
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:

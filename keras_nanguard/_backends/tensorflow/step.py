@@ -27,11 +27,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow.execution import Step, StepTrace, TracedStep
 from keras_nanguard._backends.tensorflow.reports import Places, Reports, StepResult
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras.train_state import TrainState
 
 
 class Transaction(TracedStep):
@@ -39,13 +39,13 @@ class Transaction(TracedStep):
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        train_state: returns the `TrainState` at the time of tracing.
-        model: the model of a Keras train step, whose `compute_loss` returns the loss; or `None`.
+        run: the run that it belongs to.
+        of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
+            `compute_loss` returns the loss.
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.
         counted: any number of steps may run before the host reads their verdicts. The step then
             counts itself and files its row. After a step that committed a bad state all steps are
             refused until the host has repaired it.
-        note_created: called with each variable that is created inside the step, and its value.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
         host_has_batches: the host sets `given`; otherwise each report stores its batch.
@@ -65,37 +65,36 @@ class Transaction(TracedStep):
     def __init__(
         self,
         body: Callable[..., Any],
-        train_state: Callable[[], TrainState],
+        run: Run,
         *,
-        model: Any = None,
+        of_trainer: bool,
         jit: bool,
         counted: bool = False,
-        note_created: Callable[[Any, Any], None],
         refuse: bool,
         host_has_batches: bool = True,
     ):
         self.body = self.replayed = body
-        self.train_state, self.model, self.note_created = train_state, model, note_created
+        self.run, self.model = run, run.model if of_trainer else None
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
         self.keeps_undo, self.given = False, None
         self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.places: Places = ()
-        self.losses = scalars if model is None else losses_in_logs
+        self.losses = losses_in_logs if of_trainer else scalars
         self.reports = Reports(counted, with_batches=not host_has_batches)
-        self._run: Callable[..., StepResult] = self._traced
+        self._compiled: Callable[..., StepResult] = self._traced
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
-            self._run = tf.function(self._traced, **how)
+            self._compiled = tf.function(self._traced, **how)
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
+        return self.execute(*args)
 
-    def run(self, *args: Any) -> Any:
+    def execute(self, *args: Any) -> Any:
         """Run the body once as a transaction; `testing` wraps this."""
-        run = self._traced if tf.executing_eagerly() else self._run
-        result = run(*self.reports.begin(), *args)
+        traced = self._traced if tf.executing_eagerly() else self._compiled
+        result = traced(*self.reports.begin(), *args)
         self.reports.end(result, self.places, args, self.refuse)
         return result.outputs, result.row
 
@@ -139,16 +138,13 @@ class Transaction(TracedStep):
         self.tolerated = other.tolerated
 
     def release_run(self) -> None:
-        self.train_state = lambda: TrainState.of(self.model)
-        self.note_created = lambda variable, value: None
+        del self.run
         self.take_reports()
         self.given = None
 
-    def rebind(
-        self, train_state: Callable[[], TrainState], note_created: Callable[[Any, Any], None]
-    ) -> None:
-        """Use the transaction for another run on the same model; the arguments are as above."""
-        self.train_state, self.note_created, self.reused = train_state, note_created, True
+    def rebind(self, run: Run) -> None:
+        """Use the transaction for another run on the same model."""
+        self.run, self.reused = run, True
         self.resume()
 
 
@@ -173,7 +169,7 @@ class MirroredTransaction(Transaction):
     """False: all replicas trace their updates at the same time, so an override for one applies to
     all."""
 
-    def run(self, *args: Any) -> Any:
+    def execute(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
         begun = merge(lambda strategy: self.reports.begin())
         step = merge(lambda strategy: _MirroredStep(self, strategy).__enter__())

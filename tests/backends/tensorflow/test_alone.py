@@ -24,6 +24,7 @@ from support.tensorflow_steps import (
     alone,
     batches,
     execution,
+    facts,
     network,
     read,
     run,
@@ -126,7 +127,7 @@ def test_steps_after_a_bad_state_change_nothing(way, where):
         spoiled.assign(tf.zeros((2,)))
     assert not transaction.reused
     transaction.release_run()
-    transaction.rebind(lambda: TrainState.of(model), lambda variable, value: None)  # another run begins
+    transaction.rebind(facts(model, []))  # another run begins
     transaction.recount(0)
     assert transaction.reused and not any(v.refused for v in run(transaction, batches(X, range(4)), 2, way)[1])
     trained(plain, batches(X, range(4)))
@@ -265,17 +266,13 @@ def test_each_report_has_its_batch(way):
 
 
 def test_nothing_of_a_run_is_left():
-    """Neither reports nor batches nor the callback for new variables remain."""
-    model = network()
-    transaction = alone(model, several=2)
+    """Neither reports nor batches nor the run itself remain."""
+    transaction = alone(network(), several=2)
     execute, given = execution(transaction), batches(WITH_BAD, BAD[:2])
     read(execute(*given))
-    told = len(transaction.created)
     transaction.release_run()
-    transaction.note_created(None, None)
     assert transaction.take_reports() == [] and transaction.given is None
-    assert len(transaction.created) == told
-    assert transaction.train_state().trainable == TrainState.of(model).trainable
+    assert not hasattr(transaction, "run")
 
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
@@ -486,7 +483,7 @@ def test_the_outputs_of_a_step():
         return {"rows": rows, "none": None, "entries": tf.sparse.from_dense(x), "more": [tf.reduce_mean(error), tf.shape(x)[0]]}
 
     transaction = alone(model, "deferred", body, logs=False)
-    transaction.train_state = lambda: TrainState.of(model, [optimizer])
+    transaction.run.read_train_state = lambda: TrainState.of(model, [optimizer])
     execute, plain = execution(transaction), execution(body)
     before = np.array(weight)
     for step in (0, BAD[0], 3):
