@@ -56,6 +56,7 @@ class ModelAttachment(attach.Attachment):
     """
 
     mode: Mode
+
     END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
     LOGS_RESTORED = True
 

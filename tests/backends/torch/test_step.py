@@ -237,6 +237,25 @@ def test_torch_optimizer_on_a_keras_model():
     assert [i.step for i in guard.incidents] == list(BAD)
 
 
+def test_a_batch_of_conjugates():
+    """NumPy cannot read a tensor that torch has conjugated, or negated, without a copy."""
+    module, guard = torch.nn.Linear(6, 1), NanGuard(verbose=0)
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+
+    def step(x):
+        module(x.abs()).square().mean().backward()
+        optimizer.step()
+
+    bad = torch.ones((4, 6), dtype=torch.complex64)
+    bad[2, 1] = complex(0.0, torch.nan)
+    with guard.watch(module, optimizer):
+        run = guard.step(step)
+        for x in (bad.real, bad.conj(), bad.conj().imag):
+            run(x)
+    found = [(i.step, i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents]
+    assert found == [(step, "input_nonfinite", (2,)) for step in (1, 2)]
+
+
 # Exceptions
 
 
