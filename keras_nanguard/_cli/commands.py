@@ -117,11 +117,13 @@ def repair(given: argparse.Namespace) -> int:
 )
 def recalibrate(given: argparse.Namespace) -> int:
     """Re-estimate the statistics of BatchNormalization from data, in a new file."""
-    from keras_nanguard._files.loading import data_arrays, load_model, model_output, save_model
+    from keras_nanguard._files.loading import data_arrays, load_model, save_model
+    from keras_nanguard._files.repair import checked_output
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
-    path = model_output(given.path, given.output, given.overwrite)
+    new = {"overwrite": given.overwrite, "extension": ".keras"}
+    path = checked_output(given.path, given.output, **new)
     from keras_nanguard._files.recalibrate import recalibrate as estimate
 
     with _taking_data(given.data):

@@ -18,7 +18,6 @@ from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.hdf5 import SIGNATURE
 from keras_nanguard._files.formats.limits import first_line, readable, refuse_missing
 from keras_nanguard._files.formats.npz import opened_arrays
-from keras_nanguard._files.repair import checked_output
 
 
 def load_model(path: str) -> Any:
@@ -123,27 +122,13 @@ def first_rows(data: Any, count: int) -> Any:
     return None if data is None else data[:count]
 
 
-def model_output(path: str, output: str | None, overwrite: bool) -> str:
-    """Return the absolute path of a new model, by default `model.repaired.keras` next to
-    `model.keras` or `model.h5`.
-
-    Raises:
-        GuardError: as of `checked_output`, and if it is not a `.keras` file.
-    """
-    final = checked_output(path, output, in_place=False, overwrite=overwrite, extension=".keras")
-    if not final.endswith(".keras"):
-        remedy = "Name another one."
-        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", remedy))
-    return final
-
-
 def save_model(model: Any, path: str, final: str) -> None:
     """Save a model atomically, with the permissions of the file that it was loaded from.
 
     Args:
         model: the model.
         path: the file that it was loaded from.
-        final: path of the new file, from `model_output`.
+        final: path of the new file.
     """
     with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
         model.save(unfinished)

@@ -49,7 +49,8 @@ def repair(
 
     Args:
         model_or_path: a built Keras model, which is changed, or the path of a file, which is not.
-        output: path of the new file; by default `model.keras` gives `model.repaired.keras`.
+        output: path of the new file, with the extension of the old one; by default `model.keras`
+            gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
         weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or
@@ -149,7 +150,7 @@ def _stored(source: Any) -> Iterator[str | None]:
 
 
 def checked_output(
-    path: str, output: str | None, *, in_place: bool, overwrite: bool, extension: str = ""
+    path: str, output: str | None, *, overwrite: bool, in_place: bool = False, extension: str = ""
 ) -> str:
     """Return the absolute path of the new file.
 
@@ -158,11 +159,12 @@ def checked_output(
         output: path of the new file, by default `model.repaired.keras` next to `model.keras`.
         in_place: replace the old file.
         overwrite: allow the output to exist.
-        extension: extension of the default, by default that of the old file.
+        extension: extension of the new file, by default that of the old one, as Keras chooses the
+            format of a file by its extension.
 
     Raises:
-        GuardError: if it exists, is a folder or a device, has no folder, is the old file (also
-            through a link), or `in_place` was given, too.
+        GuardError: if it exists, is a folder or a device, has no folder or another extension, is
+            the old file (also through a link), or `in_place` was given, too.
     """
     if in_place and output is not None:
         received = f"both, output={output!r}"
@@ -171,21 +173,20 @@ def checked_output(
     if in_place:
         return whole
     ending = next((ending for ending in _ENDINGS if whole.endswith(ending)), "")
-    default = f"{whole.removesuffix(ending)}.repaired{extension or ending}"
+    wanted = extension or ending
+    default = f"{whole.removesuffix(ending)}.repaired{wanted}"
     final = os.path.abspath(default if output is None else output)
-    if os.path.realpath(final) == os.path.realpath(path):
-        remedy = "Pass in_place=True to replace the file."
-        raise GuardError(expected("another output", f"output={output!r}", remedy))
-    exists = os.path.exists(final)
-    if exists and not os.path.isfile(final):
-        remedy = "Name another one."
-        raise GuardError(expected("an output that is a file", f"output={final!r}", remedy))
-    if exists and not overwrite:
-        remedy = "Pass overwrite=True."
-        raise GuardError(expected("an output that does not exist", f"output={final!r}", remedy))
-    if not os.path.isdir(folder := os.path.dirname(final)):
-        remedy = f"Create the folder {folder} first."
-        raise GuardError(expected("an existing folder", f"output={final!r}", remedy))
+    exists, is_file = os.path.exists(final), os.path.isfile(final)
+    folder, same = os.path.dirname(final), os.path.realpath(final) == os.path.realpath(path)
+    for wrong, what, remedy in (
+        (same, "another output", "Pass in_place=True to replace the file."),
+        (exists and not is_file, "an output that is a file", "Name another one."),
+        (exists and not overwrite, "an output that does not exist", "Pass overwrite=True."),
+        (not os.path.isdir(folder), "an existing folder", f"Create the folder {folder} first."),
+        (not final.endswith(wanted), f"an output that ends in {wanted}", "Name another one."),
+    ):
+        if wrong:
+            raise GuardError(expected(what, f"output={final!r}", remedy))
     return final
 
 

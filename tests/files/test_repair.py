@@ -257,6 +257,17 @@ def test_an_output_that_is_the_input_or_not_a_file_is_rejected(make, tmp_path, k
     assert (digest(path), os.lstat(output).st_ino) == before
 
 
+@pytest.mark.parametrize(
+    ("kind", "output"), [("weights", "x.keras"), ("keras", "x.weights.h5"), ("keras", "x")]
+)
+def test_an_output_of_another_format_is_rejected(make, kind, output):
+    """A repaired file has the format of the old one, so Keras could not load it by this name."""
+    path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
+    with pytest.raises(GuardError, match=r"Expected an output that ends in \..*Received.*output="):
+        repair(path, make.folder / output)
+    assert os.listdir(make.folder) == [os.path.basename(path)]
+
+
 def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
     """A bfloat16 dataset keeps its kind and its marker."""
     import ml_dtypes
