@@ -270,27 +270,22 @@ def diagnosed(model: Any, says: bool) -> Diagnosis | None:
 
     Never raises. `says`: whether to print a line if this takes longer than a second.
     """
+    from keras_nanguard._diagnose.examine import diagnose
     from keras_nanguard._diagnose.explain_step import when_slow
 
     with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
-        return _diagnosed(model)
-
-
-def _diagnosed(model: Any) -> Diagnosis | None:
-    from keras_nanguard._diagnose.examine import diagnose
-
-    try:
-        for x, y, weights in itertools.islice(_batches(), BATCHES):
-            predicted = model(x, training=False)
-            if not _finite(predicted):
-                return diagnose(model, x, None, None).diagnosis
-            if y is None or not model.compiled:
-                continue
-            if not _finite(model.compute_loss(x, y, predicted, weights)):
-                return diagnose(model, x, y, weights).diagnosis
-    except Exception as error:  # noqa: BLE001
-        why = f"The diagnosis failed: {type(error).__name__}: {error}"
-        return Diagnosis("unknown", evidence=(why,))
+        try:
+            for x, y, weights in itertools.islice(_batches(), BATCHES):
+                predicted = model(x, training=False)
+                if not _finite(predicted):
+                    return diagnose(model, x, None, None).diagnosis
+                if y is None or not model.compiled:
+                    continue
+                if not _finite(model.compute_loss(x, y, predicted, weights)):
+                    return diagnose(model, x, y, weights).diagnosis
+        except Exception as error:  # noqa: BLE001
+            why = f"The diagnosis failed: {type(error).__name__}: {error}"
+            return Diagnosis("unknown", evidence=(why,))
     return None
 
 

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
@@ -176,9 +175,16 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
             access.rebuild()
     with ExitStack() as ending:
         again = ending.enter_context(without_faults(run.model))
-        held = [o.held() for o in train_state.optimizers if hasattr(o, "held")]
-        for restore in (access.held(), *_generators(), *held):
-            ending.callback(restore)
+        host = current.host()
+        generator = host.generator_state()
+        ending.callback(access.held())
+        ending.callback(random.setstate, random.getstate())
+        ending.callback(np.random.set_state, np.random.get_state())
+        if generator is not None:
+            ending.callback(host.set_generator_state, generator)
+        for optimizer in train_state.optimizers:
+            if hasattr(optimizer, "held"):
+                ending.callback(optimizer.held())
         past_keras = (*train_state.unlisted, *run.transaction.untracked.values())
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
@@ -215,16 +221,3 @@ def _room(run: Run, rates: bool) -> bool:
     if rates:
         run.lacks_memory("cannot test other learning rates", size)
     return False
-
-
-def _generators() -> list[Callable[[], Any]]:
-    """Return functions that restore the random generators of the process."""
-    host = current.host()
-    of_backend = host.generator_state()
-    restores: list[Callable[[], Any]] = [
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-    ]
-    if of_backend is not None:
-        restores.append(partial(host.set_generator_state, of_backend))
-    return restores
