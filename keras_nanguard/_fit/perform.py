@@ -16,7 +16,7 @@ from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.bad_data import quarantine
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
-from keras_nanguard._fit.recovery import Lowering
+from keras_nanguard._fit.rates import Lowering
 from keras_nanguard._fit.rollback import Response
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
@@ -118,7 +118,7 @@ def _roll_back(response: Response, p: Parameters) -> str:
 def _lower_lr(response: Response, p: Parameters) -> str:
     run, incident, least = response.run, response.incident, p["min_lr"]
     before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
-    tried = run.recovery.tried(run.counts.committed)
+    tried = run.counts.committed > max(run.recovery.lowered_at, 0)
     if incident.refused and before_update and not tried:
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")

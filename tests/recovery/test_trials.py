@@ -12,8 +12,8 @@ from support import zoo
 from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
+from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
-from keras_nanguard._fit.recovery import Rate
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial

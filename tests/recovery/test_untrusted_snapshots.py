@@ -15,7 +15,8 @@ from support import zoo
 
 from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
 from keras_nanguard._core import atomic_files
-from keras_nanguard._fit.recovery import GuardState, RateChange
+from keras_nanguard._fit.rates import RateChange
+from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
 from keras_nanguard._policy.state import PolicyState
