@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.hdf5 import SIGNATURE

@@ -186,7 +186,7 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
         "try: repair(sys.argv[1], sys.argv[2])\n"
         "except OSError as error: print(type(error).__name__, error.errno, error.filename)\n"
     )
-    output = str(make.folder / "new.keras")
+    output = str(make.folder / f"new.{os.path.basename(path).partition('.')[2]}")
     done = subprocess.run(
         [sys.executable, "-c", code, path, output], capture_output=True, text=True, check=True
     )
