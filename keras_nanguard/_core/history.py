@@ -197,6 +197,11 @@ class History:
             self.weights = {key: sizes(array) for key, array in known if array is not None}
 
     @property
+    def scale(self) -> float:
+        """Loss scale of the last good step, 0.0 if there is none."""
+        return self._recent[-1][3] if self._recent else 0.0
+
+    @property
     def series(self) -> list[tuple[int, float]]:
         """Step and loss of the last `LONG` good steps that no rollback has undone, oldest first."""
         return [(step, loss) for step, loss, _, _ in self._recent]

@@ -290,11 +290,10 @@ def diagnosed(model: Any, says: bool) -> Diagnosis | None:
 
 
 def one_batch() -> tuple[Any, Any, Any] | None:
-    """Return `(x, y, sample_weight)` of the first batch of the running `evaluate`; `None` if
-    workers prepare the data.
+    """Return `(x, y, sample_weight)` of the first batch of the running `evaluate`; `None` if it
+    does not evaluate arrays. Reading other data once more may change what it yields next.
     """
-    adapter = keras_fitting.running_data()
-    return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
+    return next(_batches(), None) if keras_fitting.evaluates_arrays() else None
 
 
 def _batches() -> Iterator[tuple[Any, Any, Any]]:

@@ -134,7 +134,7 @@ class Incidents:
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
-        if verdict.scale > run.policy.loss_scale.ceiling:
+        if run.policy.loss_scale.is_too_high(verdict.scale, run.history.scale):
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
         incident = self.handle(Detected(step, findings, verdict, report, refused=True))
@@ -155,7 +155,7 @@ class Incidents:
         """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
         its gradients are bad.
 
-        After a streak of such steps the step must also be finite at a loss scale of 1.
+        After a streak of such steps the step must also be finite at the lowest loss scale.
         """
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
@@ -164,10 +164,10 @@ class Incidents:
             return False
         if counts.streak == 1 and run.scan(before=True):
             return False
-        if scaling.is_expected_overflow(counts.streak, verdict.scale):
+        if scaling.is_expected_overflow(counts.streak, verdict.scale, run.history.scale):
             return True
-        ordinary = scaling.can_fall(verdict.scale)
-        ordinary = ordinary and self._tried(Trial.is_finite_unscaled, self._given())
+        ordinary = scaling.can_fall(verdict.scale, run.history.scale)
+        ordinary = ordinary and self._tried(Trial.is_finite_at_floor, self._given())
         counts.streak = 0 if ordinary else counts.streak
         return ordinary
 

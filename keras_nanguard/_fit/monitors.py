@@ -314,7 +314,7 @@ class Monitors:
             value = float(keras_variables.read(scale))
             if value < check.floor:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
-            elif value > check.ceiling:
+            elif check.is_too_high(value, run.history.scale):
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
 
 

@@ -110,11 +110,12 @@ class Trial:
                 return None
         return {id(v): keras_variables.read(v) for v in self._variables}
 
-    def is_finite_unscaled(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is finite with every loss scale at 1."""
+    def is_finite_at_floor(self, args: Sequence[Any]) -> bool:
+        """Return whether a step from the current state is finite at the lowest loss scale."""
         self._load(self.present)
+        floor = self._run.policy.loss_scale.floor
         for scale, _ in self._run.train_state().scales:
-            keras_variables.write(scale, np.ones((), str(scale.dtype)))
+            keras_variables.write(scale, np.asarray(floor, str(scale.dtype)))
         return math.isfinite(self._step(args))
 
     def is_bad_by_noise(self, args: Sequence[Any]) -> bool:

@@ -262,6 +262,11 @@ def running_data() -> Any:
     return None if "Generator" in type(adapter).__name__ else adapter
 
 
+def evaluates_arrays() -> bool:
+    """Whether the data of the innermost running `evaluate` or `predict` is arrays."""
+    return type(running_data()).__name__ == "ArrayDataAdapter"
+
+
 def running_spec() -> Any:
     """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None`
     if there is none.

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.verdict import MIN_LOSS_SCALE
 from keras_nanguard._policy.actions import (
     Action,
     FixLossScale,
@@ -79,8 +80,14 @@ class Divergence(Record):
 class LossScale(Record):
     """How the loss scale of mixed_float16 is checked, and what happens outside of its range."""
 
-    floor: float = Field(default=1.0, gt=0, description="a lower scale is a `collapse`")
-    ceiling: float = Field(default=2.0**32, gt=0, description="a higher scale is `out_of_range`")
+    floor: float = Field(
+        default=MIN_LOSS_SCALE, gt=0, description="a lower scale is a `collapse`"
+    )
+    ceiling: float = Field(
+        default=2.0**32,
+        gt=0,
+        description="a higher scale is `out_of_range`, unless dynamic scaling has raised it",
+    )
     streak: int = Field(
         default=8, ge=0, le=1000, description="overflows in a row that are left to dynamic scaling"
     )
@@ -95,17 +102,26 @@ class LossScale(Record):
             raise ValueError(f"floor <= ceiling = {self.ceiling:g}")
         return self
 
-    def is_expected_overflow(self, streak: int, scale: float) -> bool:
+    def is_expected_overflow(self, streak: int, scale: float, last: float) -> bool:
         """Return whether dynamic scaling handles the last of `streak` overflows in a row.
+
+        Args:
+            streak: the number of overflows.
+            scale: the loss scale.
+            last: that of the last good step, 0 if there is none.
 
         Overflows at a scale above `HIGH_SCALE` are not counted. Ordinary gradients overflow there,
         and dynamic scaling halves the scale once per step.
         """
-        return (streak <= self.streak or scale > HIGH_SCALE) and self.can_fall(scale)
+        return (streak <= self.streak or scale > HIGH_SCALE) and self.can_fall(scale, last)
 
-    def can_fall(self, scale: float) -> bool:
+    def can_fall(self, scale: float, last: float) -> bool:
         """Return whether half of a scale is within the bounds."""
-        return self.floor <= scale * 0.5 <= self.ceiling
+        return self.floor <= scale * 0.5 and not self.is_too_high(scale * 0.5, last)
+
+    def is_too_high(self, scale: float, last: float) -> bool:
+        """Return whether a scale is above the ceiling, and dynamic scaling has not raised it."""
+        return scale > max(self.ceiling, 2.0 * last)
 
 
 class Statistics(Record):

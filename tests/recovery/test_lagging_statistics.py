@@ -166,3 +166,27 @@ def test_a_failing_check_has_no_effect(monkeypatch):
     monkeypatch.setattr("keras_nanguard._fit.batchnorm.one_batch", lambda: ("no", "such", "batch"))
     guard, history = fit(network())
     assert guard.incidents == [] and len(history["val_loss"]) == 2
+
+
+class Drawn(keras.utils.PyDataset):
+    """Batches that differ at each read, as with augmentation."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y, self.rng = x, y, np.random.default_rng(0)
+
+    def __len__(self):
+        return len(self.x) // BATCH
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        x = self.x[rows]
+        return x + 0.01 * self.rng.standard_normal(x.shape).astype("float32"), self.y[rows]
+
+
+def test_data_that_differ_at_each_read_are_not_read_again():
+    """Validation losses are those of plain Keras."""
+    x, y = labelled(0)
+    plain = network().fit(x, y, epochs=2, batch_size=BATCH, verbose=0, validation_data=Drawn(*labelled(1)))
+    _, history = fit(network(), held_out=Drawn(*labelled(1)))
+    assert history["val_loss"] == plain.history["val_loss"]
