@@ -297,6 +297,8 @@ def _last_good(response: Response) -> str:
     """Restore the last good state at the end of training; return it in words."""
     run, incident = response.run, response.incident
     if incident.refused and "state" not in incident.sites:
+        if "divergence" in incident.causes:
+            return "the model has the finite state of the step before, but training had diverged"
         return "the model still has the last good state"
     snapshot = run.agreement.snapshot(response.newest(), run.ring)
     if snapshot is None:

@@ -762,6 +762,18 @@ class TestStop:
         assert "still has the last good state" in outcomes(guard, "stop")[0][2]
         assert int(run.model.optimizer.iterations.numpy()) == 6
 
+    def test_the_state_after_a_divergence_is_not_called_good(self):
+        """A refused step of a diverged run leaves finite weights that are useless."""
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
+        hidden = keras.layers.Dense(8, "relu")
+        model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(5.0), "mse")
+        guard = NanGuard("stop", verbose=0)
+        model.fit(x, x[:, :1], batch_size=8, epochs=5, verbose=0, callbacks=[guard])
+        ((_, status, words),) = outcomes(guard, "stop")
+        assert "divergence" in guard.incidents[-1].causes and status == "done"
+        assert "training had diverged" in words
 
     @pytest.mark.parametrize("ending", ["stop", "raise_error"])
     @pytest.mark.parametrize("kind", ["plain", "schedule"])
