@@ -17,7 +17,7 @@ from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.modules import TorchOptimizer, local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
@@ -72,6 +72,7 @@ class Parts:
     Attributes:
         weights, slots: what updates write.
         weights_and_slots: both in one list.
+        updated: the `id` of each of them.
         unproven: the slots that are read after every update.
         other: statistics, frozen weights, seeds and states of recurrent layers.
         small_state: `other`, and the tensors of metrics.
@@ -81,6 +82,8 @@ class Parts:
             modules included.
         results: the `id` of tensors that earlier calls have left in layers.
         judged_elsewhere: the `id` of tensors that are not statistics.
+        loose: the optimizers of torch in attributes of the model or its layers that are not among
+            the optimizers of the train state.
     """
 
     def __init__(self, train_state: TrainState):
@@ -95,14 +98,17 @@ class Parts:
         self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
         self.results = {id(tensor) for tensor in train_state.results}
         settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
-        apart = (*metrics, *self.weights_and_slots, *_of(settings))
-        self.judged_elsewhere = {id(tensor) for tensor in apart}
-        listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
+        self.updated = {id(tensor) for tensor in self.weights_and_slots}
+        self.judged_elsewhere = self.updated | {id(t) for t in (*metrics, *_of(settings))}
+        listed = self.updated | {id(t) for t in self.other}
         natives = [keras_variables.native(v) for v in train_state.unlisted]
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         attributes = keras_layers.attributes_of(train_state.layers)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
+        known = [getattr(optimizer, "of", None) for optimizer in train_state.optimizers]
+        found = [held for _, _, held in attributes if isinstance(held, torch.optim.Optimizer)]
+        self.loose = [TorchOptimizer(held, {}) for held in found if held not in known]
 
     def slot_writes(self) -> int:
         """Return how often torch has written the slots.
@@ -160,6 +166,7 @@ class Judgement:
         verdict: the numbers so far; means over all processes, if there are several.
         own: the numbers of this process alone, at the time of the decision.
         statistics: what the step has written besides its updates, as far as it is judged.
+        unrecorded: the weights and slots that it has written without an optimizer, by site.
         raised: whether the body has ended in an exception about a bad number.
         updated: whether updates had run before the decision.
         left_by_previous: whether the previous step has left bad numbers in the state.
@@ -180,6 +187,7 @@ class Judgement:
         self.decision: Decision | None = None
         self.verdict = self.own = NO_VERDICT
         self.statistics: list[Any] = []
+        self.unrecorded: dict[str, list[Any]] = {}
         self.left_by_previous = self.raised = self.updated = False
         self.is_shared = agreement.count > 1
         self._rewritten = parts.slot_writes() != carried.slot_writes
@@ -199,7 +207,9 @@ class Judgement:
         if raised and not seen.records:  # what was left before the first update
             gradients = [gradient for _, gradient in parts.gradients()]
         self.statistics = self._written_statistics(parts)
-        state = self._updated(parts, math.inf) if updated and seen.records else {}
+        self.unrecorded = state = self._unrecorded(parts)
+        if updated and seen.records:
+            state = self._updated(parts, math.inf)
         scales = [scale.value for scale, _ in parts.train_state.scales]
         read = reductions.read(
             {
@@ -262,10 +272,22 @@ class Judgement:
         if self.raised and not seen.records:
             found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
         found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
-        if self.updated:
-            found += [("weights", v.path, v.value) for v in state.trainable]
-            found += [("slots", v.path, v.value) for v in state.slots]
+        written = {id(tensor) for tensors in self.unrecorded.values() for tensor in tensors}
+        for site, variables in (("weights", state.trainable), ("slots", state.slots)):
+            shown = [v for v in variables if self.updated or id(v.value) in written]
+            found += [(site, v.path, v.value) for v in shown]
         return found
+
+    def _unrecorded(self, parts: Parts) -> dict[str, list[Any]]:
+        """Return the `weights` and `slots` that the step has written, and none of its updates
+        writes.
+        """
+        if parts.updated.isdisjoint(self.log.old):  # the healthy step of a Keras optimizer
+            return {}
+        recorded = {id(tensor) for record in self.seen.records for tensor in record.state()}
+        written = {id(tensor) for tensor in self.log.written} - recorded
+        sites = {"weights": parts.weights, "slots": parts.slots}
+        return {site: [t for t in held if id(t) in written] for site, held in sites.items()}
 
     def _updated(self, parts: Parts, gradients: float) -> dict[str, list[Any]]:
         """Return the updated `weights` and `slots` to read, given half the sum of squares of the

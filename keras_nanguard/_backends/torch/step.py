@@ -256,6 +256,8 @@ class StepRun:
         attributes = parts.attributes(every=transaction.is_fresh)
         log.at_undo("attributes", partial(keras_layers.give_back_tensors, attributes))
         log.at_undo("gradients", self._restore_gradients)
+        for optimizer in parts.loose if transaction.may_undo_update else ():
+            log.at_undo(id(optimizer), optimizer.held())
         return log
 
     def complete(self) -> Any:
@@ -266,7 +268,7 @@ class StepRun:
         outputs = self._run_body()
         if judgement.decision is None:
             self._judge(outputs)
-        self._note_findings()
+        unseen = self._note_findings()
         if judgement.decision is Decision.CHECK:
             self.queue.flush(keep=True)
             self._judge(outputs)
@@ -276,7 +278,7 @@ class StepRun:
         if is_bad and transaction.refuses:
             self._refuse()
         else:
-            self._commit()
+            self._commit(unseen)
         carried, transaction.verdict = transaction.carried, judgement.verdict
         carried.weights = judgement.verdict.weights
         carried.slot_writes = transaction.parts.slot_writes()
@@ -357,13 +359,17 @@ class StepRun:
         for tensor, grad in self._gradients:
             tensor.grad = grad
 
-    def _note_findings(self) -> None:
-        """Note for later steps what the body has shown."""
+    def _note_findings(self) -> bool:
+        """Note for later steps what the body has shown. Return whether it has written weights or
+        slots that are not kept, so that the verdict did not see it.
+        """
         carried, log, queue = self.transaction.carried, self.log, self.queue
         carried.adds_to_gradients |= any(log.counted(local(g)) for _, g in self._gradients)
-        carried.untracked.update({id(tensor): tensor for tensor in self._untracked()})
+        untracked = {id(tensor): tensor for tensor in self._untracked()}
+        carried.untracked.update(untracked)
         carried.keeps_undo |= queue.early and self.judgement.decision is not Decision.CHECK
         carried.unread = {}
+        return not self.transaction.parts.updated.isdisjoint(untracked.keys() - log.old.keys())
 
     def _untracked(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
@@ -395,8 +401,10 @@ class StepRun:
         raised, updated = self.error is not None, self._is_updated
         self.judgement.judge(self.transaction.parts, outputs, raised=raised, updated=updated)
 
-    def _commit(self) -> None:
-        """Run the deferred updates, and read the updated state, now or with the next step."""
+    def _commit(self, unseen: bool) -> None:
+        """Run the deferred updates, and read the updated state, now or with the next step;
+        `unseen`: also without updates, because it was written unseen.
+        """
         transaction, records = self.transaction, self.seen.records
         is_read = self._is_updated and not self.queue.waiting
         self.queue.flush(keep=False)
@@ -406,7 +414,8 @@ class StepRun:
         if created:
             transaction.carried.stale = True
             transaction.read_parts()
-        if records and transaction.refuses and not (is_read and not created):
+        is_due = bool(records) and not (is_read and not created)
+        if transaction.refuses and (is_due or unseen):
             transaction.carried.unread = self.judgement.read_update(transaction.parts)
 
     def _refuse(self) -> None:

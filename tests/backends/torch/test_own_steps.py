@@ -193,6 +193,90 @@ def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
     assert not step.verdict.refused and step.verdict.statistics == 0.0 and not math.isfinite(step.verdict.weights)
 
 
+# Updates without a Keras optimizer of the model
+
+
+def assigned(model):
+    """Gradient descent by `assign`."""
+
+    def update(gradients):
+        for variable, gradient in zip(model.trainable_variables, gradients):
+            variable.assign(variable.value - 0.1 * gradient)
+
+    return update
+
+
+def of_torch(model):
+    """An optimizer of torch in an attribute of the model."""
+    model.of = torch.optim.Adam([v.value for v in model.trainable_variables], lr=0.1)
+    return lambda gradients: model.of.step()
+
+
+def hidden(model):
+    """A Keras optimizer that no attribute of the model has."""
+    optimizer = keras.optimizers.SGD(0.1)
+    return lambda gradients: optimizer.apply(gradients, model.trainable_variables)
+
+
+def by_hand(make, batches, guarded):
+    """Train, where a batch is `BAD` with a NaN gradient of a finite loss; return the final state,
+    whether each step was refused, and the transaction.
+    """
+    model = network()
+    update, ran = make(model), []
+
+    def body(data):
+        model.zero_grad()
+        x = X if data[0] is BAD else data[0]
+        loss = model.compute_loss(x=x, y=data[1], y_pred=model(x, training=True))
+        (loss + 0 * torch.sqrt(0 * model.layers[-1].kernel.value.sum()) if data[0] is BAD else loss).backward()
+        with torch.no_grad():
+            update([v.value.grad for v in model.trainable_variables])
+        return {"loss": loss}
+
+    step = alone(model, body) if guarded else body
+    for batch in batches:
+        step((batch, Y))
+        ran += [step.verdict.refused] if guarded else []
+    slots = [t.numpy().copy() for held in model.of.state.values() for t in held.values()] if make is of_torch else []
+    return [*state(model), *slots], ran, step
+
+
+@pytest.mark.parametrize("make", [assigned, of_torch, hidden])
+@pytest.mark.parametrize("at", [0, 1, 4, 5])
+def test_an_update_without_an_optimizer_of_the_model(make, at):
+    """The weights that it writes are judged with the step."""
+    good = [X, 2 * X, X, 3 * X, X]
+    batches = [*good[:at], BAD, *good[at:]]
+    assert not all(np.isfinite(a).all() for a in by_hand(make, batches[: at + 1], False)[0])
+    ended, refused, step = by_hand(make, batches, True)
+    assert refused == [batch is BAD for batch in batches] and same(ended, by_hand(make, good, False)[0])
+    (report,) = step.take_reports()
+    assert math.isfinite(report.verdict.loss) and [row for row, (nan, _, _) in zip(report.rows, report.counts) if nan] == [("weights", step.model.layers[-1].kernel.path)]
+
+
+@pytest.mark.parametrize("make", [assigned, of_torch])
+def test_an_update_by_hand_that_first_comes_late(make):
+    """What torch writes in place for the first time cannot be restored, but it is seen."""
+    model = network()
+    update, calls = make(model), []
+
+    def body(data):
+        calls.append(data)
+        model.zero_grad()
+        loss = model.compute_loss(x=X, y=Y, y_pred=model(X, training=True))
+        loss.backward()
+        with torch.no_grad():
+            if len(calls) == 4:
+                update([v.value.grad.mul_(torch.nan) for v in model.trainable_variables])
+        return {"loss": loss}
+
+    step = alone(model, body)
+    for _ in range(4):
+        step((X, Y))
+    assert step.verdict.refused is (make is assigned) and not math.isfinite(step.verdict.weights)
+
+
 # Exceptions
 
 
