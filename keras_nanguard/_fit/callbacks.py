@@ -75,10 +75,8 @@ def hide_from_progress_bar(callbacks: Any) -> None:
 
 
 def _without_own(shown: Callable[..., Any], epoch: int, logs: Any = None) -> Any:
-    others = {k: v for k, v in (logs or {}).items() if not k.startswith(OWN)}
-    if not others.get(REFUSED):
-        others.pop(REFUSED, None)
-    return shown(epoch, others)
+    others = (logs or {}).items()
+    return shown(epoch, {k: v for k, v in others if not k.startswith(OWN) and (k != REFUSED or v)})
 
 
 class Logs:
@@ -134,8 +132,10 @@ class Logs:
             if isinstance(value, Mapping):
                 inner = known if isinstance(known, Mapping) else {}
                 return {n: one(n, part, inner.get(n), grows) for n, part in value.items()}
-            if known is not None or not _is_float(value):
-                return value if known is None else known
+            if known is not None:
+                return known
+            if not _is_float(value):
+                return value
             if key == "loss" and math.isfinite(loss):
                 return loss
             unmeasured.add(key)
@@ -161,8 +161,8 @@ def _is_float(value: Any) -> bool:
 class Firewall:
     """Protects the callbacks of a guarded fit, by changes to instances only.
 
-    The whole state is checked before each save of a model. Callbacks that compare values do not
-    receive one that is not finite, or that no step has measured: those that keep the best model
+    The whole state is checked before each save of a model. Callbacks of Keras that compare values
+    do not use one that is not finite, or that no step has measured: those that keep the best model
     find no better one, and the others warn that the metric is missing. All other callbacks and
     History receive the logs unchanged.
 
@@ -179,12 +179,14 @@ class Firewall:
         for target, name in [*own, *keras_fitting.savers(callbacks)]:
             if hasattr(target, name):  # a trainer that is not a `keras.Model` may have none
                 self._overrides.set(target, name, self._checked(getattr(target, name)))
+        kinds = keras.callbacks
+        saving = (kinds.ModelCheckpoint, getattr(kinds, "OrbaxCheckpoint", kinds.ModelCheckpoint))
+        comparing = (kinds.EarlyStopping, kinds.ReduceLROnPlateau, *saving)
         for callback in callbacks:
+            if not isinstance(callback, comparing) or not getattr(callback, "save_best_only", True):
+                continue
             by_batches = getattr(callback, "save_freq", "epoch") != "epoch"
-            names = ["on_epoch_end"] if hasattr(callback, "monitor") else []
-            if by_batches and getattr(callback, "save_best_only", False):
-                names.append("on_train_batch_end")
-            for name in names:
+            for name in ("on_epoch_end", "on_train_batch_end")[: 1 + by_batches]:
                 if name not in vars(callback):
                     self._overrides.set(callback, name, self._shielded(callback, name))
 
@@ -212,33 +214,29 @@ class Firewall:
     def _shielded(self, callback: Any, name: str) -> Callable[..., Any]:
         """Return a method of a callback that compares, without values that it may not use.
 
-        A callback that keeps the best model gets NaN, and a comparison that is never true: its file
-        name may contain the metric. Without the metric it would always save, and with NaN alone it
-        would save if it has no best value yet.
+        If only code of Keras reads the logs, `EarlyStopping` and `ReduceLROnPlateau` receive them
+        without the metric. All others may require it: the file name of a checkpoint may contain it,
+        and a subclass may read it. They receive it, and a comparison that is never true.
         """
         real = getattr(callback, name)
+        removes = not hasattr(callback, "save_best_only") and all(
+            str(getattr(callback, reader, real).__module__).startswith("keras.")
+            for reader in ("on_epoch_end", "get_monitor_value")
+        )
 
         def guarded(number: int, logs: Any = None) -> Any:
-            key, logs = callback.monitor, {} if logs is None else logs
-            value = logs.get(key)
-            known = numbers({key: value} if hasattr(callback, "monitor_op") else {})
-            seen = self._session.logs
-            hidden = key in seen.unmeasured or key in seen.failed
-            if key not in known or (math.isfinite(known[key]) and not hidden):
+            key, seen = getattr(callback, "monitor", None), self._session.logs
+            value = logs.get(key) if logs and isinstance(key, str) else None
+            known = numbers({"": value}).get("")
+            if known is None or (math.isfinite(known) and key not in seen.unmeasured | seen.failed):
                 return real(number, logs)
-            if not getattr(callback, "save_best_only", False):
-                del logs[key]
-                try:
-                    return real(number, logs)
-                finally:
-                    logs[key] = value
-            comparison, best = callback.monitor_op, callback.best
-            callback.monitor_op = lambda value, other: False
-            callback.best = math.nan if best is None else best
-            try:
-                return real(number, {**logs, key: math.nan})
-            finally:
-                callback.monitor_op, callback.best = comparison, best
+            shown = {n: v for n, v in logs.items() if n != key} if removes else logs
+            with Overrides() as changed:
+                changed.set(callback, "monitor_op", lambda value, other: False)
+                if getattr(callback, "best", None) is None:  # any value is better than none
+                    changed.set(callback, "best", math.nan)
+                real(number, shown)
+            logs.update(shown)  # with the rate that `ReduceLROnPlateau` adds
 
         return guarded
 
@@ -279,9 +277,8 @@ def diagnosed(model: Any, says: bool) -> Diagnosis | None:
                 predicted = model(x, training=False)
                 if not _finite(predicted):
                     return diagnose(model, x, None, None).diagnosis
-                if y is None or not model.compiled:
-                    continue
-                if not _finite(model.compute_loss(x, y, predicted, weights)):
+                is_scored = y is not None and model.compiled
+                if is_scored and not _finite(model.compute_loss(x, y, predicted, weights)):
                     return diagnose(model, x, y, weights).diagnosis
         except Exception as error:  # noqa: BLE001
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
@@ -306,5 +303,5 @@ def _batches() -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _finite(value: Any) -> bool:
-    arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
-    return all(finiteness.is_finite(array) for array in arrays)
+    tensors = keras.tree.flatten(value)
+    return all(finiteness.is_finite(keras.ops.convert_to_numpy(tensor)) for tensor in tensors)

@@ -146,6 +146,106 @@ def test_rate_is_not_lowered_for_a_nan():
     assert rate_after(NanGuard(verbose=0)) == pytest.approx(first)
 
 
+@pytest.mark.parametrize("guards", [0, 1])
+def test_a_file_name_may_contain_a_nan(tmp_path, guards):
+    """A checkpoint that keeps every epoch compares nothing. It is saved as in stock Keras."""
+    path = tmp_path / "{epoch}-{val_loss:.2f}.weights.h5"
+    kept = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    guarding = [NanGuard(verbose=0)] * guards
+    fit([kept, *guarding], epochs=2, validation_data=BadValidation())
+    assert [p.name.split("-")[0] for p in sorted(tmp_path.iterdir())] == ["1", "2"]
+    assert (tmp_path / "1-nan.weights.h5").exists()
+
+
+@pytest.mark.parametrize("guards", [0, 1])
+def test_a_file_name_may_contain_a_log_without_a_step(tmp_path, guards):
+    """Stock Keras writes a file after an epoch in which every batch is bad, and so does the guard.
+    """
+    data = zoo.regression(batches=2)
+    data.x[:] = np.nan
+    path = tmp_path / "{epoch}-{loss:.0f}.weights.h5"
+    kept = keras.callbacks.ModelCheckpoint(path, "loss", save_weights_only=True)
+    guarding = [NanGuard(verbose=0, diagnose=False)] * guards
+    zoo.plain().fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[kept, *guarding])
+    (file,) = tmp_path.iterdir()
+    assert finite_file(file) == bool(guards)
+
+
+class OwnBest(keras.callbacks.Callback):
+    """A user's callback that looks like those of Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.monitor, self.monitor_op, self.best = "val_loss", np.less, np.inf
+        self.read = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.read.append(float(logs[self.monitor]))
+        if self.monitor_op(logs[self.monitor], self.best):
+            self.best = logs[self.monitor]
+
+
+class TwoMetrics(keras.callbacks.Callback):
+    """A user's callback that reads two metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.monitor, self.best, self.read = ["loss", "val_loss"], 0, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.read += [float(logs[name]) for name in self.monitor]
+
+
+class ReadsTwo(keras.callbacks.EarlyStopping):
+    """The mean of two metrics decides."""
+
+    def __init__(self):
+        super().__init__(patience=9, mode="min")
+        self.monitor, self.read = ["val_loss", "loss"], []
+
+    def get_monitor_value(self, logs):
+        self.read.append(sum(float(logs[name]) for name in self.monitor))
+        return self.read[-1]
+
+
+class ReadsAlone(keras.callbacks.EarlyStopping):
+    """Requires the metric."""
+
+    def __init__(self):
+        super().__init__(patience=9)
+        self.read = []
+
+    def get_monitor_value(self, logs):
+        self.read.append(float(logs[self.monitor]))
+        return logs[self.monitor]
+
+
+class ReadsBefore(keras.callbacks.ReduceLROnPlateau):
+    """Requires the metric, and leaves the comparison to Keras."""
+
+    def __init__(self):
+        super().__init__(patience=9)
+        self.read = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.read.append(float(logs[self.monitor]))
+        super().on_epoch_end(epoch, logs)
+
+
+@pytest.mark.parametrize("kind", [OwnBest, TwoMetrics, ReadsTwo, ReadsAlone, ReadsBefore])
+def test_own_code_reads_the_logs_of_keras(kind):
+    """Code that is not of Keras reads the same values with and without the guard, also a NaN. What
+    Keras compares for it never makes NaN the best value.
+    """
+    stock, ours = kind(), kind()
+    for callbacks in ([stock], [ours, NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        fit(callbacks, dropout=False, validation_data=BadValidation())
+    assert np.isnan(stock.read).any()
+    np.testing.assert_allclose(ours.read, stock.read, rtol=1e-6)
+    assert kind is ReadsTwo or np.isfinite(ours.best)
+
+
 def test_averages_swapped_in_are_finite(tmp_path):
     """Averaged weights that `SwapEMAWeights` swaps in for a checkpoint are those of good steps
     only.
