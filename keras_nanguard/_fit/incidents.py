@@ -134,7 +134,8 @@ class Incidents:
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
-        if run.policy.loss_scale.is_too_high(verdict.scale, run.history.scale):
+        scaling = run.policy.loss_scale
+        if verdict.scale > 1.0 and scaling.is_too_high(verdict.scale, run.history.scale):
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
         incident = self.handle(Detected(step, findings, verdict, report, refused=True))
