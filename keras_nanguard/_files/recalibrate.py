@@ -111,7 +111,7 @@ def recalibrate(
 
     Raises:
         GuardError: if the model has no such layer, the data is empty, `steps` or `batch_size` is
-            below 1, or the input of a layer is not finite.
+            below 1, or the input of a layer is not finite or has only one value per channel.
 
     Example:
 
@@ -135,9 +135,7 @@ def recalibrate(
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
     # Those that running the model may change: statistics, seeds, states and counters.
     fixed = (a.who.role == "slot" or getattr(a.variable, "trainable", False) for a in arrays)
-    restorers = [
-        keras_variables.restorer(array.variable) for array, one in zip(arrays, fixed) if not one
-    ]
+    restorers = [keras_variables.restorer(a.variable) for a, one in zip(arrays, fixed) if not one]
     done = 0
     try:
         with Overrides() as overrides:
@@ -201,12 +199,14 @@ class _Estimate:
         """Return the changes of the layer's statistics.
 
         Raises:
-            GuardError: if the estimate is not finite.
+            GuardError: if the estimate is not finite, or of one value, whose variance would be 0.
         """
         new_variance = self._variance
-        if not (np.isfinite(self._mean).all() and np.isfinite(new_variance).all()):
-            what, received = "finite inputs to every BatchNormalization", f"NaN or Inf at {path}"
-            remedy = "Scan the model and the data; the old statistics were restored."
+        finite = np.isfinite(self._mean).all() and np.isfinite(new_variance).all()
+        if self.count < 2 or not finite:
+            what = "finite inputs to every BatchNormalization, two values per channel or more"
+            received = f"{'NaN or Inf' if self.count > 1 else 'one value'} at {path}"
+            remedy = "Scan the model and the data, or pass more; the old statistics were restored."
             raise GuardError(expected(what, received, remedy))
         mean, variance = self._old
         if not (np.isfinite(mean).all() and np.isfinite(variance).all()):
@@ -227,12 +227,11 @@ def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
         values = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance, count = _moments(values, layer.axis % len(values.shape), mask)
         try:
-            arrays = (ops.convert_to_numpy(value) for value in (mean, variance))
-            new_mean, new_variance = (np.asarray(array, np.float64) for array in arrays)
+            found = [ops.convert_to_numpy(v).astype(np.float64) for v in (mean, variance)]
         except Exception as error:
             received, remedy = f"{path} within a compiled function", "Undo the compilation."
             raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
-        estimate.merge(new_mean, new_variance, count)
+        estimate.merge(found[0], found[1], count)
         for variable, value in estimate.pairs(mean, variance):
             variable.assign(value)
         return original(inputs, training=False, mask=mask)
@@ -256,7 +255,7 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     mean = ops.sum(ops.where(counted, values, 0.0), axis=axes, keepdims=True) / total
     deviations = ops.where(counted, ops.square(values - mean), 0.0)
     variance = ops.sum(deviations, axis=axes, keepdims=True) / total
-    count = int(np.asarray(ops.convert_to_numpy(total)).max())
+    count = int(ops.convert_to_numpy(total).max())
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 

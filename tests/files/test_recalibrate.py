@@ -166,8 +166,8 @@ def test_only_chosen_layers_are_estimated(nested, task, only):
 
 
 def test_errors_keep_the_old_statistics(keras, nested, task):
-    """NaN in the data, no data, an interrupted run: the error names the layer and the statistics
-    are unchanged.
+    """NaN in the data, no data, one value, an interrupted run: the error names the layer and the
+    statistics are unchanged.
     """
     model = nested()
     inner = model.get_layer("backbone")
@@ -185,6 +185,10 @@ def test_errors_keep_the_old_statistics(keras, nested, task):
         recalibrate(model, task[0][:0])
     with pytest.raises(KeyboardInterrupt):
         recalibrate(model, interrupted())
+    single = chain(keras, keras.layers.BatchNormalization(name="bn"))
+    with pytest.raises(GuardError, match=r"two values per channel.*one value at bn"):
+        recalibrate(single, np.ones((1, 4), np.float32))
+    np.testing.assert_array_equal(single.get_layer("bn").moving_variance.numpy(), np.ones(4))
     for variable, value in zip(model.variables, before):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert "call" not in vars(inner.get_layer("conv_bn"))
