@@ -69,7 +69,7 @@ def scan(given: argparse.Namespace) -> int:
         for entry in report.variables if given.notes and not given.json else ():
             for one in entry.problems:
                 if one.severity == "note":
-                    print(f"note: {entry.path}: {one.detail}")
+                    output.say(f"note: {entry.path}: {one.detail}")
     return max(codes)
 
 
@@ -133,8 +133,8 @@ def recalibrate(given: argparse.Namespace) -> int:
     if given.json:
         output.print_json({**report.to_dict(), "output": path})
     else:
-        print(report)
-        print(f"Written to {path}.")
+        output.say(report)
+        output.say(f"Written to {path}.")
     return output.CLEAN
 
 
@@ -190,7 +190,7 @@ def diagnose(given: argparse.Namespace) -> int:
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
     code = output.show(found, given.json, found.healthy)
     if found.error and found.diagnosis.cause == "unknown":
-        print(f"keras-nanguard: {found.error}.", file=sys.stderr)
+        output.say(f"keras-nanguard: {found.error}.", sys.stderr)
         return output.MISUSE
     return code
 
@@ -228,7 +228,7 @@ def check_policy(given: argparse.Namespace) -> int:
     if given.json:
         output.print_json(document)
     else:
-        print("\n".join(lines))
+        output.say("\n".join(lines))
     return output.CLEAN if document["valid"] and not warnings else output.FOUND
 
 
@@ -321,14 +321,12 @@ def report(given: argparse.Namespace) -> int:
     run = files.read(given.paths[0])
     incidents = run.incidents
     if given.output:
-        print(f"Written to {files.write(run, given.output)}.")
+        output.say(f"Written to {files.write(run, given.output)}.")
     elif given.json:
         for incident in incidents:
             output.print_json(incident.to_dict())
     else:
-        print(
-            "\n".join([run.summary, *(console.incident_line(incident) for incident in incidents)])
-        )
+        output.say("\n".join([run.summary, *map(console.incident_line, incidents)]))
     return output.FOUND if incidents else output.CLEAN
 
 
@@ -346,21 +344,21 @@ def _compared(given: argparse.Namespace) -> int:
             runs.append(files.read(path))
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
-            print(f"keras-nanguard: skipped {one_line(error)}", file=sys.stderr)
+            output.say(f"keras-nanguard: skipped {one_line(error)}", sys.stderr)
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
         what, remedy = "a path that ends in .html", "Write one report a run, or .html."
         raise GuardError(expected(f"{what} for several runs", f"-o {given.output}", remedy))
     if given.output:
-        print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
+        output.say(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
             row = asdict(compare.row(run)) | {"causes": dict(run.causes)}
             del row["spark"]
             output.print_json({"format": COMPARED_RUNS, **row})
     else:
-        print(compare.text(runs))
+        output.say(compare.text(runs))
     return output.FOUND if any(run.incidents for run in runs) else output.CLEAN
 
 

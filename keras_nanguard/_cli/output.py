@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from keras_nanguard._core.plain_values import one_line, plain
 
@@ -51,7 +52,17 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
 
 def print_error(error: Exception, words: Mapping[str, str]) -> None:
     """Print an error in one line, with command line options instead of Python arguments."""
-    print(f"keras-nanguard: {in_options(one_line(error), words)}", file=sys.stderr)
+    say(f"keras-nanguard: {in_options(one_line(error), words)}", sys.stderr)
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print to a stream, by default stdout. If its reader has closed it, as `head` does, nothing
+    more is printed, and the exit code is that of the command."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show(report: Any, as_json: bool, ok: bool) -> int:
@@ -64,13 +75,13 @@ def show(report: Any, as_json: bool, ok: bool) -> int:
 
         Console().print(report)
     else:
-        print(report)
+        say(report)
     return CLEAN if ok else FOUND
 
 
 def print_json(document: Any) -> None:
     """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
-    print(json.dumps(plain(document), allow_nan=False))
+    say(json.dumps(plain(document), allow_nan=False))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._cli.commands import COMMANDS
-from keras_nanguard._cli.output import CLEAN, MISUSE, option_words, print_error
+from keras_nanguard._cli.output import MISUSE, option_words, print_error
 from keras_nanguard._core.errors import NanGuardError, no_backend
 from keras_nanguard._version import __version__
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 clean, 1 found, 2 misuse. Errors are printed to stderr in one sentence.
     """
     words: dict[str, str] = {}
-    _print_what_can_be_encoded()
+    _prepare_output()
     root = parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         import argcomplete
@@ -43,14 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = root.parse_args(arguments)
         words = given.words = option_words(given.command)
-        code = int(given.run(given))
-        sys.stdout.flush()
-        return code
+        return int(given.run(given))
     except SystemExit as leaving:  # argparse exits like this, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
-    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLEAN
     except KeyboardInterrupt:
         print("keras-nanguard: interrupted; no partial file was left.", file=sys.stderr)
         return 130
@@ -75,9 +70,11 @@ def _explained(error: Exception) -> Exception:
     return NanGuardError(f"{failed} (python -X dev shows where)")
 
 
-def _print_what_can_be_encoded() -> None:
+def _prepare_output() -> None:
     """Let names that the output cannot encode (a pipe in ASCII) be printed with question marks, and
-    not end a command."""
+    not end a command, nor a closed output (`>&-`)."""
+    closed = [one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr)]  # noqa: SIM115
+    sys.stdout, sys.stderr = closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")

@@ -139,10 +139,25 @@ def test_misuse_is_reported_with_usage_and_exit_code_two(words, capsys):
 
 
 def test_a_closed_pipe_is_not_an_error(bad):
-    """`keras-nanguard scan ... | head -0` ends quietly."""
-    command = f'"{sys.executable}" -m keras_nanguard scan "{bad}" --json | true'
+    """`keras-nanguard scan ... | head -0` ends quietly, with the exit code of the command."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "keras_nanguard", "scan", bad, bad, "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    both = subprocess.run([*command, "missing"], stdout=write, stderr=write)
+    os.close(write)
+    assert (done.returncode, done.stderr, both.returncode) == (FOUND, "", MISUSE)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="takes a POSIX shell")
+@pytest.mark.parametrize("closed", (">&-", "2>&-", ">&- 2>&- <&-"))
+def test_closed_streams_are_not_an_error(bad, closed):
+    """`keras-nanguard scan ... >&-` ends with the exit code of the command."""
+    command = f'"{sys.executable}" -m keras_nanguard scan "{bad}" missing {closed}'
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stderr == ""
+    assert done.returncode == MISUSE and "AttributeError" not in done.stderr
+    command = command.replace(" missing", "")
+    assert subprocess.run(command, shell=True, capture_output=True).returncode == FOUND
 
 
 QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", "{good}"])
