@@ -17,7 +17,6 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from keras_nanguard._core.verdict import MIN_LOSS_SCALE
 from keras_nanguard._policy.records import Name, Record, Steps, several, unlisted
 
 __all__ = [
@@ -155,9 +154,7 @@ class FixLossScale(Change):
 
     name: ClassVar[str] = "fix_loss_scale"
 
-    floor: float = Field(
-        default=MIN_LOSS_SCALE, gt=0, le=2.0**100, description="lowest scale from now on"
-    )
+    floor: float = Field(default=1.0, gt=0, le=2.0**100, description="lowest scale from now on")
     ceiling: float = Field(
         default=2.0**24, gt=0, le=2.0**100, description="highest scale from now on"
     )

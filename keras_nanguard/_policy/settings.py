@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._core.verdict import MIN_LOSS_SCALE
 from keras_nanguard._policy.actions import (
     Action,
     FixLossScale,
@@ -80,9 +79,7 @@ class Divergence(Record):
 class LossScale(Record):
     """How the loss scale of mixed_float16 is checked, and what happens outside of its range."""
 
-    floor: float = Field(
-        default=MIN_LOSS_SCALE, gt=0, description="a lower scale is a `collapse`"
-    )
+    floor: float = Field(default=1.0, gt=0, description="a lower scale is a `collapse`")
     ceiling: float = Field(
         default=2.0**32,
         gt=0,
