@@ -18,12 +18,6 @@ PERIOD = 1 << 23
 """The inner step number is reported modulo this number, so that float32 represents it exactly in
 runs of any length."""
 
-MIN_LOSS_SCALE = 2.0**-14
-"""Smallest loss scale after a refusal: the smallest normal float16 number.
-
-Below it a gradient of 1 is subnormal in float16, so a lower scale does not help.
-"""
-
 
 def logged_losses(logs: Any) -> dict[str, Any]:
     """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else

@@ -54,13 +54,20 @@ def numbers(logs: Any) -> dict[str, float]:
     for key, value in (logs or {}).items():
         if isinstance(value, Mapping):
             found.update(numbers(value))
-        elif np.ndim(value) == 0 and not isinstance(value, (str, bytes)):
-            plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
-            try:
-                found[key] = float(plain)
-            except (TypeError, ValueError):  # text in a tensor, `None`, a custom object
-                continue
+        elif (number := _number(value)) is not None:
+            found[key] = number
     return found
+
+
+def _number(value: Any) -> float | None:
+    """Return a log as a number, `None` if it is not a single one."""
+    if np.ndim(value) or isinstance(value, (str, bytes)):
+        return None
+    plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
+    try:
+        return float(plain)
+    except (TypeError, ValueError):  # text in a tensor, `None`, a custom object
+        return None
 
 
 def hide_from_progress_bar(callbacks: Any) -> None:
@@ -227,7 +234,7 @@ class Firewall:
         def guarded(number: int, logs: Any = None) -> Any:
             key, seen = getattr(callback, "monitor", None), self._session.logs
             value = logs.get(key) if logs and isinstance(key, str) else None
-            known = numbers({"": value}).get("")
+            known = _number(value)
             if known is None or (math.isfinite(known) and key not in seen.unmeasured | seen.failed):
                 return real(number, logs)
             shown = {n: v for n, v in logs.items() if n != key} if removes else logs

@@ -135,7 +135,8 @@ class Incidents:
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
         scaling = run.policy.loss_scale
-        if verdict.scale > 1.0 and scaling.is_too_high(verdict.scale, run.history.scale):
+        scaled = verdict.scale != 1.0  # it is 1 without a loss scale
+        if scaled and scaling.is_too_high(verdict.scale, run.history.scale):
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
         incident = self.handle(Detected(step, findings, verdict, report, refused=True))

@@ -48,7 +48,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_nanguard._core.verdict import MIN_LOSS_SCALE
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 BOUND = 1e24
@@ -62,6 +61,12 @@ PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Ada
 
 SMALL_SLOTS = 8 << 20
 """Bytes up to which slots are read after every step: they fit into the processor's cache."""
+
+MIN_LOSS_SCALE = 2.0**-14
+"""Smallest loss scale after a refusal: the smallest normal float16 number.
+
+Below it a gradient of 1 is subnormal in float16, so a lower scale does not help.
+"""
 
 
 @dataclass(frozen=True)
