@@ -179,10 +179,11 @@ class Injection:
 
     @property
     def fired(self) -> tuple[int, ...]:
-        """The steps at which the fault was injected."""
+        """The steps at which the fault was injected: not those whose batch has none of its rows."""
         if self._hook is None or not self._hook.reached:
             return ()
-        return tuple(step for step in self.fault.steps if step < self.steps_run)
+        ran = (step for step in self.fault.steps if step < self.steps_run)
+        return tuple(step for step in ran if step not in self._hook.missed)
 
     def __enter__(self) -> Injection:
         if self._hook is not None:
@@ -202,6 +203,9 @@ class Injection:
             why = f"{self.steps_run} train steps ran"
             if self.steps_run and not self._hook.reached:
                 why += ", and none of them called model.compute_loss"
+            elif self._hook.missed:
+                rows = ", ".join(map(str, self.fault.rows or ()))
+                why += f", and no batch of them has row {rows}"
             fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} to be injected"
             remedy = "Train the model inside the context, for more steps."
             raise GuardError(expected(fault, why, remedy))

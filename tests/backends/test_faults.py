@@ -110,6 +110,26 @@ def test_chooses_its_place():
     assert fault.fired == (0, 1, 5, 6)
 
 
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_rows_that_a_batch_does_not_have(mode, guarded):
+    """A fault in rows that the batch of a step does not have was not injected in that step."""
+    data = zoo.regression(batches=2)
+    x, y = (part[: zoo.BATCH + 5] for part in data.all)  # the second batch has five rows
+
+    def fit(**arguments):
+        with inject(model := build(**mode), step=(0, 1), **arguments) as fault:
+            callbacks = [NanGuard(verbose=0)] if guarded else []
+            model.fit(x, y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return fault.fired, [i.step for callback in callbacks for i in callback.incidents]
+
+    for site in ("inputs", "targets"):
+        assert fit(site=site, rows=5) == ((0,), [0] * guarded)
+        assert fit(site=site, rows=(4, 100)) == ((0, 1), [0, 1] * guarded)
+    with pytest.raises(GuardError, match=r"(?s)no batch of them has row 100"):
+        fit(site="inputs", rows=100)
+
+
 def test_counts_over_fits_and_after_errors():
     """Steps count over all fits of one context; a failed fit also leaves no fault behind."""
     model = build(run_eagerly=True)

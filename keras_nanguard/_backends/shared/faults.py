@@ -51,9 +51,15 @@ class FaultHook:
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
         self.reached = False
+        self._misses: Any = set()
         self._running = 0
         self._overrides = Overrides()
         forget_step(model)
+
+    @property
+    def missed(self) -> set[int]:
+        """The steps in which the fault was due, but whose batch has none of its rows."""
+        return set(self._misses)
 
     def install(self) -> None:
         """Install the fault, on the instance only."""
@@ -135,15 +141,26 @@ class FaultHook:
         if now is False:
             return data
 
+        hit: Any = False
+
         def spoil(value: Any) -> Any:
+            nonlocal hit
             if id(value) not in found:
                 return value
-            return self._bad(value, _of_rows(value, self.fault.rows, self.fault.entries), now)
+            places = _of_rows(value, self.fault.rows, self.fault.entries)
+            hit = ops.logical_or(hit, ops.any(places))
+            return self._bad(value, places, now)
 
         spoiled = keras.tree.map_structure(spoil, chosen)
+        self._count_hit(hit)
         if not isinstance(data, tuple):
             return spoiled[0]
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+
+    def _count_hit(self, hit: Any) -> None:
+        """Record whether the batch of this step, in which the fault is due, has its rows."""
+        if not hit:
+            self._misses.add(self.seen - 1)
 
     # The state
 

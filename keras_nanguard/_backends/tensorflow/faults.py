@@ -19,6 +19,7 @@ class Hook(FaultHook):
         super().__init__(model, fault)
         with tf.init_scope():
             self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
+            self._misses = tf.Variable([False] * len(fault.steps), trainable=False)
 
     @property
     def seen(self) -> int:  # type: ignore[override]
@@ -31,8 +32,21 @@ class Hook(FaultHook):
 
     @property
     def _now(self) -> Any:
-        steps = tf.constant(self.fault.steps, tf.int64)
-        return tf.reduce_any(tf.equal(self.counter.read_value(), steps))
+        return tf.reduce_any(self._due)
+
+    @property
+    def _due(self) -> Any:
+        """Which of the fault's steps this one is."""
+        return tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64))
+
+    @property
+    def missed(self) -> set[int]:
+        """The steps in which the fault was due, but whose batch has none of its rows."""
+        pairs = zip(self.fault.steps, self._misses.numpy(), strict=True)
+        return {step for step, missed in pairs if missed}
+
+    def _count_hit(self, hit: Any) -> None:
+        self._misses.assign(self._misses | (self._due & ~tf.convert_to_tensor(hit)))
 
     def _wrap(self) -> None:
         if not keras_state.on_making(self.model, self._making, self._overrides):
