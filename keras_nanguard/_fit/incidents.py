@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
 from keras_nanguard._core.errors import StateLostError
@@ -30,6 +31,11 @@ from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
+
+MUCH_HIGHER = 2.0**10
+"""Factor by which a loss scale below the floor has to be too low to be a collapse. Dynamic scaling
+takes 20,000 steps for ten doublings, and the gradients of ordinary batches differ by less.
+"""
 
 
 def _in_batch(report: Report | None, model: Any) -> list[Finding]:
@@ -157,7 +163,8 @@ class Incidents:
         """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
         its gradients are bad.
 
-        After a streak of such steps the step must also be finite at the lowest loss scale.
+        After a streak of such steps, or if the scale would fall below the floor, the step must
+        also be finite at the lowest loss scale.
         """
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
@@ -168,10 +175,25 @@ class Incidents:
             return False
         if scaling.is_expected_overflow(counts.streak, verdict.scale, run.history.scale):
             return True
-        ordinary = scaling.can_fall(verdict.scale, run.history.scale)
-        ordinary = ordinary and self._tried(Trial.is_finite_at_floor, self._given())
+        ordinary = not scaling.is_too_high(verdict.scale * 0.5, run.history.scale)
+        ordinary = ordinary and self._is_finite_at(MIN_LOSS_SCALE)
         counts.streak = 0 if ordinary else counts.streak
         return ordinary
+
+    def needs_low_scale(self) -> bool:
+        """Return whether the loss scale is below the floor, and the last step overflows at one that
+        is `MUCH_HIGHER`, and at least the floor.
+        """
+        run, floor = self._run, self._run.policy.loss_scale.floor
+        with run.access.variables_readable():
+            scales = [float(keras_variables.read(scale)) for scale, _ in run.train_state().scales]
+        low = [scale for scale in scales if MIN_LOSS_SCALE <= scale < floor]
+        return bool(low) and not self._is_finite_at(max(floor, MUCH_HIGHER * min(low)))
+
+    def _is_finite_at(self, loss_scale: float) -> bool:
+        """Return whether the last step is finite at another loss scale, as far as is known."""
+        given = self._given()
+        return self._tried(lambda trying, args: trying.is_finite_at(loss_scale, args), given)
 
     def _given(self) -> Any:
         """Return the arguments of this step, `None` if they are gone, or if it cannot be

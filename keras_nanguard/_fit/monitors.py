@@ -210,8 +210,13 @@ class Monitors:
         self._gradient = 0.0
 
     @np.errstate(all="ignore")  # the values are not finite
-    def look(self, run: Run) -> list[Finding]:
-        """Run all checks and return their findings, each kind once."""
+    def look(self, run: Run, scale_is_needed: bool = False) -> list[Finding]:
+        """Run all checks and return their findings, each kind once.
+
+        Args:
+            run: the run.
+            scale_is_needed: whether gradients overflow unless the loss scale is below its floor.
+        """
         step = run.step
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
         self.ceiling = max(abs(run.statistics), least) * LEAP
@@ -225,7 +230,9 @@ class Monitors:
             self._reported.clear()
         coming = (self._since + at for at in LOOKS if self._since + at > step)
         self.due = next(coming, step + LOOK_INTERVAL)
-        watches = [self._range, self._zero, self._stuck, self._leap, self._scale]
+        watches = [self._range, self._zero, self._stuck, self._leap]
+        if not scale_is_needed:
+            watches.append(self._scale)
         if is_huge:
             watches.append(self._moments)
         found: list[Finding] = []

@@ -56,12 +56,12 @@ class Tasks:
 
     def check(self) -> float:
         """Check for finite faults."""
-        run = self.run
+        run, needed = self.run, self.incidents.needs_low_scale()
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
                 run.record_rate()
-            findings = run.agreement.between_steps(self.monitors.look(run))
+            findings = run.agreement.between_steps(self.monitors.look(run, needed))
         if findings:
             self.incidents.handle(Detected.between_steps(run, findings))
         return self.monitors.due

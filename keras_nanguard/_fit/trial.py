@@ -110,12 +110,11 @@ class Trial:
                 return None
         return {id(v): keras_variables.read(v) for v in self._variables}
 
-    def is_finite_at_floor(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is finite at the lowest loss scale."""
+    def is_finite_at(self, loss_scale: float, args: Sequence[Any]) -> bool:
+        """Return whether a step from the current state is finite at another loss scale."""
         self._load(self.present)
-        floor = self._run.policy.loss_scale.floor
         for scale, _ in self._run.train_state().scales:
-            keras_variables.write(scale, np.asarray(floor, str(scale.dtype)))
+            keras_variables.write(scale, np.asarray(loss_scale, str(scale.dtype)))
         return math.isfinite(self._step(args))
 
     def is_bad_by_noise(self, args: Sequence[Any]) -> bool:

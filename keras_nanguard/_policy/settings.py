@@ -79,7 +79,11 @@ class Divergence(Record):
 class LossScale(Record):
     """How the loss scale of mixed_float16 is checked, and what happens outside of its range."""
 
-    floor: float = Field(default=1.0, gt=0, description="a lower scale is a `collapse`")
+    floor: float = Field(
+        default=1.0,
+        gt=0,
+        description="a lower scale is a `collapse`, unless gradients need it",
+    )
     ceiling: float = Field(
         default=2.0**32,
         gt=0,
@@ -110,11 +114,8 @@ class LossScale(Record):
         Overflows at a scale above `HIGH_SCALE` are not counted. Ordinary gradients overflow there,
         and dynamic scaling halves the scale once per step.
         """
-        return (streak <= self.streak or scale > HIGH_SCALE) and self.can_fall(scale, last)
-
-    def can_fall(self, scale: float, last: float) -> bool:
-        """Return whether half of a scale is within the bounds."""
-        return self.floor <= scale * 0.5 and not self.is_too_high(scale * 0.5, last)
+        few = streak <= self.streak or scale > HIGH_SCALE
+        return few and self.floor <= scale * 0.5 and not self.is_too_high(scale * 0.5, last)
 
     def is_too_high(self, scale: float, last: float) -> bool:
         """Return whether a scale is above the ceiling, and dynamic scaling has not raised it."""

@@ -1,7 +1,8 @@
-"""Large loss scales that dynamic scaling has found are healthy."""
+"""Loss scales far from 1 that dynamic scaling has found are healthy."""
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard
@@ -9,32 +10,64 @@ from keras_nanguard import NanGuard
 LossScale = keras.optimizers.LossScaleOptimizer
 
 
-def data():
+def data(scale):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 8)).astype("float32")
-    return x, np.abs(x[:, :1])
+    return x * scale, np.abs(x[:, :1]) * scale
+
+
+def squared_error(y_true, y_pred):
+    return keras.ops.mean((y_true - y_pred) ** 2)
 
 
 def tiny_error(y_true, y_pred):
-    return keras.ops.mean((y_true - y_pred) ** 2) * 1e-13
+    return squared_error(y_true, y_pred) * 1e-13
 
 
-def test_training_is_that_of_plain_keras():
+PROGRAMS = {
+    "below 1": (1000.0, squared_error, 1e-7, {}, lambda scale: scale < 1.0),
+    "above 2^32": (
+        1.0,
+        tiny_error,
+        1e-20,
+        {"initial_scale": 2.0**30, "dynamic_growth_steps": 40},
+        lambda scale: scale > 2.0**32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_is_that_of_plain_keras(name):
     """The guard does not act, and the run has the weights and the scale of plain Keras."""
-    x, y = data()
+    factor, loss, epsilon, options, is_expected = PROGRAMS[name]
+    x, y = data(factor)
     results, guard = [], NanGuard(verbose=0)
     for callbacks in ([], [guard]):
         keras.utils.set_random_seed(0)
         body = [layers.Dense(16, "relu", dtype="mixed_float16"), layers.Dense(1, dtype="float32")]
         model = keras.Sequential([keras.Input((8,)), *body])
-        adam = keras.optimizers.Adam(0.01, epsilon=1e-20)
-        optimizer = LossScale(adam, initial_scale=2.0**30, dynamic_growth_steps=40)
-        model.compile(optimizer, tiny_error)
+        optimizer = LossScale(keras.optimizers.Adam(0.01, epsilon=epsilon), **options)
+        model.compile(optimizer, loss)
         model.fit(x, y, batch_size=8, epochs=40, verbose=0, callbacks=callbacks)
         scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
         results.append([scale, *model.get_weights()])
     plain, guarded = results
-    assert plain[0] > 2.0**32
+    assert is_expected(plain[0])
     assert not guard.incidents
     for one, other in zip(plain, guarded):
         np.testing.assert_array_equal(one, other)
+
+
+def test_needlessly_low():
+    """A scale below 1 that other code has set is a collapse if the step is finite at a higher
+    one.
+    """
+    x, y = data(1.0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])
+    optimizer = LossScale(keras.optimizers.SGD(0.01), initial_scale=2.0**-10)
+    model.compile(optimizer, "mse")
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    assert incident.diagnosis.cause == "loss_scale_collapsed"
+    assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 1024.0
