@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.callbacks import (
@@ -182,7 +184,7 @@ class Attached:
         BatchNormalization statistics.
         """
         bad = bad_metrics(logs)
-        self._announce(bad)
+        self._announce("validation", bad)
         if self.training and not bad and self._diagnose:
             found = self._lagging.look(self.session.run, logs, self._plan)
             if found is not None:
@@ -195,10 +197,13 @@ class Attached:
     def end_predict(self) -> None:
         """Report predictions that are not finite."""
         found, self._predicted = self._predicted, []
-        self._announce(found)
+        self._announce("predictions", found)
 
-    def _announce(self, findings: list[Finding]) -> None:
+    def _announce(self, site: Site, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""
+        recovery = self.session.run.recovery
+        if self.training and not findings and processes.count() == 1:  # others may not have it
+            recovery.policy_state = recovery.policy_state.with_good_result(site)
         if findings:
             model, says = self.session.run.model, bool(self._reporter.verbose)
             diagnosis = diagnosed(model, says) if self._diagnose else None

@@ -72,12 +72,12 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
     """
     matching = [rule for rule in policy.rules if rule.matches(incident)]
     state = state.counted(incident, [rule.name for rule in matching])
-    due = [rule for rule in matching if state.rules[rule.name].consecutive % rule.after == 0]
+    due = [rule for rule in matching if state.in_a_row(rule.name, incident) % rule.after == 0]
     reports = [action for rule in due if rule.only_reports for action in rule.do]
     deciding = next((rule for rule in due if not rule.only_reports), None)
     choice = _bound(policy, state, incident)
     if choice is None and deciding is not None:
-        reason = _in_a_row(state.rules[deciding.name].consecutive, "matching incident")
+        reason = _in_a_row(state.in_a_row(deciding.name, incident), "matching incident")
         choice = _Choice(deciding.name, deciding.do, reason)
     if choice is None:
         choice = _of_policy(policy, state, incident)

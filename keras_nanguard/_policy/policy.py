@@ -79,6 +79,9 @@ class Sections(TypedDict, total=False):
     rules: Any
 
 
+BETWEEN_STEPS = frozenset({"divergence", "spike", "stuck"})
+"""Kinds that checks find between two steps, at intervals."""
+
 SECTIONS = tuple(Sections.__annotations__)
 """The sections of a policy."""
 
@@ -323,11 +326,12 @@ def warnings_about(
 def _never_reached(policy: Policy) -> Iterator[str]:
     bound = policy.max_consecutive_refused
     for rule in policy.rules:
-        if rule.after >= bound and not {"spike", "stuck", "out_of_range"} & {*rule.kind}:
-            yield (
-                f"Rule {rule.name!r} never acts: after = {rule.after}, but training ends at "
-                f"max_consecutive_refused = {bound}."
-            )
+        kinds, after = {*rule.kind}, f"Rule {rule.name!r} never acts{{}}: after = {rule.after}, but"
+        if rule.after > 1 and kinds and kinds <= BETWEEN_STEPS:
+            yield f"{after.format('')} no two steps in a row have {' or '.join(sorted(kinds))}."
+        elif rule.after >= bound and "out_of_range" not in kinds and not rule.of_results:
+            where = "" if rule.site else " on bad steps"
+            yield f"{after.format(where)} training ends at max_consecutive_refused = {bound}."
 
 
 def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterator[str]:

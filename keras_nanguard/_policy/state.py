@@ -34,6 +34,9 @@ STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
 TRAINING_SITES = ("inputs", "targets", "outputs", "loss", "gradients", *STATE_SITES)
 """The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
 
+RESULT_SITES = ("validation", "predictions")
+"""The sites of results: those of `evaluate` and `predict` during training. They have no steps."""
+
 BAD_DATA = causes_with("batch")
 """Causes in the batch itself, which neither another state nor another rate can cure."""
 
@@ -52,6 +55,12 @@ def is_of_data(incident: Incident) -> bool:
     return not incident.causes.isdisjoint(BAD_DATA) or bool(
         {"inputs", "targets"} & {*incident.sites}
     )
+
+
+def _streak(name: str, incident: Incident) -> str:
+    """Return the key of the streak of a rule that an incident belongs to: in steps or results."""
+    site = next((site for site in RESULT_SITES if site in incident.sites), "")
+    return f"{site}:{name}" if site else name  # no name of a rule contains a colon
 
 
 class RuleState(Record):
@@ -75,7 +84,8 @@ class PolicyState(Record):
         action_steps: for each action the steps, among the last `BUDGET_WINDOW`, at which it was
             decided; under `report KIND` those at which this kind of incident was reported.
         without_effect: the actions that have changed nothing since the last good step.
-        rules: the counts of each rule, by its name.
+        rules: the counts of each rule, by its name: in bad steps, and under `SITE:NAME` in bad
+            results.
     """
 
     step: int | None = None
@@ -116,12 +126,26 @@ class PolicyState(Record):
             recent = (*self.refused, step)
             changes["refused"] = tuple(s for s in recent if s > step - SHARE_WINDOW)
         state = self.replaced(**changes)
-        rules = {name: state._rule(name, step) for name in matching}
-        return state.replaced(rules={**self.rules, **rules})
+        keys = [_streak(name, incident) for name in matching]
+        rules = {key: state._rule(key, step) for key in keys}
+        for site in {*RESULT_SITES} & {*incident.sites}:
+            state = state.with_good_result(site)  # it ends the streaks of all other rules
+        return state.replaced(rules={**state.rules, **rules})
 
-    def _rule(self, name: str, step: int) -> RuleState:
+    def with_good_result(self, site: str) -> PolicyState:
+        """Return the state after a result of this site that is finite."""
+        kept = {k: rule for k, rule in self.rules.items() if not k.startswith(f"{site}:")}
+        return self.replaced(rules=kept)
+
+    def in_a_row(self, name: str, incident: Incident) -> int:
+        """Return how many incidents in a row, up to this one, a rule has matched."""
+        return self.rules[_streak(name, incident)].consecutive
+
+    def _rule(self, key: str, step: int) -> RuleState:
         """Return the counts of a rule after one more incident that matches it."""
-        rule = self.rules.get(name, RuleState())
+        rule = self.rules.get(key, RuleState())
+        if ":" in key:  # a good result would have removed it
+            return RuleState(consecutive=rule.consecutive + 1, last=step)
         if rule.last is None or rule.last == step:
             return RuleState(consecutive=max(rule.consecutive, 1), last=step)
         unbroken = self.last == step and step - self.consecutive < rule.last
@@ -168,10 +192,7 @@ class PolicyState(Record):
                 name: tuple(step + by for step in steps)
                 for name, steps in self.action_steps.items()
             },
-            rules={
-                name: rule.replaced(last=None if rule.last is None else rule.last + by)
-                for name, rule in self.rules.items()
-            },
+            rules={},
         )
 
     def to_dict(self) -> dict[str, Any]:

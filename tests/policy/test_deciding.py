@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from keras_nanguard import Diagnosis, FileFormatError, Finding, Incident, Outcome, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.policy import warnings_about
 from keras_nanguard._policy.settings import matches_path
 from keras_nanguard._policy.state import PolicyState, is_bad_step
 from keras_nanguard.actions import ACTIONS
@@ -64,6 +65,25 @@ def test_a_rule_is_due_after_a_number_of_incidents_in_a_row():
     assert done[2] == ["rollback"]
     apart = run(policy, [bad(n, cause="transient") for n in range(0, 80, 2)])[0]
     assert ["reset_slots"] not in apart
+
+
+def test_results_in_a_row_are_counted_without_steps():
+    """`after = 2` acts at the second bad validation in a row. Steps and predictions between them do
+    not matter; a good validation, or one that the rule does not match, ends the streak.
+    """
+    policy = rules({"site": ["validation", "predictions"], "cause": "unknown", "after": 2, "do": "stop"})
+
+    def result(step, site="validation", cause="unknown"):
+        return bad(step, site, refused=False, cause=cause)
+
+    stop = ["stop"]
+    assert run(policy, [result(n) for n in (9, 19, 29, 39)])[0] == [[], stop, [], stop]
+    assert run(policy, [result(9), bad(12), result(19, "predictions"), result(19)])[0] == [[], ["skip"], [], stop]
+    assert run(policy, [result(9), result(19, cause="loss_domain"), result(29)])[0] == [[], [], []]
+    _, state = run(policy, [result(9)])
+    for later in (state.with_good_result("validation"), state.resumed()):
+        assert not decide(policy, later, result(29))[0].terminal
+    assert decide(policy, state.with_good_result("predictions"), result(29))[0].terminal
 
 
 def test_the_first_rule_that_is_due_decides():
@@ -298,3 +318,22 @@ def test_the_engine_keeps_its_guarantees_under_any_policy(policy, events):
         for name in names:
             done[name] = done.get(name, 0) + ACTIONS[name].changes
             assert done[name] <= policy.action_budget
+
+
+def test_rules_that_never_act_give_a_warning():
+    """Results have their own row, which no bound ends; findings between steps are never in a row."""
+    warned = {
+        "late": {"after": 12},
+        "loss": {"site": "loss", "after": 12},
+        "spike": {"kind": ["spike", "stuck"], "after": 2},
+    }
+    silent = {
+        "results": {"site": "validation", "after": 50},
+        "first": {"kind": "spike"},
+        "both": {"kind": ["spike", "nonfinite"], "after": 2},
+        "soon": {"after": 11},
+    }
+    tables = [{"name": name, "do": "warn", **table} for name, table in {**warned, **silent}.items()]
+    found = warnings_about(Policy.load(rules=tables))
+    assert [sentence.split("'")[1] for sentence in found] == [*warned]
+    assert "on bad steps" in found[0] and "no two steps in a row have spike or stuck" in found[2]

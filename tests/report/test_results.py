@@ -116,3 +116,27 @@ def test_healthy_results_are_silent():
     model.evaluate(*data.all, verbose=0, callbacks=[guard])
     model.predict(data.x, verbose=0, callbacks=[guard])
     assert guard.incidents == []
+
+
+@pytest.mark.parametrize(("bad", "epochs"), [({1, 2, 3}, 4), ({0, 1, 3, 4, 5}, 6), ({0, 2, 4}, 8)])
+def test_a_rule_about_bad_validations_in_a_row(bad, epochs):
+    """`after = 3` acts at the third bad validation in a row; a good one between them starts anew."""
+
+    class Validation(keras.utils.PyDataset):
+        epoch = 0
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return np.full((4, 3), np.nan if self.epoch in bad else 1.0), np.ones((4, 1))
+
+    data = Validation()
+    next_epoch = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: setattr(data, "epoch", data.epoch + 1))
+    rule = {"name": "validation", "site": "validation", "after": 3, "do": "stop"}
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    guard = NanGuard(verbose=0, rules=[rule])
+    fit = {"epochs": 8, "batch_size": 2, "verbose": 0, "validation_data": data, "callbacks": [guard, next_epoch]}
+    history = model.fit(np.ones((8, 3)), np.ones((8, 1)), **fit)
+    assert len(history.epoch) == epochs
