@@ -272,8 +272,8 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
         children = [(name, getattr(data, name)) for name in ("flat_values", "nested_row_splits")]
     elif keras_arrays.is_sparse(data):
         places = keras_arrays.has_coordinates(data)
-        if hasattr(data, "todense") and (keras_arrays.fits(data) or not places):
-            yield path, data.todense()
+        if keras_arrays.is_convertible(data) and (keras_arrays.fits(data) or not places):
+            yield path, keras_arrays.with_zeros(data)
         else:
             parts = map(np.asarray, keras_arrays.coordinates(data))
             children = zip(("indices", "values", "dense_shape"), parts)

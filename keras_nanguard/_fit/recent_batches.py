@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import arrays as keras_arrays
 
 MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
@@ -180,8 +181,11 @@ def bytes_of(value: Any) -> int:
         return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
     count = getattr(shape, "num_elements", None)
     if count is None:
-        found = getattr(value, "nbytes", None)  # a sparse one of JAX has parts instead
-        return bytes_of((value.data, value.indices)) if found is None else int(found)
+        if not keras_arrays.is_convertible(value):
+            return int(value.nbytes)
+        if hasattr(value, "todense"):
+            return bytes_of((value.data, value.indices))
+        return int(value._nnz() * (value.element_size() + 8 * value.ndim))  # at most
     number = count()  # of TensorFlow
     if hasattr(value, "flat_values"):  # ragged
         return bytes_of((value.flat_values, value.nested_row_splits))

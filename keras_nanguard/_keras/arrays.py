@@ -1,6 +1,7 @@
 """Tensors and arrays of every backend as NumPy arrays: sharded over several processes, or sparse.
 
-A sparse tensor of TensorFlow or a sparse array of JAX has its zeros unless these are too many.
+A sparse tensor of TensorFlow or PyTorch, or a sparse array of JAX, has its zeros unless these are
+too many.
 """
 
 from __future__ import annotations
@@ -103,8 +104,19 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
-    return hasattr(value, "dense_shape") or hasattr(value, "todense")
+    """Whether it is a sparse tensor of TensorFlow or PyTorch, or a sparse array of JAX."""
+    return hasattr(value, "dense_shape") or is_convertible(value)
+
+
+def is_convertible(value: Any) -> bool:
+    """Whether it is a sparse array of JAX or PyTorch, for `with_zeros`."""
+    of_torch = hasattr(value, "to_dense") and "sparse" in str(value.layout)
+    return of_torch or hasattr(value, "todense")
+
+
+def with_zeros(value: Any) -> Any:
+    """Return such an array with its zeros."""
+    return value.todense() if hasattr(value, "todense") else value.detach().to_dense()
 
 
 def fits(value: Any) -> bool:
@@ -129,8 +141,14 @@ def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
 
 
 def dense(value: Any) -> Any:
-    """Return a sparse array of JAX with its zeros, or its stored values if they are too many."""
-    return value.todense() if fits(value) else value.data
+    """Return a sparse array of JAX or PyTorch with its zeros, or its stored values if they are too
+    many.
+    """
+    if fits(value):
+        return with_zeros(value)
+    if hasattr(value, "todense"):
+        return value.data
+    return (value.detach().coalesce() if value.is_sparse else value.detach()).values()
 
 
 def by_rows(value: Any) -> Array:
@@ -139,10 +157,10 @@ def by_rows(value: Any) -> Array:
     If it is too large with its zeros, each row has only its stored values, padded with zeros. If
     that is too large as well, all stored values are in a single row.
     """
-    if fits(value) and hasattr(value, "todense"):
-        return as_array(value.todense())
+    if is_convertible(value) and fits(value):
+        return as_array(with_zeros(value))
     if not has_coordinates(value):
-        return as_array(value.data).reshape(1, -1)
+        return as_array(dense(value)).reshape(1, -1)
     indices, values, shape = coordinates(value)
     if fits(value):
         places = tuple(indices.T)

@@ -225,9 +225,9 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
     """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
     `flat_values` of a ragged one.
 
-    A sparse array of JAX has its zeros, too, unless these are too many.
+    A sparse array of JAX or PyTorch has its zeros, too, unless these are too many.
     """
-    if hasattr(value, "todense"):
+    if keras_arrays.is_convertible(value):
         value = keras_arrays.dense(value)
     for name in ("flat_values", "values"):
         inner_values = getattr(value, name, None)

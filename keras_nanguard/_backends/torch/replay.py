@@ -231,8 +231,13 @@ class Replay(interface.Replay):
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value[kept]
-        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        return value[torch.as_tensor(kept, device=value.device)] if strided else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        rows = torch.as_tensor(kept, device=value.device)
+        if value.layout == torch.strided:
+            return value[rows]
+        taken = value.to_sparse_coo().index_select(0, rows)
+        return taken if value.is_sparse else taken.to_sparse(layout=value.layout)
 
     def twin(self, variable: Any) -> Any:
         if not isinstance(variable, keras.Variable):

@@ -256,6 +256,53 @@ def test_a_batch_of_conjugates():
     assert found == [(step, "input_nonfinite", (2,)) for step in (1, 2)]
 
 
+def embedded(x, table, dense):
+    return dense(table(x.long()).mean(1))
+
+
+def multiplied(x, _, dense):
+    return torch.sparse.mm(x, dense.weight.T) + dense.bias
+
+
+@pytest.mark.parametrize(
+    ("predict", "convert", "bad_role"),
+    [
+        (embedded, lambda x: x, "target"),
+        (multiplied, lambda x: x.to_sparse(), "input"),
+        (multiplied, lambda x: x.to_sparse_csr(), "input"),
+    ],
+)
+def test_sparse_tensors(predict, convert, bad_role):
+    """A step with a sparse gradient, or a sparse batch, is refused and reported like any other."""
+
+    def trained(guard, left_out):
+        torch.manual_seed(0)
+        net = nn.ModuleList([nn.Embedding(20, 6, sparse=True), nn.Linear(6, 1)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = (predict(x, *net) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with guard.watch(net, optimizer) if guard is not None else contextlib.nullcontext():
+            run = guard.step(step) if guard is not None else step
+            for batch in range(6):
+                x, y = torch.arange(24.0).reshape(4, 6).sub(6 * batch).relu() % 20, torch.ones(4, 1)
+                if batch == 3:
+                    (y if bad_role == "target" else x)[3, 0] = torch.nan
+                if batch not in left_out:
+                    run(convert(x / (1 if predict is embedded else 20)), y)
+        return list(net.parameters())
+
+    guard = NanGuard(verbose=0)
+    assert all(map(torch.equal, trained(guard, ()), trained(None, (3,))))
+    found = [(i.step, i.refused, i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents]
+    assert found == [(3, True, f"{bad_role}_nonfinite", (3,))]
+
+
 # Exceptions
 
 
