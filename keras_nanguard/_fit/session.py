@@ -41,7 +41,7 @@ class Session:
     Attributes:
         tasks: the work between two steps.
         logs: the logs of the fit.
-        finished: whether the fit has ended normally.
+        finished: whether the fit has ended normally, or the steps without a fit so far.
         start: from which state the run starts.
         guard_state: the changes of the policy at the end of the fit.
         callbacks_deferred: whether callbacks run in another thread, so that they cannot act before
@@ -278,6 +278,7 @@ class Session:
 
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""
+        self.finished = False
         self.incidents.of_error(error)
 
     def seen_outside(

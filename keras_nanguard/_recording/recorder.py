@@ -7,6 +7,7 @@ that changes it is executed again on `recording.sqlite`, in another thread.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -257,11 +258,12 @@ class Recorder:
             self._problem = writer.problem
 
     def end_with_process(self) -> None:
-        """End a fit that an exception has cut short between two steps, when the process exits."""
+        """End the steps without a fit when the process exits: failed if by an exception."""
         with self._lock:
             self._fold()
             last = self._memory.one("SELECT coalesce(max(step), -1) FROM steps")
-            self.end("failed", max(last + 1 - self.base, 0), self._places[-1][1])
+            status = "failed" if hasattr(sys, "last_value") else "finished"
+            self.end(status, max(last + 1 - self.base, 0), self._places[-1][1])
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""

@@ -161,17 +161,23 @@ def test_overflows_of_a_loss_scale():
     assert history["nanguard/loss_scale"] == [2.0**14] and history["refused_steps"] == [1]
 
 
+class Own(NanGuardModel):
+    nanguard_verbose = 0
+
+    @classmethod
+    def small(cls):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        model = cls(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+
 def test_model_that_guards_itself_and_fails():
     """A fit that ends with any exception has failed; the next one is another."""
 
-    class Own(NanGuardModel):
-        nanguard_verbose = 0
-
     dies = zoo.Before(zoo.raising(KeyboardInterrupt), 6)
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((6,))
-    model = Own(inputs, keras.layers.Dense(1)(inputs))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = Own.small()
     data = zoo.poison(zoo.regression(), 3)
     with pytest.raises(KeyboardInterrupt):
         model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[dies])
@@ -185,6 +191,33 @@ def test_model_that_guards_itself_and_fails():
     recording = model.nanguard.recording
     assert recording.meta["status"] == "finished"
     assert [event.kind for event in recording.events if event.kind in ("begin", "end")] == ["begin", "end"] * 3
+
+
+def test_model_that_guards_itself_without_a_fit():
+    """The steps of `train_on_batch` have finished if a fit, another `compile` or the end of the
+    process follows them, and failed if one of them has raised.
+    """
+    model, data = Own.small(), zoo.regression()
+    recorder = model.nanguard._recorder
+
+    def train(data=data):
+        model.train_on_batch(data.x[: zoo.BATCH], data.y[: zoo.BATCH])
+
+    train()
+    model.compile("sgd", "mse")
+    train()
+    assert [event.data["status"] for event in model.nanguard.recording.events if event.kind == "end"] == ["finished"]
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
+    train()
+    recorder.end_with_process()
+    model.nanguard.policy = NanGuard("raise").policy
+    model.compile("sgd", "mse")
+    with pytest.raises(NonFiniteError):
+        train(zoo.poison(zoo.regression(), 0))
+    model.compile("sgd", "mse")
+    train()
+    ends = [event.data["status"] for event in model.nanguard.recording.events if event.kind == "end"]
+    assert ends == ["finished"] * 4 + ["failed"]
 
 
 @ONCE
