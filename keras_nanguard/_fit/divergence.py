@@ -135,7 +135,6 @@ class Divergence:
 
     def _end_probation(self, run: Run, probation: Lost) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
-        self._probation = None
         batches = run.recent.last(MOST_HELD_OUT)
         if len(batches) < HELD_OUT:
             return
@@ -145,6 +144,7 @@ class Divergence:
             settings = trying.settings(trying.trained(trying.present, batches[:HELD_OUT]))
             abandoned = {**probation.abandoned, **settings}
             losses, before = (trying.losses(s, batches) for s in (trying.present, abandoned))
+        self._probation = None
         if clearly_lower(losses, before):
             return
         self._enabled = False

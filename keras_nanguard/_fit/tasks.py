@@ -12,6 +12,7 @@ from keras_nanguard._fit.incidents import Detected, Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
+from keras_nanguard._policy.actions import ACTIONS
 
 
 class Tasks:
@@ -71,7 +72,8 @@ class Tasks:
         lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
         if lost is not None:
             incident = self.incidents.handle(lost)
-            self.divergence.acted(self.run, "rollback" in incident.changes)
+            changed = any(ACTIONS[name].changes for name in incident.changes)
+            self.divergence.acted(self.run, changed)
         return self.divergence.due
 
     def promote(self) -> float:

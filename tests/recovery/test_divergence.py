@@ -265,6 +265,28 @@ class TestProbation:
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
 
 
+    def test_a_rate_that_is_lowered_without_a_rollback_is_on_probation_too(self, capsys):
+        """Any action is compared with the state before it."""
+        guard = NanGuard(divergence={"action": "lower_lr"})
+        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard)], epochs=6)
+        assert changes(guard) == [["lower_lr"]]
+        assert "State and learning rate are restored" in capsys.readouterr().out
+        assert guard.session.guard_state.lowered is None
+
+    def test_probation_waits_until_there_is_a_comparison(self, capsys):
+        """It does not end in a window without batches to compare on."""
+        guard = NanGuard()
+
+        class Forgets(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                if guard.incidents and guard.incidents[0].epoch == epoch - 1:
+                    guard.session.run.break_off()
+
+        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard), Forgets()], epochs=6)
+        assert len(guard.incidents) == 1
+        assert "State and learning rate are restored" in capsys.readouterr().out
+
+
 class TestSecondFit:
     def test_a_lowered_rate_is_still_that_of_a_divergence(self):
         """The next fit keeps the lowered rate, and the reason for it."""
