@@ -77,8 +77,11 @@ class Repair:
             else:
                 changes.append(self._change(array))
         for array in self._arrays:
-            if array.who.role == "slot" and array.is_float and _optimizer(array) in reset:
-                name = array.who.name.rpartition("/")[2]
+            who = array.who
+            if not self._options.selects(who.path, array.location, who.layer):
+                continue
+            if who.role == "slot" and array.is_float and _optimizer(array) in reset:
+                name = who.name.rpartition("/")[2]
                 if name not in ("iteration", "learning_rate") or id(array) in bad:
                     changes.append(self._reset(array))
         return changes
@@ -150,8 +153,8 @@ class Repair:
 
 
 def _optimizer(slot: ModelArray) -> str:
-    """Return the name of the optimizer of a slot, also of an inner one."""
-    return slot.who.layer.partition("/")[0]
+    """Return the path of the optimizer of a slot, also of an inner one."""
+    return slot.who.layer.removesuffix("/inner_optimizer")
 
 
 def bad_values(values: NDArray[Any], who: Identity, options: RepairOptions) -> NDArray[np.bool_]:

@@ -1,6 +1,7 @@
 """A repair replaces bad values, keeps every bit of the others, and reports both."""
 
 import errno
+import functools
 import hashlib
 import inspect
 import os
@@ -345,6 +346,61 @@ def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
         else:
             assert array.tobytes() == before[name].tobytes(), name
     assert after["optimizer/iteration"] == 6
+
+
+def test_a_layer_that_counts_its_updates_is_no_optimizer(keras, tmp_path):
+    """Its bad values are reported like those of any layer; its finite ones, and those of another
+    such layer, keep their bits.
+    """
+
+    @keras.saving.register_keras_serializable("tests")
+    class Averaged(keras.layers.Layer):
+        def build(self, shape):
+            add = functools.partial(self.add_weight, trainable=False)
+            self.count = add(name="count", shape=(), dtype="int32", initializer="ones")
+            self.mean = add(name="mean", shape=shape[-1:], initializer="ones")
+            self.variance = add(name="variance", shape=shape[-1:], initializer="ones")
+
+        def call(self, x):
+            return x - self.mean
+
+    @keras.saving.register_keras_serializable("tests")
+    class Model(keras.Model):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.own, self.blocks, self.head = Averaged(), [Averaged()], keras.layers.Dense(1)
+            self.d_optimizer = keras.optimizers.Adam()
+
+        def call(self, x):
+            return self.head(self.blocks[0](self.own(x)))
+
+    model = Model()
+    model.compile("adam", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    model.d_optimizer.build(model.trainable_variables)
+    model.own.mean.assign([np.nan, 1.0, 1.0])
+    model.save(tmp_path / "model.keras")
+    before = values(tmp_path / "model.keras")
+    report = repair(tmp_path / "model.keras", weights="zeros")
+    after = values(report.output)
+    (changed,) = (name for name in before if after[name].tobytes() != before[name].tobytes())
+    np.testing.assert_array_equal(after[changed], [0.0, 1.0, 1.0])
+    roles = {entry.path.partition("/")[0]: entry.role for entry in report.before.variables}
+    assert {name for name, role in roles.items() if role == "slot"} == {"optimizer", "d_optimizer"}
+
+
+def test_only_some_slots_are_reset(nested, task, tmp_path):
+    """A bad slot resets no slot that `only` excludes."""
+    model = nested()
+    model.fit(*task, epochs=1, verbose=0)
+    slot = model.optimizer.variables[5]
+    slot.assign(np.full(slot.shape, np.inf))
+    model.save(tmp_path / "model.keras")
+    for target in (tmp_path / "model.keras", model):
+        (bad,) = (entry for entry in scan(target).bad)
+        report = repair(target, only=bad.path)
+        assert report.ok
+        assert [change.path for change in report.done] == [bad.path]
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,10 @@ def _of_group(
     parts = [part for part in group.split("/") if part]
     parts = parts[:-1] if parts[-1:] == ["vars"] else parts
     numbers = [array.location.rpartition("/")[2] for array in arrays]
-    # Every Keras optimizer saves its integer step count first; no Keras layer does.
-    first = arrays[0]
+    # Every Keras optimizer saves its integer step count first; so may a layer of the user.
+    first, named = arrays[0], any("optimizer" in part for part in parts)
     counts = first.location.endswith("vars/0") and first.dtype in ("int32", "int64")
-    if parts[:1] == ["optimizer"] or (counts and first.shape == ()):
+    if parts[:1] == ["optimizer"] or (named and counts and first.shape == ()):
         own = contents.names.get("/".join(parts), "")
         names = _optimizer_names(arrays, contents.config, own, numbers)
         return [Identity("/".join(parts), name, "slot", "Optimizer") for name in names]
