@@ -12,6 +12,8 @@ first bad batch. A healthy call costs nothing. Data from a generator cannot be r
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import functools
 import itertools
 import math
@@ -83,7 +85,11 @@ def hide_from_progress_bar(callbacks: Any) -> None:
 
 def _without_own(shown: Callable[..., Any], epoch: int, logs: Any = None) -> Any:
     others = (logs or {}).items()
-    return shown(epoch, {k: v for k, v in others if not k.startswith(OWN) and (k != REFUSED or v)})
+    return shown(epoch, {k: v for k, v in others if not _is_own(k) or (k == REFUSED and v)})
+
+
+def _is_own(key: str) -> bool:
+    return key == REFUSED or key.startswith(OWN)
 
 
 class Logs:
@@ -170,8 +176,9 @@ class Firewall:
 
     The whole state is checked before each save of a model. Callbacks of Keras that compare values
     do not use one that is not finite, or that no step has measured: those that keep the best model
-    find no better one, and the others warn that the metric is missing. All other callbacks and
-    History receive the logs unchanged.
+    find no better one, and the others warn that the metric is missing. A `CSVLogger` that appends
+    to a file receives those logs of the guard that the file has columns for. All other callbacks
+    and History receive the logs unchanged.
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
@@ -180,6 +187,9 @@ class Firewall:
 
     def __init__(self, session: Any, callbacks: Sequence[Any]):
         self._session, self._overrides = session, Overrides()
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger) and callback.append:
+                self._overrides.set(callback, "on_epoch_end", _in_columns(callback))
         if not session.run.refuses:
             return
         own = [(session.run.model, "save"), (session.run.model, "save_weights")]
@@ -246,6 +256,30 @@ class Firewall:
             logs.update(shown)  # with the rate that `ReduceLROnPlateau` adds
 
         return guarded
+
+
+def _in_columns(log: Any) -> Callable[..., Any]:
+    """Return `CSVLogger.on_epoch_end` for a file that exists: with the guard's logs of its header.
+
+    It appends the logs of its first epoch in the order of their names, whatever the header.
+    """
+    real = log.on_epoch_end
+
+    def guarded(epoch: int, logs: Any = None) -> Any:
+        columns = [] if log.keys is not None else _header(log)
+        if columns:
+            own = {key: "NA" for key in columns if _is_own(key)}
+            logs = own | {k: v for k, v in (logs or {}).items() if k in own or not _is_own(k)}
+        return real(epoch, logs)
+
+    return guarded
+
+
+def _header(log: Any) -> list[str]:
+    """Return the columns of the file of a `CSVLogger`, none if it is empty or not a local file."""
+    with contextlib.suppress(OSError, csv.Error, UnicodeDecodeError), open(log.filename) as file:
+        return next(csv.reader(file, delimiter=log.sep), [])
+    return []
 
 
 # Results that are not finite

@@ -46,6 +46,47 @@ def test_every_callback_sees_them_from_the_first_epoch_on(tmp_path, first):
     assert all(value > 0 for value in history["nanguard/grad_norm"]) and history["nanguard/rate_factor"] == [1.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "validated"),
+    [
+        (None, {}, False),
+        (None, {}, True),
+        ({}, {}, True),
+        ({}, {"logs": False}, False),
+        ({"logs": False}, {}, True),
+    ],
+    ids=str,
+)
+def test_an_older_csv_file_keeps_its_columns(tmp_path, before, now, validated):
+    """`CSVLogger(append=True)` continues a file of a run without the guard, or with other logs of
+    it. Each value is in the column of its name, as in the file of plain Keras.
+    """
+    data = zoo.regression()
+    more = {"validation_data": data.all} if validated else {}
+
+    def train(name, *guards):
+        """Write a file in several fits; return its header, rows, and the history of the last fit."""
+        for guard in guards:
+            log = keras.callbacks.CSVLogger(tmp_path / name, append=True)
+            callbacks = [log] if guard is None else [log, NanGuard(verbose=0, **guard)]
+            history = fit(*callbacks, data=data, epochs=2, **more).history
+        with open(tmp_path / name) as file:
+            reader = csv.DictReader(file, restkey="too many")
+            return reader.fieldnames, list(reader), history
+
+    columns, plain, _ = train("plain.csv", None, None)
+    header, rows, history = train("guarded.csv", before, now)
+    _, first, _ = train("first.csv", before)
+    assert rows[:2] == first and len(rows) == 4
+    for row, other, n in zip(rows[2:], plain[2:], range(2), strict=True):
+        assert "too many" not in row and {key: row[key] for key in columns} == other
+        for key in {*header} - {*columns}:
+            known = not key.startswith("val_") and key in history
+            assert float(row[key]) == history[key][n] if known else row[key] == "NA"
+    assert ("refused_steps" in header) == (before is not None)
+    assert ("nanguard/rollbacks" in header) == (before == {})
+
+
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_progress_bar_shows_none_of_them(capsys, verbose):
     """The progress bar shows the metrics of the user, and the number of refused steps if there are
