@@ -73,12 +73,14 @@ SCALES = [2.0**15, 1.0, 2.0**-13, 2.0**-14, 2.0**-14 * 1.5, 2.0**-20, 0.0, -4.0,
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_loss_scale_after_a_refusal(ops, number, scale):
     """It is halved if only the gradients are bad, with a lower bound; reset if it was invalid;
-    otherwise unchanged.
+    otherwise, and in a halted step, unchanged.
     """
     for loss, gradients, counter in itertools.product(NUMBER, NUMBER, (0, 7)):
         with np.errstate(all="ignore"):
             found = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
+            halted = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL), True)
         assert tuple(map(float, found)) == closed_form(loss, gradients, scale, counter), (loss, gradients, scale, counter)
+        np.testing.assert_array_equal(np.float64(halted), (scale, counter))
 
 
 @QUICK

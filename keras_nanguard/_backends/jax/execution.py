@@ -324,9 +324,9 @@ class StepTrace:
                 old,
                 steps,
                 jnp.asarray(optimizer.initial_scale, old.dtype),
+                self.halt,
             )
-        # A halted step has no verdict on its own batch.
-        return {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
+        return learned
 
 
 def split(result: Any) -> tuple[Any, Any]:

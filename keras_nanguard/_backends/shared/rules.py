@@ -130,9 +130,16 @@ def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any 
 
 
 def learned_scale(
-    ops: Operations, loss: Any, gradients: Any, scale: Any, counter: Any, initial: Any
+    ops: Operations,
+    loss: Any,
+    gradients: Any,
+    scale: Any,
+    counter: Any,
+    initial: Any,
+    halted: Any = False,
 ) -> tuple[Any, Any]:
-    """Return the loss scale after a refused step: `(scale, counter)`.
+    """Return the loss scale after a refused step: `(scale, counter)`. A halted step, which has no
+    verdict on its own batch, keeps it.
 
     Like Keras' `LossScaleOptimizer`, it halves the scale if only the gradients were bad
     (keras/src/optimizers/loss_scale_optimizer.py). In addition it has a lower bound, and resets a
@@ -145,9 +152,11 @@ def learned_scale(
         scale: the loss scale before the step.
         counter: number of finite steps since it was last doubled.
         initial: the initial scale, in the dtype of `scale`.
+        halted: whether the step was refused regardless of its numbers.
     """
-    blamed = ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))
-    valid = scale_is_valid(ops, scale)
+    judged = ops.logical_not(halted)
+    blamed = judged & ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))
+    valid = ops.logical_not(judged) | scale_is_valid(ops, scale)
     lower = ops.minimum(ops.maximum(scale * 0.5, MIN_LOSS_SCALE), scale)
     kept = ops.where(blamed, lower, scale)
     return ops.where(valid, kept, initial), ops.where(

@@ -258,13 +258,14 @@ class StepTrace:
         updates.run(self.seen.records, optimizers, self.products)
         return reductions.update_sums(self.train_state, self.seen.records, self.scale.dtype)
 
-    def refuse(self, loss: Any, gradients: Any) -> None:
+    def refuse(self, loss: Any, gradients: Any, halted: Any) -> None:
         """Restore the kept values, and update each loss scale, given the sums of the verdict."""
         for variable, old in self.kept.values():
             variable.assign(old)
+        numbers = reductions.OPERATIONS, loss, gradients
         for optimizer, old, steps in self.scales:
             initial = tf.cast(optimizer.initial_scale, old.dtype)
-            after = rules.learned_scale(reductions.OPERATIONS, loss, gradients, old, steps, initial)
+            after = rules.learned_scale(*numbers, old, steps, initial, halted)
             for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
                 variable.value.assign(value)
 
@@ -364,7 +365,7 @@ class Step(intercept.Intercept):
 
         def refuse() -> list[Any]:
             if transaction.refuse:
-                self.each(lambda trace: trace.refuse(loss, gradients))
+                self.each(lambda trace: trace.refuse(loss, gradients, halted))
             return [*written, *map(tf.identity, logs)]
 
         weights, slots, *passed = tf.cond(may_commit, commit, refuse)

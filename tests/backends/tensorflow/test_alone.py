@@ -134,6 +134,25 @@ def test_steps_after_a_bad_state_change_nothing(way, where):
     same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
 
 
+class Saturated(Away):
+    """Only its gradient is bad if its weights are infinite."""
+
+    def call(self, x):
+        return tf.tanh(x * (1.0 + self.bias))
+
+
+@pytest.mark.daily("deferred")
+@pytest.mark.parametrize("way", ["deferred", "compiled"])
+def test_halted_steps_do_not_lower_the_loss_scale(way):
+    """Their gradients are bad because of the state, not of the scale."""
+    optimizer = keras.optimizers.LossScaleOptimizer(Bursting("weights"), initial_scale=64.0)
+    model = network(optimizer, Saturated(name="away"), built=False)
+    verdicts = run(alone(model, way, several=2), batches(X, range(6)), 2, way)[1]
+    assert [v.halted for v in verdicts] == [False] * 3 + [True] * 3
+    assert all(np.isfinite(v.loss) and not np.isfinite(v.gradients) for v in verdicts[3:])
+    assert (float(optimizer.dynamic_scale), int(optimizer.step_counter)) == (64.0, 3)
+
+
 class Marks(layers.Layer):
     """Records an infinite value for a large number, which it passes on as a small one."""
 
