@@ -230,11 +230,11 @@ def _rows_of(e: Evidence, found: Sequence[BadArray]) -> tuple[int, ...]:
 
 
 def _targets(e: Evidence) -> Conclusion | None:
-    """The loss does not accept the targets, and this either makes it bad or has made training
-    diverge. It is not the cause of a bad value in the forward pass.
+    """The loss does not accept the targets, and it is proven that this makes the step bad or has
+    made training diverge.
     """
-    fault, forward = e.target_fault, e.origin.phase == "forward"
-    if fault is None or not (e.grown() or (fault.fatal and not forward)):
+    fault = e.target_fault
+    if fault is None or not fault.proof:
         return None
     return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
 

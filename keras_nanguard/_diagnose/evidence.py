@@ -70,14 +70,14 @@ class TargetFault:
         output: name of the output, `""` if there is only one.
         rows: rows of the batch.
         words: what is wrong, as a clause: `"class index 12 with 10 classes"`.
-        fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
+        proof: why they are the reason for the failure, as a sentence; `""` if that is not known.
     """
 
     loss: str
     output: str
     rows: tuple[int, ...]
     words: str
-    fatal: bool = True
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,12 +281,8 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
         return None
     if not all(keras_losses.class_of(loss) in keras_losses.PROBABILITIES for loss in entries):
         return None
-    lowest = min(losses)
-    words = (
-        "values that are not probabilities (with probabilities the loss cannot be negative, and it"
-        f" is {lowest:.3g})"
-    )
-    return TargetFault(str(entries[0].name), "", (), words)
+    proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
+    return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)
 
 
 def wrote_otherwise(

@@ -162,6 +162,8 @@ def data_sentences(e: Evidence) -> Iterator[str]:
         rows = f" in {at_rows(fault.rows)}" if fault.rows else ""
         contain = f"The targets{output} contain {fault.words}{rows}"
         yield f"{contain}, which {fault.loss} does not accept."
+        if fault.proof:
+            yield fault.proof
     for spread in (*e.inputs, *e.targets):
         if spread.max_abs >= 100.0 and not spread.integer:
             yield _spread(spread)

@@ -19,9 +19,11 @@ from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import input_names, named
+from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
 from keras_nanguard._diagnose.changes import Start, in_float32, restore, standardized, train_from
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
+from keras_nanguard._diagnose.facts import negative_loss
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -93,21 +95,42 @@ class Case:
 
     def with_targets(self) -> Case:
         """Return the case with the first problem of the targets, given the shapes of the outputs of
-        its replay, if it has any.
+        its replay, if it has any, and the proof that it is the reason for the failure.
         """
         model = self.step.model
         shapes = [array.shape for _, array in self.run.outputs] or keras_layers.output_shapes(model)
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
-        targets = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
+        targets = [p for p in batches.parts(self.batch) if p.role == "targets"]
         entries = keras_losses.losses_by_output(model)
         if len(entries) != len(targets):
             entries = entries[:1] if len(targets) == 1 else []
         widths += [0] * len(entries)
-        for (output, loss), array, width in zip(entries, targets, widths):
-            if (found := keras_losses.rejected(loss, array, width)) is not None:
-                output = output if len(entries) > 1 else ""
-                return self.with_(target_fault=TargetFault(str(loss.name), output, *found))
+        for (output, loss), part, width in zip(entries, targets, widths):
+            if (found := keras_losses.rejected(loss, part.array, width)) is not None:
+                output, proof = output if len(entries) > 1 else "", self._proof(part, found.valid)
+                fault = TargetFault(str(loss.name), output, found.rows, found.clause, proof)
+                return self.with_(target_fault=fault)
         return self.with_(target_fault=None)
+
+    def _proof(self, part: batches.Part, valid: Any) -> str:
+        """Return why the targets in a part of the batch are the reason for the failure, as a
+        sentence: with `valid` ones the step is finite, or the loss has only fallen, to below where
+        it has a minimum with probabilities as targets. `""` if neither is known.
+        """
+        e, losses = self.evidence, self.evidence.growth.losses
+        if self.run.finite or self.run.first == "outputs":
+            return ""
+        if valid is not None and valid.shape == tuple(part.value.shape):
+            given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
+            batch = batches.mapped(self.batch, lambda _, v: given if v is part.value else v)
+            if self.again(batch).finite:
+                return "With targets in the range of the loss the same step is finite."
+        farthest = max(losses, key=abs, default=0.0)
+        # A rate that is too high makes it rise first.
+        risen = max(losses, default=0.0) * e.growth.loss > JUMP * abs(farthest)
+        falls = e.grown() and not risen
+        negative = negative_loss(self.step.model, [farthest]) if falls else None
+        return "" if negative is None else negative.proof
 
     def again(self, batch: Any) -> ReplayResult:
         """Run the step once more, in the fastest mode in which it is bad."""

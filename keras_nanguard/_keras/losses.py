@@ -128,12 +128,19 @@ class Rejected(NamedTuple):
     Attributes:
         rows: their rows.
         clause: what is wrong, as a clause.
-        fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
+        valid: all targets, with the nearest that the loss accepts in place of these; `None` if
+            other targets would not help.
     """
 
     rows: tuple[int, ...]
     clause: str
-    fatal: bool
+    valid: finiteness.Array | None = None
+
+
+ROUNDING = 4
+"""Number of ulp by which a target may miss its range: a mixture or sum of probabilities in its
+dtype takes a few operations, each of which is off by half an ulp of its result.
+"""
 
 
 def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected | None:
@@ -152,22 +159,38 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)
         classes = f" with {width} classes" if width else ""
-        return _first(wide, wrong, f"class index {{:g}}{classes}", fatal=True)
+        return _first(wide, wrong, f"class index {{:g}}{classes}", 0)
+    error = _rounding_error(targets)
     if kind in PROBABILITIES:
-        wrong = (wide < 0) | (wide > 1)
+        wrong = (wide < -error) | (wide > 1 + error)
         words = "{:g} instead of a probability from 0 to 1"
-        return _first(wide, wrong, words, fatal=True) or _smoothed(loss)
+        return _first(wide, wrong, words, wide.clip(0, 1)) or _smoothed(loss)
     if kind in _NOT_NEGATIVE:
-        return _first(wide, wide < 0, "the negative number {:g}", fatal=False)
+        return _first(wide, wide < -error, "the negative number {:g}", wide.clip(0))
     return None
 
 
-def _first(wide: Any, wrong: Any, words: str, fatal: bool) -> Rejected | None:
-    """Return the rows of wrong targets, with the first of these in `words`; `None` if none is."""
+def _rounding_error(targets: finiteness.Array) -> float:
+    """Return by how much targets of this dtype and magnitude may miss a bound; Keras rounds float64
+    to float32.
+    """
+    if finiteness.widen(targets).dtype.kind != "f":
+        return 0.0
+    import ml_dtypes
+
+    ulp = max(float(ml_dtypes.finfo(d).eps) for d in (targets.dtype, np.float32))
+    return ROUNDING * ulp * max(1.0, finiteness.largest(targets))
+
+
+def _first(wide: Any, wrong: Any, words: str, valid: Any) -> Rejected | None:
+    """Return the rows of wrong targets, with the first of these in `words`; `None` if none is.
+    `valid` replaces them.
+    """
     if not wrong.any():
         return None
     rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
-    return Rejected(tuple(map(int, rows)), words.format(wide[wrong].flat[0]), fatal)
+    clause = words.format(wide[wrong].flat[0])
+    return Rejected(tuple(map(int, rows)), clause, np.where(wrong, valid, wide))
 
 
 def _smoothed(loss: Any) -> Rejected | None:
@@ -176,4 +199,4 @@ def _smoothed(loss: Any) -> Rejected | None:
     if not isinstance(smoothing, (int, float)) or 0.0 <= smoothing <= 1.0:
         return None
     clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
-    return Rejected((), clause, fatal=True)
+    return Rejected((), clause)

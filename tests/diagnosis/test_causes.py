@@ -31,7 +31,9 @@ TABLE = {
         BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(BadArray("inputs", (2,), 1, 0),)
     ),
     "target_nonfinite": replace(BAD, origin=Origin(-1, "batch", "targets", "forward")),
-    "target_out_of_range": replace(BAD, target_fault=TargetFault("cce", "", (3,), "class index 12 with 10 classes")),
+    "target_out_of_range": replace(
+        BAD, target_fault=TargetFault("cce", "", (3,), "class index 12 with 10 classes", "With 3 it is finite.")
+    ),
     "input_scale": replace(
         BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
     ),

@@ -74,7 +74,7 @@ def layer(path="norm", layer_class="Normalization", minimum=0.0, maximum=1.0, na
     return LayerRow(path, layer_class, "float32", (4,), minimum, maximum, 0.0, 0, nan, 0, 0, 4, 0.0)
 
 
-FAULT = TargetFault("cce", "", (3,), "class index 12 with 10 classes")
+FAULT = TargetFault("cce", "", (3,), "class index 12 with 10 classes", "With others it is finite.")
 MISSING = (BadArray("inputs/a", (2, 5), 1, 0), BadArray("inputs/b", (5, 7), 1, 0))
 UNLABELLED = (BadArray("targets", (4,), 1, 0), BadArray("sample_weight", (6,), 1, 0))
 VARIABLE = origin("bn/moving_mean", source="variable", culprit="bn", operands=())
@@ -257,19 +257,25 @@ BATCH = {
 """NaN or Inf in the batch."""
 
 OUT_OF_RANGE = decided("target_out_of_range", "cce", (3,), 0.9, "targets")
-HARMLESS = replace(FAULT, fatal=False)
+HARMLESS = replace(FAULT, proof="")
 RISEN = grows(loss=1e3)
 
 TARGETS = {
-    "a fatal fault": (bad(target_fault=FAULT), OUT_OF_RANGE),
-    "a fatal fault, bad in the loss": (bad(target_fault=FAULT, origin=origin()), OUT_OF_RANGE),
-    "a fatal fault, bad before the loss": (
-        bad(target_fault=FAULT, origin=origin(phase="forward")),
+    "a proven fault": (bad(target_fault=FAULT), OUT_OF_RANGE),
+    "a proven fault, bad in the loss": (bad(target_fault=FAULT, origin=origin()), OUT_OF_RANGE),
+    "a proven fault after growth": (
+        bad(target_fault=FAULT, origin=origin(phase="forward"), growth=RISEN),
+        OUT_OF_RANGE,
+    ),
+    "another fault, bad before the loss": (
+        bad(target_fault=HARMLESS, origin=origin(phase="forward")),
         replace(DOMAIN, cause="forward_domain"),
     ),
-    "the same, after growth": (bad(target_fault=FAULT, origin=origin(phase="forward"), growth=RISEN), OUT_OF_RANGE),
-    "a harmless fault": (bad(target_fault=HARMLESS, origin=origin()), DOMAIN),
-    "a harmless fault after growth": (bad(target_fault=HARMLESS, growth=RISEN), OUT_OF_RANGE),
+    "another fault": (bad(target_fault=HARMLESS, origin=origin()), DOMAIN),
+    "another fault after growth": (
+        bad(target_fault=HARMLESS, origin=OVERFLOW, growth=RISEN),
+        decided("divergence", "dense", confidence=0.85, because="growth"),
+    ),
 }
 """Targets that the loss does not accept."""
 

@@ -1,0 +1,74 @@
+"""Targets that a loss does not accept are the cause only if the run would not fail without them."""
+
+from __future__ import annotations
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+from keras_nanguard import NanGuard, diagnose
+from keras_nanguard._keras.losses import rejected
+
+LABELS = (np.random.default_rng(0).standard_normal((128, 8)).astype("float32")[:, :1] > 0).astype("float32")
+ABOVE, BELOW = np.float32(1.0000001), np.float32(-1e-8)
+
+
+def fitted(rate, low, high, loss, epochs=3):
+    """Train a classifier on labels of these two values; return its incidents, and the loss before it."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(16, "relu"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.compile(keras.optimizers.SGD(rate), loss(from_logits=True))
+    x = 3 * np.random.default_rng(0).standard_normal((128, 8)).astype("float32")
+    y = np.where(np.hstack([LABELS, 1 - LABELS]) > 0, high, low).astype("float32")
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard])
+    return guard.incidents
+
+
+@pytest.mark.parametrize("loss", [keras.losses.BinaryCrossentropy, keras.losses.CategoricalCrossentropy])
+@pytest.mark.parametrize(("low", "high"), [(0.0, ABOVE), (BELOW, 1.0), (0.0, 1.01), (-0.01, 1.0)])
+def test_a_rate_too_high_is_the_cause_as_with_valid_targets(loss, low, high):
+    """The oracle is the run with 0 and 1, which diverges as well, and is recovered."""
+    expected, found = fitted(1e5, 0.0, 1.0, loss), fitted(1e5, low, high, loss)
+    assert "divergence" in expected[0].diagnosis.causes
+    assert found[0].diagnosis.cause == expected[0].diagnosis.cause
+    assert found[0].step == expected[0].step
+    changes = [{name for incident in run for name in incident.changes} for run in (expected, found)]
+    assert changes[0] == changes[1] and "lower_lr" in changes[0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 255.0)])
+def test_a_loss_that_falls_without_bound_is_due_to_the_targets(low, high):
+    """With 0 and 1 the same run is healthy."""
+    assert not fitted(0.1, 0.0, 1.0, keras.losses.BinaryCrossentropy, 8)
+    first = fitted(0.1, low, high, keras.losses.BinaryCrossentropy, 8)[0].diagnosis
+    assert first.cause == "target_out_of_range"
+    assert any("the loss cannot be negative" in sentence for sentence in first.evidence)
+
+
+def test_targets_that_are_off_by_rounding_are_healthy():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, "sigmoid")])
+    model.compile("sgd", "binary_crossentropy")
+    x = np.ones((16, 8), "float32")
+    assert diagnose(model, x, LABELS[:16] * ABOVE).diagnosis.cause == "unknown"
+    assert diagnose(model, x, LABELS[:16] * 1.01).diagnosis.cause == "target_out_of_range"
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+def test_mixtures_in_the_dtype_of_the_targets_are_accepted(dtype):
+    """Label smoothing and mixup in any dtype, of up to four labels; but nothing beyond a few ulp."""
+    loss, shares = keras.losses.BinaryCrossentropy(), np.random.default_rng(0).dirichlet(np.ones(4), 200)
+    mixed = shares.astype(dtype).cumsum(axis=1, dtype=dtype)
+    assert rejected(loss, np.concatenate([mixed, 1 - mixed]), 4) is None
+    ulp = float(ml_dtypes.finfo("float32" if dtype == "float64" else dtype).eps)
+    wrong = np.array([[0.0], [1.0], [1.0 + 8 * ulp], [-8 * ulp]], dtype)
+    found = rejected(loss, wrong, 1)
+    assert found.rows == (2, 3)
+    assert np.array_equal(found.valid.ravel(), [0.0, 1.0, 1.0, 0.0])
+
+
+def test_a_class_index_is_exact():
+    found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 3, -1, 2]), 3)
+    assert found.rows == (1, 2) and found.valid.tolist() == [0, 0, 0, 2]
