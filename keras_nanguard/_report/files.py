@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import BUNDLES, FORMAT, Incident
-from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.plain_values import one_line, plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
 from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
 from keras_nanguard._report.shown import ShownRun
+
+T = TypeVar("T")
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
@@ -117,18 +120,36 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
 
 
 def _of_folder(path: Path) -> ShownRun:
-    """Return the incidents of a run, from its recording or export, and of other bundles."""
+    """Return the incidents of a run, from its recording or export, and of other bundles.
+
+    If one of these files cannot be read, the report is made from the others.
+    """
     sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
-    found = read(sources[0]) if sources else ShownRun()
+    problems: list[GuardError] = []
+    read_one = (found for source in sources for found in _tried(read, source, problems))
+    found = next(read_one, ShownRun())
     listed = {Path(incident.bundle).name for incident in found.incidents if incident.bundle}
     files = {file for pattern in _BUNDLES for file in path.glob(pattern) if file.is_file()}
     files = {file for file in files if file.parent.name not in listed}
     if not files and not sources:
         wanted = "the directory of a guard, or a folder with bundles"
         raise GuardError(expected(wanted, f"{str(path)!r}, which contains neither", _REMEDY))
-    bundled = [incident for file in sorted(files) for incident in _of_text(file)]
+    known = len(problems) < len(sources)
+    read_all = [own for file in sorted(files) for own in _tried(_of_text, file, problems)]
+    if problems and not (known or read_all):
+        raise problems[0]
+    bundled = [incident for own in read_all for incident in own]
     bundled.sort(key=lambda incident: incident.step)
-    return replace(found, incidents=[*bundled, *found.incidents])
+    unread = [f"Not read: {one_line(error)}" for error in problems]
+    return replace(found, incidents=[*bundled, *found.incidents], unread=unread)
+
+
+def _tried(read: Callable[[Path], T], file: Path, problems: list[GuardError]) -> Iterator[T]:
+    """Yield what a file holds; if it cannot be read, append the error to `problems`."""
+    try:
+        yield read(file)
+    except GuardError as error:
+        problems.append(error)
 
 
 def _of_recording(path: Path) -> ShownRun:

@@ -6,12 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from support import recordings
 from support.recordings import flushed, synthetic, written
 
 from keras_nanguard import Diagnosis, Finding, Incident
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
-from keras_nanguard._report import files
+from keras_nanguard._report import files, html
 from keras_nanguard._report.shown import ShownRun
 
 INCIDENTS = [
@@ -135,3 +136,43 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     clean = NanGuard(directory=tmp_path / "clean", verbose=0)
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[clean])
     assert main(["report", str(tmp_path / "clean")]) == 0
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["-o", "report.html"], ["-o", "report.md"]], ids=str)
+def test_a_report_is_made_from_what_is_readable(tmp_path, monkeypatch, capsys, form):
+    """If the recording is damaged, the export beside it is read, and if that is damaged too, the
+    bundles. The report names each file that was not read.
+    """
+    monkeypatch.chdir(tmp_path)
+    run, incidents = tmp_path / "run", [recordings.incident(step, 0, step) for step in (3, 5)]
+    bundle = run / "incidents" / "incident-00000003-00"
+    bundle.mkdir(parents=True)
+    (bundle / "incident.json").write_text(incidents[0].to_json())
+    (run / "incidents.jsonl").write_text("".join(f"{i.to_json()}\n" for i in incidents))
+    (run / database.NAME).write_bytes(b"SQLite format 3\0 and then something else")
+
+    def shown():
+        status, captured = main(["report", "run", *form]), capsys.readouterr()
+        written = (tmp_path / form[1]).read_text("utf-8") if form[:1] == ["-o"] else captured.out
+        assert status == 1 and "Traceback" not in captured.err
+        return written, written if not form else captured.err
+
+    for damaged, steps in ((database.NAME, [3, 3, 5]), ("incidents.jsonl", [3])):
+        (run / damaged).write_text("no recording, no JSON")
+        assert sorted(i.step for i in files.read(run).incidents) == steps
+        written, said = shown()
+        assert damaged in said and said.count("Not read") == len(files.read(run).unread)
+        assert form == ["--json"] or damaged in written
+    (bundle / "incident.json").write_text("{")
+    assert main(["report", "run", *form]) == 2
+    assert database.NAME in capsys.readouterr().err
+
+
+def test_a_damaged_bundle_beside_a_good_recording(tmp_path, capsys):
+    """The recording is shown, and the bundle that was not read is named on the page as well."""
+    written(tmp_path, synthetic())
+    (tmp_path / "incidents" / "incident-00000099-00").mkdir(parents=True)
+    (tmp_path / "incidents" / "incident-00000099-00" / "incident.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 1
+    assert "incident-00000099-00" in capsys.readouterr().out
+    assert "incident-00000099-00" in html.page(files.read(tmp_path))
