@@ -170,7 +170,7 @@ def nan_guard(fault: str, epochs: int, float16: bool = False) -> Ended:
     ended = fitted(fault, epochs, [guard], float16)
     causes = dict.fromkeys(i.diagnosis.cause for i in guard.incidents if i.diagnosis)
     outcomes = [outcome for incident in guard.incidents for outcome in incident.outcomes]
-    done = dict.fromkeys(o.action for o in outcomes if o.status == "done" and o.action != "warn")
+    done = dict.fromkeys(o.action for o in outcomes if o.status == "done")
     ended.noticed = ": ".join(filter(None, (", ".join(causes), ", ".join(done))))
     return ended
 

@@ -83,7 +83,7 @@ def measured(program: Program) -> dict[str, Any]:
         "incidents": dict(Counter(causes)),
         "actions": dict(outcomes),
         "lines": lines,
-        "acted on": refused > 0 or not {"warn", "skip"}.issuperset(outcomes),
+        "acted on": refused > 0 or not {"skip"}.issuperset(outcomes),
         "worse": lost > abs(plain - again),
     }
 

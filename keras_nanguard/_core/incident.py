@@ -289,7 +289,7 @@ class Incident:
                 parts.append(f"Onset at step {onset + 1:.0f}.")
             parts.append(self.diagnosis.headline)
             parts += self.diagnosis.advice if needs_user(self) else ()
-        outcomes = sorted(told(self), key=lambda outcome: outcome.status)  # done, then skipped
+        outcomes = sorted(self.outcomes, key=lambda outcome: outcome.status)  # done, then skipped
         return " ".join([*parts, *(f"-> {outcome}." for outcome in outcomes)])
 
     def __repr__(self) -> str:
@@ -363,12 +363,6 @@ def moment_of(incident: Incident, batch: str = "") -> str:
     replicas = ", ".join(str(number) for number in incident.replicas)
     named = f", replica{'s' if len(incident.replicas) > 1 else ''} {replicas}" if replicas else ""
     return f"step {incident.step + 1} (epoch {incident.epoch + 1}{batch}{named})"
-
-
-def told(incident: Incident) -> list[Outcome]:
-    """Return the outcomes to mention: all except a warning that has no words."""
-    plain = Outcome("warn", "done")
-    return [outcome for outcome in incident.outcomes if outcome != plain]
 
 
 def needs_user(incident: Incident) -> bool:

@@ -31,7 +31,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
@@ -374,10 +373,10 @@ class Run:
         of steps.
         """
         state, times = self.recovery.policy_state, self.policy.action_budget
-        used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
+        table = {"times": times, "per_steps": BUDGET_WINDOW}
         return [
-            {"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW}
-            for name, n in used.items()
+            {"rule": name, "do": [name], "used": state.times(name), **table}
+            for name in state.action_steps
         ]
 
     # The train state

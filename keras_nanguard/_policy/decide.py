@@ -15,7 +15,7 @@ Example:
     >>> incident = Incident(step=7, epoch=0, batch=7, findings=(Finding("loss"),))
     >>> decision, state = decide(policy, state, incident)
     >>> [action["action"] for action in decision.actions]
-    ['warn', 'skip']
+    ['skip']
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from keras_nanguard._core.incident import Decision, Incident
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._policy.actions import MAX_DEPTH, Action, Skip, Warn
+from keras_nanguard._policy.actions import MAX_DEPTH, Action, Skip
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import (
     BUDGET_WINDOW,
@@ -38,11 +38,6 @@ from keras_nanguard._policy.state import (
 
 RATE_CURES = causes_with("rate")
 """Causes that a lower learning rate can cure. For other causes the rate does not change."""
-
-REPORT_WINDOW = 1000
-REPORTED_REFUSALS, REPORTED_OTHERS = 20, 3
-"""How often an incident is reported within `REPORT_WINDOW` steps: refused steps, and each kind of
-finite anomaly or bad result."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +76,6 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
         choice = _Choice(deciding.name, deciding.do, reason)
     if choice is None:
         choice = _of_policy(policy, state, incident)
-        kind, most = _reported(incident)
-        if state.times(kind, REPORT_WINDOW) < most:
-            reports.append(Warn())
-            state = state.acted([kind])
     choice = _within_budget(policy, state, choice)
     actions = _ordered(incident, [*reports, *choice.actions], policy.refuse)
     planned = tuple(_parameters(policy, state, incident, action) for action in actions)
@@ -96,15 +87,6 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
         reason=f"{choice.reason[:1].upper()}{choice.reason[1:]}.",
         terminal=policy.refuse and choice.terminal,
     ), state
-
-
-def _reported(incident: Incident) -> tuple[str, int]:
-    """Return the kind of an incident for reports, and how often it is reported."""
-    first = incident.first
-    if incident.refused:
-        return "report refused", REPORTED_REFUSALS
-    kind = "refused" if first is None else f"{first.kind} {first.site}"
-    return f"report {kind}", REPORTED_OTHERS
 
 
 def _in_a_row(count: int, what: str) -> str:

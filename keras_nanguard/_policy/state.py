@@ -81,8 +81,8 @@ class PolicyState(Record):
             escalation.
         total: bad steps in total.
         refused: the refused steps among the last `SHARE_WINDOW` steps.
-        action_steps: for each action the steps, among the last `BUDGET_WINDOW`, at which it was
-            decided; under `report KIND` those at which this kind of incident was reported.
+        action_steps: for each action that changes something the steps, among the last
+            `BUDGET_WINDOW`, at which it was decided.
         without_effect: the actions that have changed nothing since the last good step.
         rules: the counts of each rule, by its name: in bad steps, and under `SITE:NAME` in bad
             results.
@@ -152,11 +152,11 @@ class PolicyState(Record):
         joined = unbroken or step - rule.last == 1
         return RuleState(consecutive=rule.consecutive + 1 if joined else 1, last=step)
 
-    def times(self, action: str, steps: int = BUDGET_WINDOW) -> int:
-        """Return how often an action was decided within the last steps."""
+    def times(self, action: str) -> int:
+        """Return how often an action was decided within the last `BUDGET_WINDOW` steps."""
         if self.step is None:
             return 0
-        return sum(step > self.step - steps for step in self.action_steps.get(action, ()))
+        return sum(step > self.step - BUDGET_WINDOW for step in self.action_steps.get(action, ()))
 
     def acted(self, actions: Iterable[str]) -> PolicyState:
         """Return the state after these actions were decided at the latest step."""

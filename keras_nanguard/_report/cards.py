@@ -23,7 +23,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome, told
+from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
@@ -268,7 +268,7 @@ def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Ca
     diagnosis = first.diagnosis or Diagnosis()
     step = at[id(first)]
     bundle = "" if folder is None and run.directory is not None else first.bundle or ""
-    done = Counter(outcome for incident in group for outcome in told(incident))
+    done = Counter(outcome for incident in group for outcome in incident.outcomes)
     return Card(
         title=console.why(group[0]),
         group=group,

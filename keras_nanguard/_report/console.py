@@ -12,14 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from keras_nanguard._core.incident import (
-    Diagnosis,
-    Finding,
-    Incident,
-    moment_of,
-    needs_user,
-    told,
-)
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident, moment_of, needs_user
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import markdown_text, printable as printable
 from keras_nanguard._policy.actions import ACTIONS
@@ -291,10 +284,7 @@ def closing_line(totals: Totals, incidents: int, details: str) -> str:
 
 
 def summary(incidents: Sequence[Incident], totals: Totals) -> str:
-    """Return the numbers of steps (if known), skipped steps, incidents by cause, and actions.
-
-    The action `warn`, which changes nothing, is not counted.
-    """
+    """Return the numbers of steps (if known), skipped steps, incidents by cause, and actions."""
     counted = "" if totals.steps is None else f"{totals.steps} steps, "
     found = times(len(incidents), "incident")
     lines = [f"NanGuard: {counted}{totals.refused} skipped{totals.replayed}, {found}."]
@@ -303,8 +293,7 @@ def summary(incidents: Sequence[Incident], totals: Totals) -> str:
         lines.append(f"  {totals.overflows} {ordinary}")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
-    done = (o.action for i in incidents for o in i.outcomes if o.status == "done")
-    actions = Counter(action for action in done if action != "warn")
+    actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
     return printable("\n".join(lines))
 
@@ -344,5 +333,5 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
             parts += ["", markdown_text(diagnosis.headline), ""]
             parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
             parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
-        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in told(incident)), ""]
+        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in incident.outcomes), ""]
     return "\n".join(parts)

@@ -72,7 +72,7 @@ def _done(group: Sequence[Incident]) -> str:
         outcome.action
         for incident in group
         for outcome in incident.outcomes
-        if outcome.status == "done" and outcome.action != "warn"
+        if outcome.status == "done"
     )
     named = (action if n == len(group) else f"{n} x {action}" for action, n in counts.most_common())
     return ", ".join(named) or "none"

@@ -53,7 +53,7 @@ def test_refused_on_all_devices(on_devices, what):
 def test_rolled_back_on_all_devices(on_devices, what):
     """The arrays of a rollback have their original placement."""
     found = on_devices[f"{what} rollback"]
-    assert found["outcomes"] == [["warn", "skip"], ["warn", "skip"], ["warn", "rollback"]]
+    assert found["outcomes"] == [["skip"], ["skip"], ["rollback"]]
     assert found["finite"]
     assert found["same place"]
 

@@ -118,9 +118,9 @@ def test_rolled_back_by_both(way, runs):
     assert_alike(ranks)
     assert first["spread"] == WAYS[way][1], "restored arrays keep their placement"
     assert [i[3] for i in first["incidents"]] == [
-        ["warn", "skip"],
-        ["warn", "skip"],
-        ["warn", "rollback", "lower_lr"],
+        ["skip"],
+        ["skip"],
+        ["rollback", "lower_lr"],
     ]
     assert first["rate"] == pytest.approx(1e-3)
 
@@ -146,7 +146,7 @@ def test_the_same_end(runs, fault):
     if fault == "weights":
         assert ranks[0]["findings"][0][0].startswith("state of sequential/dense/kernel")
     if fault == "memory":
-        assert ranks[0]["snapshots"] == [] and incidents[2][3] == ["warn", "lower_lr"], (
+        assert ranks[0]["snapshots"] == [] and incidents[2][3] == ["lower_lr"], (
             "no process restores a snapshot"
         )
 
