@@ -33,7 +33,7 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
-from keras_nanguard._report import console, files, html
+from keras_nanguard._report import console, files
 from keras_nanguard._report.shown import ShownRun, curves
 
 __all__ = ["NanGuard"]
@@ -225,11 +225,10 @@ class NanGuard(keras.callbacks.Callback):
         return session
 
     def _detach(self) -> None:
-        """Restore the model's own methods, and send the report to the trackers of the fit."""
+        """Restore the model's own methods."""
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.close()
-            self._reporter.end_tracking(lambda: html.page(self._run))
 
     # What Keras calls
 
@@ -470,10 +469,9 @@ class NanGuard(keras.callbacks.Callback):
         self._reporter.incident(incident, samples, lowered)
 
     def _record_incident(self, incident: Incident) -> None:
-        """Record an incident, and send it to the trackers of the run."""
+        """Record an incident as an event."""
         text, data = str(incident), incident.to_dict()
         self._recorder.event("incident", incident.step, incident.epoch, text, data)
-        self._reporter.track(incident)
 
     @property
     def _run(self) -> ShownRun:

@@ -4,7 +4,7 @@ A backend calls `session.Session` before and after each execution. Its `run.Run`
 with one owner; all other files read them there. The files from top to bottom:
 
     the guard     attached (in a running fit, and loops without), arguments
-                  reporter (console and trackers)
+                  reporter (console)
     a step        session (before and after it), tasks (what is due between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
                   perform (one function for each action)

@@ -99,7 +99,6 @@ class Attached:
         callbacks = surrounding()
         self.session.callbacks_deferred = callbacks_deferred(callbacks)
         hide_from_progress_bar(callbacks)
-        self._reporter.begin_tracking(getattr(callbacks, "callbacks", ()))
         self.session.start.epochs = epochs = self._plan.get("epochs")
         self.session.run.recorder.note(epochs=epochs, steps_per_epoch=self._plan.get("steps"))
 

@@ -1,31 +1,19 @@
-"""Prints the lines of a guard, and sends its incidents to trackers: TensorBoard, Weights & Biases,
-MLflow.
-"""
+"""Prints the lines of a guard."""
 
 from __future__ import annotations
 
 import shlex
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.run import Counts
-from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import console, terminal
 
-MAX_TEXTS, MAX_ALERTS = 100, 10
-"""Limits per fit: incidents written as text, and causes with an alert."""
-
-REPORT = "nanguard/report.html"
-"""Name of the artifact."""
-
 
 class Reporter:
-    """Prints the lines of one guard, and sends the incidents of its fits.
+    """Prints the lines of one guard.
 
     Args:
         verbose: 0 prints nothing, 1 new kinds of incidents, 2 every incident.
@@ -37,12 +25,6 @@ class Reporter:
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
         self._details = _details(None)
-        self._callbacks: list[Any] | None = None
-        self._causes: Counter[str] = Counter()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle, which belongs to no fit."""
-        return {**vars(self), "_callbacks": None}
 
     def begin(self, directory: str | None) -> None:
         """Begin a run, with its directory if it has one."""
@@ -95,34 +77,6 @@ class Reporter:
             self._printed.add(line)
             processes.print_line(line)
 
-    # Trackers
-
-    def begin_tracking(self, callbacks: Iterable[Any]) -> None:
-        """Begin a fit with these callbacks, whose incidents are sent."""
-        self._callbacks, self._causes = list(callbacks), Counter()
-
-    def track(self, incident: Incident) -> None:
-        """Send an incident of a fit: as text to TensorBoard, and the first of each cause as an
-        alert to Weights & Biases.
-        """
-        if self._callbacks is None or processes.index() != 0:
-            return
-        cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
-        self._causes[cause] += 1
-        if self._causes.total() <= MAX_TEXTS:
-            what = (self._callbacks, "nanguard/incident", str(incident), incident.step)
-            self.attempt("send incidents to TensorBoard", lambda: keras_fitting.write_text(*what))
-        if self._causes[cause] == 1 and len(self._causes) <= MAX_ALERTS:
-            self.attempt("send incidents to Weights & Biases", lambda: _alert(cause, str(incident)))
-
-    def end_tracking(self, report: Callable[[], str]) -> None:
-        """Set the tags of an MLflow run at the end of a fit, and store the report as its artifact;
-        `report` creates it. Without incidents only the tags.
-        """
-        if self._callbacks is not None and processes.index() == 0:
-            self.attempt("send incidents to MLflow", lambda: _tagged(self._causes, report))
-        self._callbacks = None
-
     def attempt(self, what: str, do: Callable[[], None]) -> None:
         """Call a function that is not part of training. If it raises, print a warning once."""
         try:
@@ -139,19 +93,3 @@ def _details(directory: str | None) -> str:
     if directory is None:
         return 'guard.report("run.html")'
     return f"keras-nanguard report {shlex.quote(directory)} -o run.html"
-
-
-def _alert(cause: str, text: str) -> None:
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and getattr(wandb, "run", None) is not None:
-        wandb.run.alert(title=f"NanGuard: {cause}", text=text)
-
-
-def _tagged(causes: Counter[str], report: Callable[[], str]) -> None:
-    mlflow = sys.modules.get("mlflow")
-    if mlflow is None or not hasattr(mlflow, "active_run") or mlflow.active_run() is None:
-        return
-    tags = {"nanguard.incidents": causes.total(), "nanguard.causes": ", ".join(causes)}
-    mlflow.set_tags(tags)
-    if causes:
-        mlflow.log_text(report(), REPORT)

@@ -9,8 +9,6 @@ Private Keras names used here, because there is no public API:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.
-- ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would
-  make a second run of it.
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state
   itself.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
@@ -334,12 +332,3 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
     found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
     return [(callback, "_save_checkpoint") for callback in found]
-
-
-def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
-    """Write a text to the event files of each `TensorBoard` among the callbacks."""
-    for callback in callbacks:
-        is_board = isinstance(callback, keras.callbacks.TensorBoard)
-        if is_board and getattr(callback, "_writers", None) is not None:
-            with callback._train_writer.as_default():
-                callback.summary.text(name, text, step=step)

@@ -89,8 +89,8 @@ def test_a_csv_file_that_begins_without_refusals(tmp_path):
 @pytest.mark.requires_backend("tensorflow", reason="Keras' TensorBoard writes by way of TensorFlow")
 @pytest.mark.parametrize("first", [False, True])
 def test_tensorboard(tmp_path, first):
-    """TensorBoard before or after the guard, with histograms: one point of `epoch_refused_steps`
-    for each epoch.
+    """TensorBoard before or after the guard, with histograms: one point of each of its numbers for
+    each epoch.
     """
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
@@ -98,8 +98,8 @@ def test_tensorboard(tmp_path, first):
     fit([board, guard] if first else [guard, board], bad=(2,))
     events = loader.EventAccumulator(str(tmp_path / "train"))
     events.Reload()
-    found = [events.tensors.Items(tag) for tag in events.Tags()["tensors"] if tag == "epoch_refused_steps"]
-    assert len(found) == 1 and [event.step for event in found[0]] == [0, 1]
+    for tag in ("epoch_refused_steps", "epoch_nanguard/grad_norm", "epoch_nanguard/rollbacks"):
+        assert [event.step for event in events.tensors.Items(tag)] == [0, 1]
 
 
 class RateFinder(keras.callbacks.Callback):

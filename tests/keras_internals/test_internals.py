@@ -133,14 +133,6 @@ def test_arrays_of_a_fit():
     assert probe.seen[1] == (None, None) and fitting.running_arrays() == (None, None)
 
 
-def test_writer_of_tensorboard():
-    """`TensorBoard` stores its writers in `_writers`, and creates the one of training in
-    `_train_writer`.
-    """
-    assert isinstance(keras.callbacks.TensorBoard._train_writer, property)
-    assert "_writers" in inspect.getsource(keras.callbacks.TensorBoard)
-
-
 def test_printing():
     """Keras' own printing takes a message and a flag for the line break."""
     assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]

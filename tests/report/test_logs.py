@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import threading
 
 import keras
+import numpy as np
 import pytest
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard, NanGuardModel
+
+NAMES = {f"nanguard/{name}" for name in ("grad_norm", "rate_factor", "loss_scale", "rollbacks")}
 
 
 class Recorder(keras.callbacks.Callback):
@@ -80,9 +84,87 @@ def test_healthy_history_is_unchanged():
     data = zoo.regression()
     history = fit(data, NanGuard(verbose=0))[1]
     assert zoo.plain_logs(history) == fit(data)[1] and history["refused_steps"] == [0, 0]
-    names = {f"nanguard/{name}" for name in ("grad_norm", "rate_factor", "loss_scale", "rollbacks")}
-    assert set(history) - set(zoo.plain_logs(history)) == {"refused_steps", *names}
+    assert set(history) - set(zoo.plain_logs(history)) == {"refused_steps", *NAMES}
     assert set(fit(data, NanGuard(verbose=0, logs=False))[1]) == {*zoo.plain_logs(history), "refused_steps"}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_every_callback_sees_our_numbers_from_the_first_epoch_on(tmp_path, first):
+    """CSVLogger keeps the columns of its first epoch: the numbers of the guard are among them,
+    before or after the guard.
+    """
+    epochs, guard, log = [], NanGuard(verbose=0, diagnose=False), keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    sees = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(dict(logs)))
+    history = fit(zoo.poison(zoo.regression(), 3), *([guard, log, sees] if first else [log, sees, guard]), epochs=3)[1]
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 and all(NAMES | {"refused_steps"} <= set(row) for row in rows)
+    for name in NAMES | {"refused_steps"}:
+        assert [float(row[name]) for row in rows] == [float(logs[name]) for logs in epochs] == history[name]
+    assert history["refused_steps"] == [1, 1, 1] and isinstance(history["refused_steps"][0], int)
+    assert all(value > 0 for value in history["nanguard/grad_norm"]) and history["nanguard/rate_factor"] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "validated"),
+    [
+        (None, {}, False),
+        (None, {}, True),
+        ({}, {}, True),
+        ({}, {"logs": False}, False),
+        ({"logs": False}, {}, True),
+    ],
+    ids=str,
+)
+def test_an_older_csv_file_keeps_its_columns(tmp_path, before, now, validated):
+    """`CSVLogger(append=True)` continues a file of a run without the guard, or with other logs of
+    it. Each value is in the column of its name, as in the file of plain Keras.
+    """
+    data = zoo.regression()
+    more = {"validation_data": data.all} if validated else {}
+
+    def train(name, *guards):
+        """Write a file in several fits; return its header, rows, and the history of the last fit."""
+        for guard in guards:
+            log = keras.callbacks.CSVLogger(tmp_path / name, append=True)
+            callbacks = [log] if guard is None else [log, NanGuard(verbose=0, **guard)]
+            history = fit(data, *callbacks, epochs=2, **more)[1]
+        with open(tmp_path / name) as file:
+            reader = csv.DictReader(file, restkey="too many")
+            return reader.fieldnames, list(reader), history
+
+    columns, plain, _ = train("plain.csv", None, None)
+    header, rows, history = train("guarded.csv", before, now)
+    _, first, _ = train("first.csv", before)
+    assert rows[:2] == first and len(rows) == 4
+    for row, other, n in zip(rows[2:], plain[2:], range(2), strict=True):
+        assert "too many" not in row and {key: row[key] for key in columns} == other
+        for key in {*header} - {*columns}:
+            known = not key.startswith("val_") and key in history
+            assert float(row[key]) == history[key][n] if known else row[key] == "NA"
+    assert ("refused_steps" in header) == (before is not None)
+    assert ("nanguard/rollbacks" in header) == (before == {})
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_progress_bar_shows_none_of_our_numbers(capsys, verbose):
+    """The progress bar shows the metrics of the user, and the number of refused steps if there are
+    any.
+    """
+    fit(zoo.regression(), NanGuard(verbose=0), epochs=1, verbose=verbose)
+    healthy = capsys.readouterr().out
+    assert "nanguard" not in healthy and "refused" not in healthy and "mae" in healthy
+    fit(zoo.poison(zoo.regression(), 3), NanGuard(verbose=0), epochs=1, verbose=verbose)
+    bad = capsys.readouterr().out
+    assert "nanguard" not in bad and "refused_steps: 1" in bad
+
+
+def test_an_epoch_without_a_committed_step():
+    """Without measurements the last gradient norm is repeated, and all numbers are finite."""
+    data = zoo.regression()
+    data.x[:] = np.nan
+    history = fit(data, NanGuard(verbose=0, diagnose=False), epochs=1)[1]
+    assert history["refused_steps"][0] > 0 and np.isfinite([history[name][0] for name in NAMES]).all()
 
 
 def test_one_line_for_each_incident(capsys):
