@@ -197,8 +197,9 @@ class LoopStep(attach.LoopStep):
 
     def _transaction(self) -> Transaction:
         compiled = hasattr(self.function, "lower")
+        body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
         return Transaction(
-            getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
+            lambda state, args, kwargs: body(state, *args, **kwargs),
             self.run,
             lambda: self.variables or [],
             self._stored,
@@ -219,11 +220,8 @@ class LoopStep(attach.LoopStep):
         session.after(verdict)
         return outputs, self._taken()
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        return self._execute(args, {})[1]
-
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        result = self.run.transaction(self._taken(), *args)
+        result = self.run.transaction(self._taken(), args, kwargs)
         self.state, self.synced = result.state, False
         return result.outputs, result.verdict
 

@@ -495,6 +495,24 @@ def test_loop(compiled):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("bad", "cause", "path"), [("b", "input_nonfinite", "x/1"), ("c", "target_nonfinite", "y/y")])
+def test_loop_with_inputs_in_a_tuple_and_targets_in_a_dict(bad, cause, path):
+    """The arguments of the step have the roles of their order, not of their types."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+
+    @jax.jit
+    def step(state, inputs, targets):
+        return loop.step(state, jnp.concatenate(inputs, -1), targets["y"])
+
+    x, y = batches()[0]
+    batch = {"a": x[:, :3], "b": x[:, 3:].copy(), "c": y.copy()}
+    batch[bad][2, 0] = np.nan
+    with guard.watch(loop.model, loop.optimizer):
+        guard.step(step)(loop.state, (batch["a"], batch["b"]), {"y": batch["c"]})
+    (incident,) = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.samples, incident.findings[0].path) == (cause, (2,), path)
+
+
 def test_loop_remembers_its_batches_in_one_buffer():
     """The batches before a refused step are known, also if the loop writes each into the same
     array.
@@ -510,7 +528,7 @@ def test_loop_remembers_its_batches_in_one_buffer():
             if guard.refused:
                 found.append(session.run.recent.approach(session.run.ring.snapshots))
     assert found[0].steps == tuple(range(7))
-    for (x, y), (known_x, known_y) in zip(batches(), found[0].batches):
+    for (x, y), ((known_x, known_y), _) in zip(batches(), found[0].batches):
         np.testing.assert_array_equal(x, known_x)
         np.testing.assert_array_equal(y, known_y)
 
