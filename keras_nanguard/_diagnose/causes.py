@@ -298,7 +298,10 @@ def _update(e: Evidence) -> Conclusion | None:
     if e.constraint and (e.written or own_code):
         return Conclusion("optimizer_domain", e.first_path, because="constraint")
     if e.written:
-        return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")
+        # Gradients are finite, so the update has carried NaN from the slots into the weights.
+        slots = (f.path for f in e.findings if (f.site, f.kind) == ("slots", "nonfinite"))
+        place = next(slots, e.first_path)
+        return Conclusion("state_nonfinite", place, confidence=0.85, because="written")
     return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
 
 

@@ -33,6 +33,7 @@ from keras_nanguard._diagnose.facts import (
     growth,
     known,
     negative_loss,
+    negative_slot,
     wrote_otherwise,
 )
 from keras_nanguard._diagnose.raised import explained
@@ -173,6 +174,9 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     written = bool(found.state) and refused and finite_before
     if found.first:
         written = wrote_otherwise(run, incident, train_state, found.optimizers)
+        if negative := negative_slot(train_state):
+            note = f"{negative} has negative values, whose roots in the update are NaN."
+            found = dataclasses.replace(found, notes=(note,))
     weights = () if committed_site(incident) else train_state.trainable
     evidence = dataclasses.replace(
         found,

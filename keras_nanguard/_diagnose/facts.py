@@ -289,8 +289,11 @@ def wrote_otherwise(
     run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
     """Whether no update can have produced the bad values of a committed step, neither from the
-    current values nor from a snapshot and the gradients since.
+    current values nor from a snapshot and the gradients since. The root of a negative slot is NaN,
+    whoever has written that.
     """
+    if negative_slot(train_state):
+        return False
     norms = [m.norm for m in run.history.since(incident.step)]
     norm = incident.values.get("gradient_norm", math.nan)
     if norms and not incident.values:  # an incident between two steps has no norm
@@ -305,6 +308,12 @@ def wrote_otherwise(
     values = [value for v in variables if (value := snapshot.value(v)) is not None]
     known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
     return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
+
+
+def negative_slot(train_state: TrainState) -> str:
+    """Return the path of the first second moment that has a negative value, `""` if none has."""
+    moments = keras_optimizers.second_moments(train_state.optimizers)
+    return next((v.path for v in moments if (keras_variables.view(v) < 0).any()), "")
 
 
 def must_stay_finite(

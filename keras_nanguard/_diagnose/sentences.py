@@ -85,9 +85,10 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         by_constraint = conclusion.because == "constraint"
         writer = f"the constraint {e.constraint}" if by_constraint else "other code"
+        place = "it" if conclusion.culprit == e.first_path else conclusion.culprit
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
-            f" {writer} has written it."
+            f" {writer} has written {place}."
         )
     if conclusion.cause == "gradient_domain" and origin.phase in ("forward", "loss"):
         yield (

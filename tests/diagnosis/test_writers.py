@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_nanguard import NanGuard
 from keras_nanguard._diagnose.facts import MODERATE, PROVEN, must_stay_finite, optimizer_facts
 
 
@@ -62,3 +63,58 @@ def test_bad_entries_are_ignored():
 def test_unknown_optimizers_prove_nothing(optimizer, weight, norm):
     _, _, given = parts(optimizer(), weight)
     assert not must_stay_finite(*given, norm=norm)
+
+
+def incident_of(optimizer, write=None):
+    """Train on healthy data; call `write(optimizer)` after step 5. Return the first incident."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    x = np.random.default_rng(0).standard_normal((128, 4)).astype("float32")
+    writes = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: write(optimizer) if write and batch == 5 else None
+    )
+    guard = NanGuard(verbose=0)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[writes, guard])
+    return guard.incidents[0]
+
+
+def slot_with(optimizer, name, number):
+    """Write a number into one entry of the first slot of this name; return the path of the slot."""
+    slot = next(v for v in optimizer.variables if name in v.path)
+    array = np.array(keras.ops.convert_to_numpy(slot))
+    array[1, 2] = number
+    slot.assign(array)
+    return slot.path
+
+
+WRITES = pytest.mark.requires_backend("tensorflow", "torch", reason="Keras keeps the state out of its variables there")
+
+
+@WRITES
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: keras.optimizers.Adam(1e-3), "velocity"),
+        (lambda: keras.optimizers.SGD(1e-3, momentum=0.9), "momentum"),
+    ],
+)
+def test_a_slot_that_other_code_wrote_is_the_culprit(make, name):
+    """The update carries its NaN into the kernel; the callback has written only the slot."""
+    paths = []
+    incident = incident_of(make(), lambda optimizer: paths.append(slot_with(optimizer, name, np.nan)))
+    found = incident.diagnosis
+    assert (found.cause, found.culprit) == ("state_nonfinite", paths[0])
+    assert any(sentence.endswith(f"other code has written {paths[0]}.") for sentence in found.evidence)
+
+
+@pytest.mark.parametrize(
+    "write", [None, pytest.param(lambda optimizer: slot_with(optimizer, "accumulator", -1.0), marks=WRITES)]
+)
+def test_the_root_of_a_negative_slot_is_made_by_the_update(write):
+    """Keras accepts a negative `initial_accumulator_value`: no other code has written one."""
+    incident = incident_of(keras.optimizers.Adagrad(1e-3, 0.1 if write else -1.0), write)
+    found = incident.diagnosis
+    assert found.cause == "optimizer_domain" and "kernel" in found.culprit
+    assert any("negative values" in sentence for sentence in found.evidence)
+    assert not any("other code" in sentence for sentence in found.evidence)
