@@ -225,8 +225,10 @@ class Incident:
         refused: True if the step did not commit, False if the finding is in a committed state.
         values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`,
             if they exist. Also `onset`, the step at which a divergence began, `rate_factor`, the
-            factor of the learning rate that trials found for it, and `pole`, the iteration at
-            which a schedule gave NaN, Inf or a rate that overflows the weights.
+            factor of the learning rate that trials found for it, `pole`, the iteration at
+            which a schedule gave NaN, Inf or a rate that overflows the weights, and
+            `bad_at_start`, which is 1 if a rollback was due, and the step is bad from the state
+            before the first step, too.
         diagnosis: the diagnosis, or `None` if none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.

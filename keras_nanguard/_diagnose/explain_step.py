@@ -25,6 +25,7 @@ from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
+from keras_nanguard._diagnose.changes import Start
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence, distinct
 from keras_nanguard._diagnose.facts import (
@@ -38,7 +39,7 @@ from keras_nanguard._diagnose.facts import (
 )
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import data_sentences
-from keras_nanguard._diagnose.trials import Case, investigated
+from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
@@ -128,6 +129,25 @@ class Explainer:
             processes.print_line(f"NanGuard: no bundle was written: {reason}")
             return None
 
+    @np.errstate(all="ignore")  # the values are not finite
+    def is_bad_at_start(self, report: Report | None, update: bool) -> bool:
+        """Return whether a refused step is bad from the state before the first step, too, so that
+        no rollback can cure it. Never raises.
+
+        Args:
+            report: the report with its batch.
+            update: whether a bad update counts, and not only bad gradients.
+        """
+        run = self.run
+        try:
+            if report is None or report.batch is None or _reads_iterator(run):
+                return False
+            case = Case(step_of(run), report.batch, Evidence(), _start(run))
+            with without_faults(run.model):
+                return is_bad_at_start(case, update)
+        except Exception:  # noqa: BLE001  then a rollback may cure it
+            return False
+
     def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
@@ -190,10 +210,17 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         evidence = dataclasses.replace(evidence, target_fault=negative_loss(run.model, losses))
     if report is None or report.batch is None:
         return evidence
-    start = next((s.value for s in run.ring.snapshots if s.step == 0), None)
-    reads = run.transaction.model is None and reads_iterator(run.transaction.replayed)
-    obstacle = ITERATOR if reads else ""
-    return investigated(Case(step_of(run), report.batch, evidence, start), obstacle).evidence
+    obstacle = ITERATOR if _reads_iterator(run) else ""
+    return investigated(Case(step_of(run), report.batch, evidence, _start(run)), obstacle).evidence
+
+
+def _start(run: RunView) -> Start | None:
+    """Return the state before the first step, `None` if it was not kept."""
+    return None if run.ring.start is None else run.ring.start.value
+
+
+def _reads_iterator(run: RunView) -> bool:
+    return run.transaction.model is None and reads_iterator(run.transaction.replayed)
 
 
 def reads_iterator(function: Any) -> bool:

@@ -245,6 +245,21 @@ def _at_start(case: Case) -> dict[str, Any]:
         return {"at_start": case.again(case.batch).word}
 
 
+def is_bad_at_start(case: Case, update: bool) -> bool:
+    """Return whether the step is bad from the initial state as well.
+
+    Args:
+        case: the case.
+        update: whether a bad update counts, and not only bad gradients.
+    """
+    if case.start is None or _obstacle(case.step):
+        return False
+    with case.step.preserved():
+        state = TrainState.of(case.step.model, case.step.optimizers)
+        restore(state.restorable, case.start)
+        return case.step.run(case.batch, update=update).word == "bad"
+
+
 def _in_inference(case: Case) -> dict[str, Any]:
     """Is the forward pass finite in inference mode?"""
     origin, data = case.evidence.origin, case.batch[0] if len(case.batch) == 1 else None

@@ -13,7 +13,14 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW, level_of, onset
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError, Outcome
+from keras_nanguard._core.incident import (
+    Decision,
+    Diagnosis,
+    Finding,
+    Incident,
+    NonFiniteError,
+    Outcome,
+)
 from keras_nanguard._core.literals import SITES, Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
@@ -147,7 +154,7 @@ class Incidents:
         args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
         incident = self.handle(Detected(step, findings, verdict, report, refused=True))
         back = "rollback" in incident.changes
-        if not is_of_data(incident):
+        if not is_of_data(incident) or "bad_at_start" in incident.values:
             again = step - 1 == self._last_unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
@@ -274,6 +281,9 @@ class Incidents:
         run = self._run
         incident, poles = self._explained(detected, run.agreement)
         decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        if self._is_of_batch(incident, decision, detected.report):
+            incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
+            decision, state = decide(run.policy, run.recovery.policy_state, incident)
         run.recovery.policy_state = state
         incident = incident.with_(decision=decision)
         incident, lowered = self._answered(incident, detected.report, poles)
@@ -281,6 +291,21 @@ class Incidents:
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
+
+    def _is_of_batch(self, incident: Incident, decision: Decision, report: Report | None) -> bool:
+        """Whether neither the rollback nor the lower rate of a decision can cure a refused step,
+        because it is bad from the state before the first step, too.
+
+        If training has diverged, the state and the rate of the later steps are to blame as well.
+        """
+        names = {action["action"] for action in decision.actions}
+        if not incident.refused or names.isdisjoint(("rollback", "lower_lr")):
+            return False
+        if "divergence" in incident.causes or "state" in incident.sites or self._explain is None:
+            return False
+        update = "lower_lr" not in names  # else a lower rate may cure it
+        found = self._explain.is_bad_at_start(report, update)
+        return self._run.agreement.any_of(found)[0]
 
     def report(self, detected: Detected) -> None:
         """Explain what was detected and report it, without an action or another process."""

@@ -14,6 +14,8 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard.testing import inject
 
+MANY = pytest.mark.requires_backend("tensorflow", "jax", reason="PyTorch runs one step per execution")
+
 
 def actions_of(guard):
     """Return `(step, names of the performed actions)` for each incident, without skips."""
@@ -50,6 +52,45 @@ class TestSeveralInARow:
         assert int(run.model.optimizer.iterations.numpy()) == 4 + 6
         assert float(run.model.optimizer.learning_rate.numpy()) == pytest.approx(1e-4)
         assert zoo.bad_entries(run.model) == []
+
+
+def share(y_true, y_pred):
+    """A loss that is NaN if all targets of a batch are 0."""
+    return keras.ops.sum(y_true * keras.ops.square(y_pred - y_true)) / keras.ops.sum(y_true)
+
+
+class TestThreeBadBatchesInEveryEpoch:
+    """Three adjacent batches that are finite, but bad from any state, are only skipped."""
+
+    def trained(self, loss, x, y, *callbacks, **options):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), loss, **options)
+        history = model.fit(x, y, batch_size=8, epochs=8, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights(), history.history["loss"]
+
+    @pytest.mark.parametrize("steps", [1, pytest.param(4, marks=MANY)])
+    @pytest.mark.parametrize(("loss", "cause"), [("mse", "input_scale"), (share, "loss_domain")])
+    def test_only_skipped(self, loss, cause, steps):
+        """The oracle is plain Keras without these batches."""
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(96, 4)).astype("float32")
+        y = np.abs(x.sum(axis=1, keepdims=True)) + 0.1
+        bad = slice(5 * 8, 8 * 8)
+        if cause == "input_scale":
+            x[bad] *= 1e30
+        else:
+            y[bad] = 0.0
+        rest = [np.concatenate([data[: bad.start], data[bad.stop :]]) for data in (x, y)]
+        weights, losses = self.trained(loss, *rest)
+        guard = NanGuard(verbose=0)
+        found, reported = self.trained(loss, x, y, guard, steps_per_execution=steps)
+        assert {i.diagnosis.cause for i in guard.incidents} == {cause}
+        assert len(guard.incidents) == 24 and not any(actions for _, actions in actions_of(guard))
+        for one, other in zip(weights, found):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(losses, reported, rtol=1e-3)
 
 
 class TestWarmup:
