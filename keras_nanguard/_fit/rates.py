@@ -22,6 +22,11 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._policy.records import Record
 
+DISTINCT = 1.0 + 2.0**-22
+"""Factor of a lowered rate by which it differs from the same rate set by other code, which rounds
+it to float32.
+"""
+
 Factor = Annotated[float, Field(ge=sys.float_info.min)]
 
 
@@ -53,7 +58,8 @@ class Rate:
     def __init__(self, optimizer: Any):
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
-        self._left: float | None = None  # the plain rate as the guard has left it
+        self._own = math.nan  # the plain rate as the user has set it
+        self._left: float | None = None  # the same as the guard has left it
         self._absolute = False  # whether another callback computes the plain rate itself
         self._scale: Any = None
         self.given: Any = None
@@ -131,10 +137,12 @@ class Rate:
         return before, after, retrace
 
     def _set(self, factor: float) -> bool:
-        ratio, self.factor = factor / self.factor, factor
+        if self.plain and self.factor >= 1:
+            self._own = self.value
+        self.factor = factor
         self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)
         if self.plain:
-            self._assign(self.value * ratio)
+            self._assign(self._own * (1.0 if factor >= 1 else factor * DISTINCT))
             return False
         retrace = self.make_adjustable()
         self._scale.assign(factor)
@@ -145,20 +153,25 @@ class Rate:
         self._left = self.value
 
     def hold(self) -> None:
-        """Keep a plain rate lowered if another callback has set it since.
+        """Follow another callback that has set a plain rate since.
 
-        A callback that scales the current rate (ReduceLROnPlateau) continues from the lowered one
-        and needs no correction. One that computes the rate (LearningRateScheduler) always restores
-        the old level. The first change distinguishes them: the geometric mean of the lowered and
-        the old level is between the two.
+        A callback that computes the rate (LearningRateScheduler) sets the old level again, and its
+        rates are lowered from then on. A lower rate may be scaled from the lowered one
+        (ReduceLROnPlateau) or computed. It is the user's new choice: it stays, and the factor is
+        forgotten, because the return of the old rate would end above it. The limit between both is
+        the geometric mean of the lowered and the old level.
         """
         if self._left is None or not self.plain or self.factor >= 1:
             return
         found = self.value
-        if math.isclose(found, self._left, rel_tol=1e-6):
+        if found == self._left:
             return
         self._absolute |= found > self._left / math.sqrt(self.factor)
-        self._assign(found * self.factor if self._absolute else found)
+        if self._absolute:
+            self._own = found
+            self._assign(found * self.factor * DISTINCT)
+        else:
+            self.factor = self.lowest = 1.0
 
     def release(self) -> None:
         """Remove the scaling from the optimizer; a plain rate does not change."""
@@ -191,6 +204,7 @@ class Rate:
         elif self.plain and not math.isclose(self.value, done.rate or 0.0, rel_tol=1e-6):
             return
         self._left, self._absolute = done.rate, done.absolute
+        self._own = math.nan if done.rate is None else done.rate / done.factor
         self.factor = done.factor if self.plain else 1.0
         if done.factor < 1 and not self.plain:
             self._set(done.factor)

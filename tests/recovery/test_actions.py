@@ -385,6 +385,55 @@ class TestLowerLr:
         steps = walk(model, guard, 1, batches=3, epochs=5, callbacks=[scheduler])
         assert [steps[i] for i in (2, 5, 8, 11, 14)] == pytest.approx([0.08, 0.008, 0.2e-3, 1e-5, 0.4e-5], rel=1e-3)
 
+    @pytest.mark.parametrize("sets", ["plateau", "scheduler", "same", "by hand"])
+    def test_rate_of_another_callback(self, sets):
+        """The rate that another callback has set last is never exceeded, also not when the old rate
+        returns. `same` is a schedule that reaches the lowered rate.
+        """
+        told = []  # the rates that the callback has set
+
+        class Told:
+            def on_epoch_begin(self, epoch, logs=None):
+                super().on_epoch_begin(epoch, logs)
+                told.append(float(self.model.optimizer.learning_rate.numpy()))
+
+        class Plateau(Told, keras.callbacks.ReduceLROnPlateau):
+            """Reduces the rate at the end of an epoch."""
+
+            def on_epoch_end(self, epoch, logs=None):
+                super().on_epoch_end(epoch, {"flat": 1.0})
+
+        class Scheduler(Told, keras.callbacks.LearningRateScheduler):
+            """Sets the rate of each epoch."""
+
+        class ByHand(Told, keras.callbacks.Callback):
+            """Assigns a rate once."""
+
+            def on_epoch_begin(self, epoch, logs=None):
+                if epoch == 1:
+                    self.model.optimizer.learning_rate.assign(0.05)
+                super().on_epoch_begin(epoch, logs)
+
+        step = 0.08 if sets == "same" else 0.2
+        callback = {
+            "plateau": lambda: Plateau("flat", mode="min", factor=0.5, patience=1, min_delta=1e9),
+            "by hand": ByHand,
+        }.get(sets, lambda: Scheduler(lambda epoch, rate: step if epoch else 0.8))()
+        guard = acting({"lower_lr": {"factor": 0.1, "recover_after": 8, "ramp": 2}})
+        x = np.ones((1, 1), "float32")
+
+        def data():
+            for number in range(36):
+                yield (x * np.nan if number == 1 else x), x
+
+        model, weights = line(keras.optimizers.SGD(0.8), run_eagerly=True), Weights()
+        model.fit(data(), steps_per_epoch=4, epochs=9, verbose=0, callbacks=[callback, guard, weights])
+        assert weights.steps[2:4] == pytest.approx([0.08, 0.08], rel=1e-5), "lowered"
+        used = np.reshape(weights.steps, (9, 4))
+        first = 2 if sets == "plateau" else 1  # the epoch in which the callback has set its first rate
+        assert (used[first:] <= np.array(told)[first:, None] + 1e-6).all(), (used, told)
+        assert used[-1, -1] == pytest.approx(told[-1], abs=1e-6), "the rate of the callback at the end"
+
     def test_saved_model(self, tmp_path):
         """A model saved while its rate is lowered can be loaded without this library, with its
         original schedule.
