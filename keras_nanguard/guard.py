@@ -28,7 +28,7 @@ from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras.fitting import outside
+from keras_nanguard._keras.fitting import evaluates, outside, surrounding
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
@@ -172,14 +172,21 @@ class NanGuard(keras.callbacks.Callback):
     def set_model(self, model: Any = None) -> None:
         """Attach to the model. Keras calls this before anything else.
 
+        An `evaluate` or `predict` during training with this guard, such as by another callback,
+        belongs to the training.
+
         Raises:
             GuardError: if the class is passed instead of an instance, or the model is a `tf_keras`
                 model.
+            GuardInUseError: if another fit, or a loop, is running with this guard.
         """
         arguments.require_instance(self, NanGuard, model)
         if model is None:
             return
-        if self._attached is not None and self._attached.fit.runs:
+        fit = None if self._attached is None else self._attached.fit
+        if (self._watching or (fit is not None and fit.encloses)) and evaluates():
+            return
+        if self._watching or (fit is not None and fit.runs):
             raise GuardInUseError(
                 "Expected a guard that is not in use. Received: a guard of a running fit of"
                 f" {getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit"
@@ -307,26 +314,34 @@ class NanGuard(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Report NaN and Inf in results, and outdated BatchNormalization statistics."""
-        if self._attached is not None:
-            self._attached.end_test(logs)
+        if (attached := self._concerned()) is not None:
+            attached.end_test(logs)
         self._leave()
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Find predictions that are not finite. The first ones are reported at the end of the
         call.
         """
-        if self._attached is not None:
-            self._attached.predicted(logs)
+        if (attached := self._concerned()) is not None:
+            attached.predicted(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
         """Report predictions that are not finite, and detach."""
-        if self._attached is not None:
-            self._attached.end_predict()
+        if (attached := self._concerned()) is not None:
+            attached.end_predict()
         self._leave()
 
+    def _concerned(self) -> Attached | None:
+        """Return the attachment, `None` if the results of another model are reported."""
+        attached, callbacks = self._attached, surrounding()
+        model = getattr(callbacks, "model", None)
+        own = attached is not None and model in (None, attached.session.run.model)
+        return attached if own else None
+
     def _leave(self) -> None:
-        """Detach after an `evaluate` or `predict` that is not part of a fit."""
-        if self._attached is not None and not self._attached.training:
+        """Detach after an `evaluate` or `predict` that is not part of a fit or another one."""
+        attached = self._attached
+        if attached is not None and not attached.training and attached.fit.calls:
             self._detach()
 
     # Loops without `fit`

@@ -101,6 +101,13 @@ _TRAINERS = ("fit", "evaluate", "predict")
 """Functions of Keras that create a `CallbackList`, in their local variable `callbacks`."""
 
 
+def evaluates() -> bool:
+    """Whether the innermost running call of these is `evaluate` or `predict`."""
+    calls = (f for f in _frames(sys._getframe(1)) if f.f_code.co_name in _TRAINERS)
+    names = (f.f_code.co_name for f in calls if "callbacks" in f.f_locals)
+    return next(names, "fit") != "fit"
+
+
 def _is_inside(innermost: FrameType, callbacks: Any, itself: bool = True) -> bool:
     """Whether a frame is inside a call of Keras that uses this list, or of the list (`itself`)."""
     for frame in _frames(innermost):
@@ -191,6 +198,18 @@ class Fit:
             # A frame that held itself would hold the fit and its data, too.
             frames[threading.get_ident()] = sys._getframe(1)
             return any(_is_inside(frame, callbacks) for frame in frames.values())
+
+    @property
+    def encloses(self) -> bool:
+        """Whether this thread is inside of it. A loop that was left by an exception counts, too."""
+        callbacks = self._list()
+        inside = callbacks is not None and _is_inside(sys._getframe(1), callbacks)
+        return inside or self.by_hand
+
+    @property
+    def calls(self) -> bool:
+        """Whether its own `CallbackList`, and not that of a call inside of it, calls this code."""
+        return self._callbacks is None or surrounding() is self._list()
 
     def close(self) -> None:
         """Remove the watches."""

@@ -173,6 +173,64 @@ def test_shared_by_two_fits_at_once(monkeypatch):
     assert collecting and not any(collecting) and gc.isenabled()
 
 
+class Looks(keras.callbacks.Callback):
+    """Evaluates a model, and predicts with it, with the guard of the running fit."""
+
+    def __init__(self, guard, x, y, other=None):
+        super().__init__()
+        self.guard, self.x, self.y, self.other, self.found = guard, x, y, other, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        looks, model = {"verbose": 0, "callbacks": [self.guard]}, self.other or self.model
+        self.found.append(model.evaluate(self.x, self.y, **looks))
+        model.predict(self.x, **looks)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["guard first", "guard last"])
+@pytest.mark.parametrize("other", [True, False], ids=["another model", "the same model"])
+def test_results_in_the_middle_of_a_fit(first, other):
+    """A callback may evaluate and predict with the guard of the running fit, which goes on."""
+    data, guard = zoo.poison(zoo.regression(batches=4), 2), NanGuard(verbose=0)
+    looks = Looks(guard, data.x[:4], data.y[:4], zoo.plain() if other else None)
+    model = zoo.plain()
+    fit(model, data, *((guard, looks) if first else (looks, guard)), epochs=2)
+    assert [i.step for i in guard.incidents] == [2, 6] and len(looks.found) == 2
+    assert zoo.bad_entries(model) == [] and left_behind(model) == set()
+    fit(model, data, guard)
+    assert [i.step for i in guard.incidents] == [2, 6, 2], "in use for the next fit"
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another model", "the same model"])
+def test_bad_results_in_the_middle_of_a_fit(other):
+    """NaN in results of the guarded model is reported; in those of another model it is not."""
+    data, guard = zoo.regression(batches=4), NanGuard(verbose=0)
+    looks = Looks(guard, data.x[:4] * np.nan, data.y[:4], zoo.plain() if other else None)
+    fit(zoo.plain(), data, guard, looks)
+    assert [i.sites for i in guard.incidents] == ([] if other else [("validation",), ("predictions",)])
+
+
+def test_results_in_the_middle_of_an_evaluation():
+    """A callback of `evaluate` may predict with the same guard, which then sees the results."""
+    data, guard = zoo.regression(batches=2), NanGuard(verbose=0)
+
+    class Predicts(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            self.model.predict(data.x, verbose=0, callbacks=[guard])
+
+    zoo.plain().evaluate(data.x * np.nan, data.y, verbose=0, callbacks=[guard, Predicts()])
+    assert [i.sites for i in guard.incidents] == [("validation",)]
+
+
+def test_results_in_the_middle_of_a_loop():
+    """The loop goes on with its session. A fit with its guard is refused."""
+    model, data, guard = zoo.plain(), zoo.regression(batches=2), NanGuard(verbose=0)
+    with guard.watch(model) as session:
+        model.evaluate(data.x, data.y, verbose=0, callbacks=[guard])
+        assert guard.session is session
+        with pytest.raises(GuardInUseError, match="Create a separate NanGuard"):
+            fit(zoo.plain(), data, guard)
+
+
 def test_callback_list_used_twice():
     """A `CallbackList` in a hand-written loop guards every fit for which it is used."""
     model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 4), NanGuard(verbose=0)
