@@ -297,6 +297,9 @@ class Run(Protocol):
     """The guarded step, which the backend sets: a `Transaction` of this backend once it is created.
     """
 
+    say: Callable[[str], None]
+    """Prints a line."""
+
     stopped: bool
     """Whether the policy has ended training."""
 

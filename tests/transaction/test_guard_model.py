@@ -90,6 +90,37 @@ def test_table_at_the_end(capsys):
     assert "Details: " not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("by", ["model", "list"])
+def test_steps_after_the_end_of_training(by, capsys):
+    """A loop that does not check `stopped` is told at once, and then ever less often, that its
+    steps have no effect. `fit` ends by itself.
+    """
+    guard = NanGuard("stop", diagnose=False)
+    inputs = keras.Input((6,))
+    model = (NanGuardModel if by == "model" else keras.Model)(inputs, layers.Dense(1)(inputs))
+    model.compile("adam", "mse")
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 1), "float32")
+    model.nanguard_policy = "stop"
+    if by == "list":
+        calls = keras.callbacks.CallbackList([guard], model=model, epochs=1, steps=30)
+        calls.on_train_begin()
+        calls.on_epoch_begin(0)
+    for step in range(30):
+        model.train_on_batch(x * np.nan if step == 4 else x, y)
+        if step == 4:
+            weights = model.get_weights()
+    if by == "list":
+        calls.on_train_end()
+    for one, other in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    name = "model.nanguard" if by == "model" else "guard"
+    rest = f"since then had no effect. End the loop if {name}.stopped is true."
+    assert lines == [f"NanGuard: training has ended, so {count} {rest}" for count in ("1 step", "10 steps")]
+    model.fit(np.tile(x * np.nan, (4, 1)), np.tile(y, (4, 1)), batch_size=8, verbose=0, callbacks=[guard])
+    assert "no effect" not in capsys.readouterr().out
+
+
 def test_results_and_files_are_plain_keras(tmp_path):
     """`evaluate`, `predict` and saving are those of `keras.Model`."""
     model, data = network(), zoo.regression()

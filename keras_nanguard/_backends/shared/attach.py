@@ -113,6 +113,7 @@ class Attachment(StateAccess):
         self._modes: tuple[Any, ...] | None = ()
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
+        self._ignored = 0  # steps since the policy has ended training
         self.run.access = self
 
     def attach(self, in_use: Callable[..., bool]) -> None:
@@ -257,6 +258,7 @@ class Attachment(StateAccess):
             if self._skips(data):
                 return self._shown()
             if self.run.stopped:
+                self._say_without_effect()
                 return self._without_effect(data)
         logs, verdict = self._execute(data)
         session.after(verdict)
@@ -282,6 +284,20 @@ class Attachment(StateAccess):
             self.sync_variables()
             self.session.logs_for_callbacks(self.model.get_metrics_result())
         return self.session.logs.shown
+
+    def _say_without_effect(self) -> None:
+        """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
+        self._ignored += 1
+        lasting = self.state == "lasting"
+        if not (lasting or not self.in_use(strictly=True)):
+            return  # Keras ends its own loop
+        if str(self._ignored).strip("0") == "1":
+            whose = "model.nanguard" if lasting else "guard"
+            steps = "1 step" if self._ignored == 1 else f"{self._ignored} steps"
+            self.run.say(
+                f"NanGuard: training has ended, so {steps} since then had no effect. End the loop"
+                f" if {whose}.stopped is true."
+            )
 
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
