@@ -30,6 +30,9 @@ The time of `tomllib` grows with the square of the length of a dotted key: 3 s f
 MAX_DEPTH = 12
 """Maximum nesting of tables and lists. A policy needs 5."""
 
+MAX_REASON = 300
+"""Maximum length of what a parser says about a text."""
+
 MAX_VALUES = 5_000
 """Maximum number of values in one policy."""
 
@@ -61,7 +64,7 @@ def parsed(text: str, suffix: str, name: str = "the text") -> dict[str, Any]:
     except RecursionError:
         received = f"nested deeper than {MAX_DEPTH}"
     except Exception as error:  # noqa: BLE001  parsers raise many kinds for malformed text
-        received = safe_repr(" ".join(str(error).split()))[1:-1]
+        received = ascii(" ".join(str(error).split())[:MAX_REASON])[1:-1]
     else:
         if isinstance(document, dict):
             check_size(document, name)

@@ -40,6 +40,8 @@ def raise_problems(problems: Iterable[str], source: str = "the policy") -> None:
 def raise_invalid(error: ValidationError, document: Any, model: Any, source: str) -> None:
     """Raise one `PolicyError` with each error of pydantic as one problem.
 
+    A list whose entries are invalid is not too short as well.
+
     Args:
         error: the error of pydantic.
         document: the validated document.
@@ -47,7 +49,9 @@ def raise_invalid(error: ValidationError, document: Any, model: Any, source: str
         source: name of the document.
     """
     found = error.errors(include_url=False)
-    raise_problems((_sentence(one, document, model) for one in found), source)
+    within = {one["loc"][:n] for one in found for n in range(len(one["loc"]))}
+    own = (e for e in found if e["type"] != "too_short" or e["loc"] not in within)
+    raise_problems((_sentence(one, document, model) for one in own), source)
 
 
 def _sentence(error: Mapping[str, Any], document: Any, model: Any) -> str:
@@ -55,6 +59,9 @@ def _sentence(error: Mapping[str, Any], document: Any, model: Any) -> str:
     path = _path(place, document)
     if error["type"] == "missing":
         return f"{path}: expected a value, received nothing"
+    if context.get("class_name") == "ActionTable":
+        what = "the name of an action, or a table with its parameters"
+        return problem(path, what, error["input"])
     if error["type"] == "too_short":
         return f"{path}: expected at least one, received none"
     if error["type"] == "extra_forbidden":
@@ -80,6 +87,8 @@ _WORDS = {
     "int_type": "a whole number",
     "float_type": "a number",
     "string_type": "a text",
+    "string_too_short": "a text that is not empty",
+    "string_too_long": "a text of at most {max_length} characters",
     "string_pattern_mismatch": "a name of at most 64 letters, digits, spaces, '_', '-' and '.'",
     "model_type": "a table",
     "model_attributes_type": "a table",
