@@ -248,12 +248,12 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     }
 
 
-def first_value(name: str, tensor: Any) -> np.ndarray[Any, Any]:
-    """Return the initial value of a slot of this name: 1 for two slots of torch's optimizers, else
-    0.
+def first_value(name: str, tensor: Any, rate: float) -> np.ndarray[Any, Any]:
+    """Return the initial value of a slot of this name: 1 for two slots of torch's optimizers, the
+    learning rate for two others (of Rprop and ASGD), else 0.
     """
-    start = 1.0 if name in ("mu_product", "mu") else 0.0
-    return np.full(tuple(tensor.shape), start, np.float32)
+    starts = {"mu_product": 1.0, "mu": 1.0, "step_size": rate, "eta": rate}
+    return np.full(tuple(tensor.shape), starts.get(name, 0.0), np.float32)
 
 
 def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]]:

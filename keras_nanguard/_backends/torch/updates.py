@@ -147,11 +147,14 @@ class TorchUpdate(Update):
         """Return the slots that the update has created, each with its first value."""
         found = []
         known = itertools.chain(self._names, itertools.repeat(()))
-        for slots, names in zip(self.torch.state.values(), known):
+        for (p, slots), names in zip(self.torch.state.items(), known):
             if len(slots) != len(names):
+                groups = zip(self.torch.param_groups, self.groups)
+                rates = (s.get("lr", 0.0) for g, s in groups if any(q is p for q in g["params"]))
+                rate = float(next(rates, 0.0))
                 new = {k: local(t) for k, t in slots.items() if k not in names}
                 tensors = {k: t for k, t in new.items() if isinstance(t, torch.Tensor)}
-                found += [(t, first_value(k, t)) for k, t in tensors.items()]
+                found += [(t, first_value(k, t, rate)) for k, t in tensors.items()]
         return found
 
     def _call(self) -> None:

@@ -153,6 +153,27 @@ def test_slots_that_an_optimizer_of_torch_creates():
     assert not step.carried.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
 
 
+OTHER = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
+
+
+@pytest.mark.parametrize("name", [n for n, c in vars(torch.optim).items() if isinstance(c, type) and n not in OTHER])
+def test_an_optimizer_with_the_first_values_of_its_slots_is_a_new_one(name):
+    """With the values that are noted for a rollback, an update equals the first one."""
+    settings = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}.get(name, {})
+    step, of, noted = loop(lambda parameters: getattr(torch.optim, name)(parameters, lr=0.125, **settings))
+    parameters, ends = of.param_groups[0]["params"], []
+    noted |= {id(slot): slot.clone() for slots in of.state.values() for slot in slots.values()}  # of Adagrad
+    for _ in range(2):
+        with torch.no_grad():
+            for p in parameters:
+                p.fill_(1.0)
+                for slot in of.state[p].values():
+                    slot.copy_(torch.as_tensor(noted[id(slot)]))
+        step(True)
+        ends.append(torch.cat([t.detach().clone().reshape(-1) for p in parameters for t in (p, *of.state[p].values())]))
+    assert torch.equal(*ends)
+
+
 def test_bad_slots_are_seen_in_the_step_that_creates_them():
     step, _, _ = loop(Broken)
     step(False)
