@@ -231,7 +231,8 @@ def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
         except Exception as error:
             received, remedy = f"{path} within a compiled function", "Undo the compilation."
             raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
-        estimate.merge(found[0], found[1], count)
+        if count:
+            estimate.merge(found[0], found[1], count)
         for variable, value in estimate.pairs(mean, variance):
             variable.assign(value)
         return original(inputs, training=False, mask=mask)
@@ -251,11 +252,11 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     if mask is not None:
         counted = ops.logical_and(counted, ops.expand_dims(ops.cast(mask, "bool"), axis))
     total = ops.sum(ops.cast(counted, "float32"), axis=axes, keepdims=True)
+    count = int(ops.convert_to_numpy(total).max())
     total = ops.cast(ops.maximum(total, 1.0), values.dtype)
     mean = ops.sum(ops.where(counted, values, 0.0), axis=axes, keepdims=True) / total
     deviations = ops.where(counted, ops.square(values - mean), 0.0)
     variance = ops.sum(deviations, axis=axes, keepdims=True) / total
-    count = int(ops.convert_to_numpy(total).max())
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 

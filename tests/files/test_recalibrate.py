@@ -116,6 +116,20 @@ def test_masked_positions_are_excluded(keras):
     )
 
 
+def test_a_batch_that_is_only_padding_counts_nothing(keras):
+    """Neither first nor between others."""
+    inputs = keras.Input((6, 2))
+    x = keras.layers.Masking(mask_value=0.0)(inputs)
+    model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(x))
+    data = np.random.default_rng(0).normal(5.0, 2.0, (4, 6, 2)).astype(np.float32)
+    data[[0, 2]] = 0.0
+    (layer,) = recalibrate(model, data, batch_size=1).layers
+    assert layer.samples == 12
+    np.testing.assert_allclose(
+        model.get_layer("bn").moving_variance.numpy(), data[1::2].var((0, 1)), rtol=1e-4
+    )
+
+
 def test_any_source_of_batches_will_do(keras):
     """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate;
     `batches` stops early.
