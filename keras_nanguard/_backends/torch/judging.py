@@ -229,6 +229,7 @@ class Judgement:
         norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
         both = parts.weights_and_slots
         previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in unread}
+        self.carried.weights = previous.get("weights", self.carried.weights)
         if not all(map(math.isfinite, previous.values())):
             self.left_by_previous, norms = True, previous
         self.verdict = self.own = Verdict(

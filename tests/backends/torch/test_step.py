@@ -525,6 +525,27 @@ class Once(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(ops.equal(step, self.bad), 3e38, 0.01)
 
 
+def test_weights_whose_decay_overflows_a_slot(away):
+    """A second moment that becomes infinite by weight decay is found at once, also if the norm of
+    the weights is read with the verdict of the next step.
+    """
+    net, guard = nn.Linear(6, 1), NanGuard(verbose=0)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e13, weight_decay=1e8)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (net(x) * 1e-20).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with guard.watch(net, optimizer):
+        run = guard.step(step)
+        for _ in range(3):
+            run(torch.ones(4, 6))
+    assert {finding.site for finding in guard.incidents[0].findings} == {"slots"}
+
+
 @pytest.mark.parametrize("own_step", [False, True])
 def test_one_device_read_for_each_step(away, monkeypatch, own_step):
     """A guarded step waits for the device once, for any number of values that it reads."""
