@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -27,6 +29,7 @@ from keras_nanguard._keras import (
     losses as keras_losses,
     variables as keras_variables,
 )
+from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
@@ -233,15 +236,21 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
     """Run the forward pass of a step's model once in one mode."""
     model, seen, far = step.model, {}, dict[str, str]()
     norms = keras_layers.batchnorms(model) if training else []
-    before = [_moments(layer) for layer in norms]
+    before, calls = [_moments(layer) for layer in norms], Counter[int]()
+
+    def counted(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls[id(layer)] += 1
+        return call(*args, **kwargs)
 
     def body(data: Any) -> Any:
-        for layer in norms:  # training mode does not read their statistics, and adds to them
-            keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
-            keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
-        seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
+        with Overrides() as overrides:
+            for layer in norms:  # training mode does not read their statistics, and adds to them
+                keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
+                keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
+                overrides.set(layer, "call", partial(counted, layer, layer.call))
+            seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
         for layer, old in zip(norms, before):
-            far.update(_far(layer, old))
+            far.update(_far(layer, old, calls[id(layer)]))
         return seen["outputs"]
 
     run = ReplayableStep(body, model, step.optimizers, losses=_float_arrays).run(
@@ -271,13 +280,15 @@ def _moments(layer: Any) -> tuple[finiteness.Array, finiteness.Array]:
     return mean.astype(np.float64), variance.astype(np.float64)
 
 
-def _far(layer: Any, before: tuple[finiteness.Array, finiteness.Array]) -> dict[str, str]:
+def _far(
+    layer: Any, before: tuple[finiteness.Array, finiteness.Array], calls: int
+) -> dict[str, str]:
     """Return path and sentence of the moving variance of a layer if its moving statistics are far
     from those of the batch; else nothing.
 
-    A pass in training mode has just added the statistics of the batch to zeros.
+    A pass in training mode has just added the statistics of the batch to zeros, in each call.
     """
-    share = 1.0 - float(layer.momentum)
+    share = 1.0 - float(layer.momentum) ** calls
     (mean, variance), (own_mean, own_variance) = before, _moments(layer)
     if share <= 0.0 or not layer.trainable or not own_variance.any():
         return {}

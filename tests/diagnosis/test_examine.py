@@ -57,6 +57,17 @@ def test_one_ruined_moving_variance_is_found(trained, variance, value):
     assert not found.healthy
 
 
+def test_a_normalization_that_is_called_more_than_once():
+    """Its statistics are those of all calls together."""
+    inputs, normalization = [keras.Input((4,)) for _ in range(3)], layers.BatchNormalization()
+    model = keras.Model(inputs, layers.Dense(1)(layers.add([normalization(x) for x in inputs])))
+    x = [np.random.default_rng(n).normal(1000.0, 1.0, (32, 4)).astype("float32") for n in range(3)]
+    normalization.moving_mean.assign(np.full(4, 1000.0))
+    assert diagnose(model, x).healthy
+    normalization.moving_mean.assign(np.full(4, 1100.0))
+    assert diagnose(model, x).diagnosis.cause == "batchnorm_statistics"
+
+
 def test_a_bad_row_is_found_without_targets(trained):
     model, x, _ = trained
     x = x.copy()
