@@ -25,7 +25,7 @@ from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import size_on_disk
 
 STALL_SECONDS = 30.0
-"""Seconds without progress after which reading an empty file counts as hung ..."""
+"""Seconds after which reading an empty file counts as hung, with or without progress ..."""
 
 SECONDS_PER_MIB = 1.0
 """... and the seconds that each MiB of a file may take in addition."""
