@@ -1,40 +1,28 @@
-"""Bad rows of the data, identified independently of their place in a batch, and bad batches on
-disk.
+"""Bad rows of the data, identified independently of their place in a batch.
 
 If `fit` trains on arrays, a row of a batch is found in them by its values, also with shuffling. All
 rows with the same contents are reported. Other data are identified by a fingerprint, the SHA-256 of
 the values of a row. A step without an incident costs nothing.
-
-The action `quarantine` writes a batch atomically, as plain arrays without pickle. A file is named
-`step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by `/name` or
-`/number` if the data are nested. Sparse and ragged tensors are stored by their parts (`x/values`,
-`x/indices`). The entry `incident` has the incident as JSON text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core import atomic_files, finiteness
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, indices
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import printable
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._keras import (
-    arrays as keras_arrays,
-    fitting as keras_fitting,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample
 
@@ -62,9 +50,6 @@ LISTED = 5
 
 MAX_SECONDS = 30.0
 """Time limit of all searches of one guard."""
-
-QUARANTINE = "quarantine"
-"""Folder of bad batches."""
 
 
 class BadRows:
@@ -213,81 +198,3 @@ def _why(arrays: Arrays, row: int, incident: Incident) -> str:
         return cause
     worst = max(sizes, key=lambda path: sizes[path])
     return f"{cause}; its largest magnitude in {argument_path(worst)} is {sizes[worst]:.3g}"
-
-
-# Bad batches on disk
-
-
-def quarantine(
-    directory: str, batch: Any, incident: Incident, max_batches: int, max_mb: float
-) -> tuple[Path | None, str]:
-    """Write a batch; return its file, and why none was written.
-
-    Args:
-        directory: the directory of the run.
-        batch: the arguments of the step.
-        incident: the incident of the step.
-        max_batches: maximum number of batches in the folder.
-        max_mb: their maximum size in MB.
-    """
-    folder = Path(directory) / QUARANTINE
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_files.sweep(folder)
-    kept = sorted(folder.glob("step-*.npz"))
-    if len(kept) >= max_batches:
-        there = f"{folder} already has {len(kept)} batches"
-        return None, f"{there}, and max_batches is {max_batches}"
-    arrays = {**arrays_of(batch), "incident": np.array(incident.to_json())}
-    size = sum(array.nbytes for array in arrays.values())
-    size += sum(path.stat().st_size for path in kept)
-    if size > max_mb * 1e6:
-        return None, f"{folder} would have {size / 1e6:.3g} MB, and max_mb is {max_mb:g}"
-    name = f"step-{incident.step:08d}"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    paths = (folder / f"{name}.npz" for name in names)
-    path = next(path for path in paths if not path.exists())  # an earlier run may have the step
-    with atomic_files.beside(path) as unfinished:
-        atomic_files.save_arrays(unfinished, arrays)
-    return path, ""
-
-
-def arrays_of(batch: Any) -> dict[str, Array]:
-    """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
-    data = batch[0] if len(batch) == 1 else batch
-    names = ("x", "y", "sample_weight")
-    is_usual = isinstance(data, (tuple, list)) and len(data) <= len(names)
-    parts = dict(zip(names, data)) if is_usual else {"x": data}
-    leaves = (leaf for name, part in parts.items() for leaf in _leaves(name, part))
-    return {path: _writable(value) for path, value in leaves}
-
-
-def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor of nested data, and the parts of sparse and ragged ones, with its path."""
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(data, Mapping):
-        children = data.items()
-    elif isinstance(data, (list, tuple)):
-        children = enumerate(data)
-    elif hasattr(data, "flat_values"):
-        children = [(name, getattr(data, name)) for name in ("flat_values", "nested_row_splits")]
-    elif keras_arrays.is_sparse(data):
-        places = keras_arrays.has_coordinates(data)
-        if keras_arrays.is_convertible(data) and (keras_arrays.fits(data) or not places):
-            yield path, keras_arrays.with_zeros(data)
-        else:
-            parts = map(np.asarray, keras_arrays.coordinates(data))
-            children = zip(("indices", "values", "dense_shape"), parts)
-    elif data is not None:
-        yield path, data
-    for name, child in children:
-        yield from _leaves(f"{path}/{name}", child)
-
-
-def _writable(value: Any) -> Array:
-    """Return an array of a dtype that NumPy can write without pickle."""
-    array = keras_arrays.as_array(value)
-    if array.dtype.kind == "O":  # text, as TensorFlow hands it out
-        return np.array([_name(text) for text in array.flat]).reshape(array.shape)
-    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
-        return array.astype(np.float32)
-    return array

@@ -14,7 +14,6 @@ from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.bad_data import quarantine
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Lowering
 from keras_nanguard._fit.rollback import Response
@@ -342,19 +341,6 @@ def _call(response: Response, p: Parameters) -> str:
     return "" if result is None else str(result)
 
 
-def _quarantine(response: Response, p: Parameters) -> str:
-    run, report = response.run, response.report
-    if run.directory is None:
-        raise NotDoneError("NanGuard has no directory")
-    if report is None or report.batch is None:
-        raise NotDoneError("there is no batch to save")
-    limits = (p["max_batches"], p["max_mb"])
-    path, why = quarantine(run.directory, report.batch, response.incident, *limits)
-    if path is None:
-        raise NotDoneError(why)
-    return f"the batch is in {path}"
-
-
 PERFORMERS: dict[str, Performer] = {
     "skip": Performer(
         lambda response, p: "the step was skipped; the state did not change", "nothing"
@@ -367,7 +353,6 @@ PERFORMERS: dict[str, Performer] = {
     "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
     "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
     "reset_slots": Performer(_reset_slots, "parts"),
-    "quarantine": Performer(_quarantine, "nothing"),
     "warn": Performer(lambda response, p: str(p.get("message", "")), "nothing"),
     "stop": Performer(_stop, "nothing"),
     "raise_error": Performer(_raise, "nothing"),

@@ -26,7 +26,6 @@ __all__ = [
     "Clip",
     "FixLossScale",
     "LowerLr",
-    "Quarantine",
     "RaiseError",
     "RecalibrateBatchnorm",
     "Repair",
@@ -211,17 +210,6 @@ class ResetSlots(Change):
     name: ClassVar[str] = "reset_slots"
 
     scope: Literal["bad", "all"] = Field(default="bad", description="which slots")
-
-
-class Quarantine(Action):
-    """Save the bad batch to disk for later inspection. Needs the guard's `directory`."""
-
-    name: ClassVar[str] = "quarantine"
-
-    max_batches: int = Field(
-        default=20, ge=1, le=10**6, description="maximum number of batches to save"
-    )
-    max_mb: float = Field(default=1024.0, gt=0, le=1e7, description="maximum total size, in MB")
 
 
 class Warn(Action):

@@ -355,8 +355,6 @@ def _lack_something(policy: Policy, guard: Any) -> Iterator[str]:
     stages.append(("loss_scale.action", policy.loss_scale.action))
     for place, actions in stages:
         for action in actions:
-            if action.name == "quarantine" and guard.directory is None:
-                yield f"quarantine in {place} saves nothing: NanGuard has no directory."
             if isinstance(action, Call) and action.function not in guard.functions:
                 known = ", ".join(sorted(guard.functions)) or "none"
                 yield (

@@ -142,7 +142,7 @@ class Limit(Record):
 class Rule(Record):
     """Actions for incidents with a given cause, site, kind or layer.
 
-    A rule that only reports (`warn`, `quarantine`, `call`) adds its actions to the decision. Any
+    A rule that only reports (`warn`, `call`) adds its actions to the decision. Any
     other rule replaces the decision.
     """
 

@@ -31,7 +31,6 @@ CHANGES = {
     "reset_batchnorm": "BatchNormalization reset",
     "recalibrate_batchnorm": "BatchNormalization recalibrated",
     "reset_slots": "optimizer state reset",
-    "quarantine": "batch saved",
     "call": "function called",
 }
 """The change of an action in words."""

@@ -32,7 +32,7 @@ POLICY = {
         {
             "name": "bad-data",
             "cause": "input_nonfinite",
-            "do": ["quarantine", {"lower_lr": {"factor": 0.5}}],
+            "do": [{"lower_lr": {"factor": 0.5}}],
         }
     ],
 }

@@ -19,7 +19,6 @@ OTHER = {
     "reset_batchnorm": {"source": "last_good"},
     "recalibrate_batchnorm": {"batches": 5},
     "reset_slots": {"scope": "all"},
-    "quarantine": {"max_batches": 5, "max_mb": 0.5},
     "warn": {"message": "look"},
     "stop": {"restore": False, "log_worst_metrics": True},
     "raise_error": {"restore": False},

@@ -49,11 +49,11 @@ def test_a_rule_decides_in_place_of_the_escalation():
 
 
 def test_a_rule_that_only_reports_adds_to_the_escalation():
-    """`call`, `quarantine` and `warn` do not prevent a recovery."""
-    policy = rules({"do": ["quarantine", {"call": {"function": "page"}}]})
+    """`call` and `warn` do not prevent a recovery."""
+    policy = rules({"do": ["warn", {"call": {"function": "page"}}]})
     done = run(policy, [bad(n) for n in (5, 6, 7)])[0]
-    assert done[0] == ["quarantine", "call", "skip"]
-    assert done[2] == ["quarantine", "call", "rollback", "lower_lr"]
+    assert done[0] == ["warn", "call", "skip"]
+    assert done[2] == ["warn", "call", "rollback", "lower_lr"]
 
 
 def test_a_rule_is_due_after_a_number_of_incidents_in_a_row():
@@ -187,8 +187,8 @@ def test_actions_run_by_phase():
     """Reports come first, then the rollback, then other changes; `skip` is omitted if something is
     changed.
     """
-    policy = rules({"do": ["skip", "clip", "rollback", "quarantine"]})
-    assert run(policy, [bad(5)])[0] == [["quarantine", "rollback", "clip"]]
+    policy = rules({"do": ["skip", "clip", "rollback", "warn"]})
+    assert run(policy, [bad(5)])[0] == [["warn", "rollback", "clip"]]
 
 
 def test_a_limit_applies_to_the_paths_that_its_glob_matches():

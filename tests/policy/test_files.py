@@ -53,7 +53,7 @@ FULL = {
             "name": "bad data",
             "cause": ["input_nonfinite", "target_nonfinite"],
             "after": 5,
-            "do": ["quarantine", {"stop": {"restore": False}}],
+            "do": ["warn", {"stop": {"restore": False}}],
         }
     ],
 }
@@ -133,14 +133,15 @@ def test_a_whole_policy_is_not_started_from_another_preset():
 
 
 def test_a_rule_replaces_the_rule_of_the_same_name_whole():
-    """A rule replaces the preset's rule of the same name as a whole; other rules are kept, after
+    """A rule replaces the document's rule of the same name as a whole; other rules are kept, after
     the new ones.
     """
-    (before,) = Policy.load("long-run").rules
+    document = {"rules": [{"name": "keep", "site": "inputs", "do": "skip"}]}
+    (before,) = Policy.load(document).rules
     new = {"name": before.name, "do": "warn"}
-    (after,) = Policy.load("long-run", rules=[new]).rules
+    (after,) = Policy.load(document, rules=[new]).rules
     assert after.site == () and after.do[0].name == "warn"
-    more = Policy.load("long-run", rules=[{"name": "mine", "do": "stop"}])
+    more = Policy.load(document, rules=[{"name": "mine", "do": "stop"}])
     assert [rule.name for rule in more.rules] == ["mine", before.name] and more.rules[1] == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 
 import keras
 import numpy as np
@@ -732,59 +731,6 @@ class TestResetSlots:
         guard = acting("reset_slots")
         train(guard, 3)
         assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
-
-
-class TestQuarantine:
-    def test_done(self, tmp_path):
-        """The bad batch is on disk unchanged, with the incident, and can be loaded without pickle.
-        """
-        guard = acting("quarantine", directory=tmp_path)
-        run = train(guard, 3, 7)
-        data = zoo.regression()
-        zoo.poison(data, 3)
-        files = sorted((tmp_path / "quarantine").iterdir())
-        assert [f.name for f in files] == ["step-00000003.npz", "step-00000007.npz"]
-        with np.load(files[0], allow_pickle=False) as kept:
-            np.testing.assert_array_equal(kept["x"], data.x[24:32])
-            np.testing.assert_array_equal(kept["y"], data.y[24:32])
-            assert json.loads(str(kept["incident"]))["step"] == 3
-        assert str(files[0]) in outcomes(guard, "quarantine")[0][2] and run.steps == [3, 7]
-
-    def test_limits(self, tmp_path):
-        """There are never more batches or megabytes than the limits, over all runs in one
-        directory.
-        """
-        train(acting({"quarantine": {"max_batches": 2}}, directory=tmp_path), 3)
-        guard = acting({"quarantine": {"max_batches": 2}}, directory=tmp_path)
-        train(guard, 3, 7)
-        assert [o[1] for o in outcomes(guard, "quarantine")] == ["done", "skipped"]
-        assert len(list((tmp_path / "quarantine").iterdir())) == 2
-        guard = acting({"quarantine": {"max_mb": 1e-6}}, directory=tmp_path / "small")
-        train(guard, 3)
-        assert "max_mb" in outcomes(guard, "quarantine")[0][2]
-
-    def test_skipped(self):
-        """Without a directory nothing is written."""
-        guard = acting("quarantine")
-        train(guard, 3)
-        assert outcomes(guard, "quarantine") == [(3, "skipped", "NanGuard has no directory")]
-
-    def test_any_structure(self):
-        """Nested, ragged, sparse, text and bfloat16 data become plain arrays with readable names.
-        """
-        zoo.tensorflow_only("ragged and sparse tensors")
-        import tensorflow as tf
-
-        from keras_nanguard._fit.bad_data import arrays_of
-
-        x = {"a": tf.ones((2, 3), tf.bfloat16), "b": [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.constant([["ä"], ["b"]])]}
-        found = arrays_of(((x, tf.sparse.eye(3), None),))
-        assert set(found) == {
-            *("x/a", "x/b/0/flat_values", "x/b/0/nested_row_splits/0", "x/b/1"),
-            *("y/indices", "y/values", "y/dense_shape"),
-        }
-        assert found["x/a"].dtype == np.float32 and found["x/b/1"].tolist() == [["ä"], ["b"]]
-        assert all(array.dtype.kind in "fiubU" for array in found.values())
 
 
 class TestStop:

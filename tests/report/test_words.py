@@ -233,9 +233,9 @@ class TestLines:
 
     def test_changes_are_always_printed(self):
         """Every incident that changes the run, or is outside of training, has a line; one that only
-        saves a batch has not.
+        warns has not.
         """
-        back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "quarantine"))
+        back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "warn"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
             lines = Lines()
             assert all(lines.line(incident(step, 0, step, **fields), NOTHING) for step in range(30))

@@ -11,6 +11,7 @@ from keras import layers, ops
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._files import bundles
 from keras_nanguard.testing import corrupt, inject
 
 OFTEN = {"every": 4, "verify_after": 2}
@@ -189,15 +190,14 @@ def test_14_forensics_on_the_wrong_batch(tmp_path):
     """
     data = zoo.regression()
     data.x[37, 2] = np.nan
-    guard = NanGuard(rules=[{"name": "keep", "do": "quarantine"}], verbose=0, directory=tmp_path)
+    guard = NanGuard(verbose=0, directory=tmp_path)
     model = eager(dropout=False)
     model.fit(data.x, data.y, batch_size=8, shuffle=True, verbose=0, callbacks=[guard])
     (incident,) = guard.incidents
-    (file,) = (tmp_path / "quarantine").iterdir()
-    with np.load(file, allow_pickle=False) as kept:
-        rows = np.flatnonzero(np.isnan(kept["x"]).any(1))
-        np.testing.assert_array_equal(kept["x"][rows[0]], data.x[37])
-        np.testing.assert_array_equal(kept["y"][rows[0]], data.y[37])
+    ((x, y, *_),) = bundles.read(incident.bundle).batch
+    rows = np.flatnonzero(np.isnan(x).any(1))
+    np.testing.assert_array_equal(x[rows[0]], data.x[37])
+    np.testing.assert_array_equal(y[rows[0]], data.y[37])
     assert incident.diagnosis.samples == tuple(rows.tolist()) and incident.diagnosis.cause == "input_nonfinite"
 
 
