@@ -199,6 +199,7 @@ class Replay(interface.Replay):
             for overrides in _WITHOUT_ERROR:
                 overrides.enter(queue)
                 stack.callback(overrides.leave, queue)
+            queue.watch_unknown(stack)
             yield stack.enter_context(Intercept(model, optimizers).running(on_update))
 
     @contextlib.contextmanager

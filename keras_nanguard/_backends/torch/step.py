@@ -299,6 +299,8 @@ class StepRun:
             with contextlib.ExitStack() as self._stack:
                 if not self.is_compiled:
                     self._stack.enter_context(self.log)
+                if self.transaction.may_undo_update and not self.transaction.jit:
+                    self.queue.watch_unknown(self._stack)
                 self._stack.enter_context(self.seen.running(self._on_update))
                 return body(*self.args)
         except Exception as error:

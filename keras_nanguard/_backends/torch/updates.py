@@ -15,11 +15,13 @@ from typing import Any
 
 import keras
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.torch.modules import first_value, local, settings_of
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog, storage, written_by
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.overrides import ThreadOverrides
 
 
 class Update:
@@ -213,6 +215,18 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
             self._watching = True
             stack.enter_context(self)
 
+    def watch_unknown(self, stack: contextlib.ExitStack) -> None:
+        """Watch from the first update on by a Keras optimizer that only the body knows, such as one
+        within another object.
+        """
+
+        def watch() -> None:
+            if not self._updating:
+                self.watch(stack)
+
+        _APPLY.enter(watch)
+        stack.callback(_APPLY.leave, watch)
+
     def run(self, record: Update, keep: bool) -> None:
         """Run an update now; `keep`: keep the old values first."""
         if record.is_immediate:
@@ -249,10 +263,27 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
                 self.flush(keep=True)
         # Gradients that a backward pass adds up are not kept.
         if not self._updating and torch._C._current_graph_task_id() == -1:
-            for tensor in _tensors(written_by(func, args, kwargs)):
+            for tensor in map(local, _tensors(written_by(func, args, kwargs))):
                 for undo_log in WRITES.inside():
-                    undo_log.keep_outside(local(tensor))
+                    undo_log.keep_outside(tensor)
+                if not tensor.is_inference():
+                    increment_version(tensor)  # within a mode torch does not count `_foreach_add_`
         return func(*args, **kwargs)
+
+
+def _applying(
+    real: Callable[..., Any], inside: Sequence[Callable[[], None]], *args: Any, **kwargs: Any
+) -> Any:
+    for watch in inside:
+        watch()
+    return real(*args, **kwargs)
+
+
+_APPLY = ThreadOverrides(
+    next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind)),
+    {"apply": _applying},
+)
+"""Every update of a Keras optimizer. That of a `LossScaleOptimizer` updates by its inner one."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ are compiled.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -25,6 +26,8 @@ from support.torch_steps import (
     state,
     updated,
 )
+
+from keras_nanguard import NanGuard
 
 BAD = X * torch.nan
 
@@ -411,3 +414,67 @@ def test_frozen_parameters_of_torch_are_not_statistics():
     for _ in range(3):
         step(X)
         assert step.verdict.statistics == pytest.approx(math.sqrt(12.0))
+
+
+# Optimizers that are not in an attribute of the model
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, lambda: keras.optimizers.SGD(0.1, 0.9, use_ema=True), scaled])
+@pytest.mark.parametrize("batches", [(X, BAD, 2 * X, 3 * X), (X, X, X, X, BAD, X, BAD, X), (BAD, X, X)])
+def test_an_optimizer_within_another_object(optimizer, batches):
+    """A refused step restores the slots of an optimizer that only its body knows."""
+
+    def trained(batches, guarded):
+        model = network()
+        holder = SimpleNamespace(optimizer=optimizer())
+
+        def body(data):
+            model.zero_grad()
+            loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+            holder.optimizer.scale_loss(loss).backward()
+            with torch.no_grad():
+                holder.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+            return {"loss": loss}
+
+        step = alone(model, body) if guarded else body
+        for batch in batches:
+            step((batch, Y))
+            assert not guarded or step.verdict.refused == (batch is BAD)
+        return [ops.convert_to_numpy(v) for v in (*model.variables, *holder.optimizer.variables)]
+
+    assert same(trained(batches, True), trained([batch for batch in batches if batch is not BAD], False))
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, scaled])
+def test_a_fit_with_an_optimizer_within_another_object(optimizer):
+    """The replays of a diagnosis leave its slots alone, too."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.holder = layers.Dense(1), SimpleNamespace(optimizer=optimizer())
+            self.dense.build((None, 3))
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            self.zero_grad()
+            loss = self.compute_loss(x=data[0], y=data[1], y_pred=self(data[0], training=True))
+            self.holder.optimizer.scale_loss(loss).backward()
+            with torch.no_grad():
+                self.holder.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+            return {"loss": loss}
+
+    def trained(x, guard=None):
+        keras.utils.set_random_seed(0)
+        model = Model()
+        model.compile("sgd", "mse")
+        model.fit(x, np.ones((len(x), 1)), batch_size=2, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
+        return [ops.convert_to_numpy(v) for v in (*model.variables, *model.holder.optimizer.variables)]
+
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+    bad, guard = np.insert(x, [0, 6, 6], np.nan, axis=0), NanGuard(verbose=0)
+    bad = np.insert(bad, 0, np.nan, axis=0)
+    assert same(trained(bad, guard), trained(x))
+    assert [(i.step, i.diagnosis.cause) for i in guard.incidents] == [(0, "input_nonfinite"), (4, "input_nonfinite")]
