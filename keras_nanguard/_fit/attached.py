@@ -83,10 +83,11 @@ class Attached:
 
     def close(self) -> None:
         """Restore the model's own methods."""
-        self._attachment.detach()
-        keras_fitting.begin_at(self.session.run.model, None)
-        self._firewall.close()
-        self.fit.close()
+        with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
+            closing.callback(self.fit.close)
+            closing.callback(self._firewall.close)
+            closing.callback(keras_fitting.begin_at, self.session.run.model, None)
+            self._attachment.detach()
 
     # A fit
 

@@ -8,6 +8,7 @@ read one row of numbers, count, and every hundred steps copy the state.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
@@ -304,13 +305,17 @@ class Session:
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""
         run = self.run
-        self.guard_state = self.guard_state or run.changes()
-        if run.agreement.has_news:  # no later step has reported it to the others
-            self.incidents.report(Detected.between_steps(run, run.agreement.pick_up()))
-        run.recent.restart()
-        self.tasks.layer_looks.release()
-        run.ring.close()
-        run.recovery.end()
-        status = "finished" if self.finished else "failed"
+        with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
+            closing.callback(self.say_problem)
+            closing.callback(self._end_recording)
+            closing.callback(run.recovery.end)
+            closing.callback(run.ring.close)
+            closing.callback(self.tasks.layer_looks.release)
+            closing.callback(run.recent.restart)
+            self.guard_state = self.guard_state or run.changes()
+            if run.agreement.has_news:  # no later step has reported it to the others
+                self.incidents.report(Detected.between_steps(run, run.agreement.pick_up()))
+
+    def _end_recording(self) -> None:
+        status, run = "finished" if self.finished else "failed", self.run
         run.recorder.end(status, run.step, run.counts.epoch)
-        self.say_problem()

@@ -14,6 +14,9 @@ import pytest
 from support import zoo
 
 from keras_nanguard import GuardInUseError, NanGuard
+from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.run import Run
+from keras_nanguard._recording.recording import Recording
 
 HOOKS = {"train_step", "make_train_function", "compute_loss", "apply", "_get_current_learning_rate"}
 
@@ -88,6 +91,29 @@ def test_off_after_an_exception_in_the_data():
         model.fit(batches(), verbose=0, callbacks=[NanGuard(verbose=0)])
     gc.collect()
     assert left_behind(model) == set()
+
+
+@pytest.mark.parametrize("fails", ["changes", "end"])
+def test_all_is_closed_if_the_end_of_a_fit_fails(tmp_path, monkeypatch, capsys, fails):
+    """Locks, the recording and the methods of model and callbacks are released, also if the state
+    of the optimizers cannot be read any more.
+    """
+
+    def broken(*args):
+        raise ZeroDivisionError("the end")
+
+    model, data = zoo.plain(), zoo.regression()
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True)
+    settings = {"directory": tmp_path / "run", "snapshot": {"every": 4, "storage": "disk"}, "lower_lr": {"recover_after": 0}}
+    guard = NanGuard(**settings)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError, match="the end"):
+        patched.setattr(Run if fails == "changes" else Recovery, fails, broken)
+        fit(model, data, guard, checkpoint, validation_data=data.all)
+    assert not left_behind(model) and "on_epoch_end" not in vars(checkpoint)
+    assert Recording.read(tmp_path / "run").meta["status"] == "finished"
+    capsys.readouterr()
+    fit(model, data, NanGuard(**settings))
+    assert "NanGuard: " not in capsys.readouterr().out
 
 
 def test_guard_works_again_after_an_interruption():
