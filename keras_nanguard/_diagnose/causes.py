@@ -290,8 +290,8 @@ def _update(e: Evidence) -> Conclusion | None:
     """
     if e.first not in ("weights", "slots"):
         return None
-    if (rate := _unbounded_rate(e)) is not None:
-        return rate
+    if (found := _unbounded_rate(e) or _input_scale(e)) is not None:
+        return found
     if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
     own_code = e.origin.line and not any(o.own for o in e.optimizers)  # not that of an optimizer

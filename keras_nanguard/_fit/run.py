@@ -434,14 +434,18 @@ class Run:
         if not self.began:
             self.tolerate(train_state)
         findings = []
+        # A step may leave any square of finite gradients there.
+        squares = keras_optimizers.second_moments(train_state.optimizers)
+        limits = dict.fromkeys(map(id, squares), inf)
         for own, variable in checked(train_state):
-            nan, inf, size = finiteness.counts(keras_variables.view(variable))
+            nan, infs, size = finiteness.counts(keras_variables.view(variable))
             place: Site = "state" if before else own
             bad_nan = nan and id(variable) not in self.nan_markers
-            if bad_nan or (inf and id(variable) not in self.tolerated):
-                findings.append(Finding(place, "nonfinite", variable.path, nan, inf, size))
-            elif before and not (nan or inf):
-                limit = self.policy.max_abs(variable.path, own) or HUGE
+            if bad_nan or (infs and id(variable) not in self.tolerated):
+                findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
+            elif before and not (nan or infs):
+                huge = limits.get(id(variable), HUGE)
+                limit = self.policy.max_abs(variable.path, own) or huge
                 if own != "statistics" or keras_variables.is_statistic(variable):
                     findings += beyond(limit, place, variable)
         return findings

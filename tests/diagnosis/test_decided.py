@@ -491,6 +491,7 @@ INPUT_SCALE = {
     "huge inputs": (bad(origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
     "large inputs": (bad(origin=OVERFLOW, inputs=(spread("inputs", below(1e4)),)), FORWARD),
+    "huge inputs, squared in the update": (bad(first="slots", origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge inputs, and no overflow": (bad(origin=POLE, inputs=HUGE), FORWARD),
     "huge inputs, and an explosion": (bad("gradients:explosion", inputs=HUGE), UNSCALED),
     "huge inputs, and another explosion": (bad("weights:explosion", inputs=HUGE), UNKNOWN),

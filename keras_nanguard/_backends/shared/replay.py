@@ -233,6 +233,7 @@ def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: boo
                 if not step.keeps_undo:
                     _update(found.updates, origins)
                 first = _first_written(train_state, origins)
+            first = first if first[0] else _exploded(found.gradients)
     except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
         message = f"{type(error).__name__}: {error}"
         return ReplayResult(error=message, rows=tuple(instrument.rows))
@@ -306,6 +307,8 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
     pairs = list(zip(gradients, paths))
     origins = CallOrigins(calls, args, pairs)
     first, path, origin = first_bad(losses, pairs, zip(statistics, written), origins)
+    if not first:
+        first, path, origin = _exploded(pairs)
     rows = tuple(row for call in calls if call.role == LAYER for row in call.rows())
     return ReplayResult(first=first, first_path=path, origin=origin, loss=total(losses), rows=rows)
 
@@ -336,7 +339,15 @@ def first_bad(
         known = {n: origins.of_gradient(gradients[n][0]) if origins else None for n in bad}
         earliest = min(bad, key=lambda n: getattr(known[n], "order", 1 << 60))
         return "gradients", arrays[earliest][1], known[earliest]
-    squares = [(_squares(array), path) for array, path in arrays]
+    return "", "", None
+
+
+def _exploded(gradients: Iterable[tuple[Any, str]]) -> tuple[str, str, Origin | None]:
+    """Return the largest of finite gradients as a bad site if the sum of their squares overflows.
+
+    If the optimizer squares them, too, its slots are bad, and are reported instead.
+    """
+    squares = [(_squares(keras_variables.dense(gradient)), path) for gradient, path in gradients]
     if sum(square for square, _ in squares) >= OVERFLOW:
         return "gradients", max(squares)[1], None
     return "", "", None

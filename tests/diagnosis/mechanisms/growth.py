@@ -62,7 +62,14 @@ def unbounded_recurrence(bad: bool) -> Case:
 def squared_gradient_overflows(bad: bool) -> Case:
     x, y = data()
     model = linear(keras.optimizers.Adagrad(1e-3), loss=lambda a, b: ops.mean(ops.abs(a - b)) * (3e19 if bad else 1.0))
-    return Case(model, x, y, ("optimizer_domain", "divergence"))
+    return Case(model, x, y, ("optimizer_domain",), "accumulator")
+
+
+@program
+def squared_gradient_overflows_in_adam(bad: bool) -> Case:
+    x, y = data()
+    model = linear(keras.optimizers.Adam(1e-3), loss=lambda a, b: ops.mean(ops.abs(a - b)) * (1e21 if bad else 1.0))
+    return Case(model, x, y, ("optimizer_domain",), "velocity", None, 0)
 
 
 @program
