@@ -40,6 +40,7 @@ from keras_nanguard._diagnose.facts import (
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import data_sentences
 from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start
+from keras_nanguard._keras import optimizers as keras_optimizers
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
@@ -264,11 +265,12 @@ def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
 
 def step_of(run: RunView) -> ReplayableStep:
     """Return the step of a run, to be run again."""
-    transaction = run.transaction
+    transaction, traced = run.transaction, run.train_state().optimizers
     return ReplayableStep(
         transaction.replayed,
         run.model,
-        run.train_state().optimizers,
+        # A compiled step keeps an optimizer that the model has no more, an eager replay does not.
+        list(dict.fromkeys((*traced, *keras_optimizers.find_optimizers(run.model)))),
         keeps_undo=transaction.keeps_undo,
         losses=transaction.losses,
         untracked=list(transaction.untracked.values()),

@@ -135,6 +135,33 @@ def test_first_step_bad():
     assert guarded.steps == [0, 12]
 
 
+class Replaces(keras.callbacks.Callback):
+    """Gives the model a new optimizer between two epochs, without `compile`."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            optimizer = keras.optimizers.Adam(0.01)
+            optimizer.build(self.model.trainable_variables)
+            self.model.optimizer = optimizer
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_first_step_bad_with_a_new_optimizer(eager):
+    """A bad batch that is the first with a new optimizer leaves nothing in its slots.
+
+    A compiled step on TensorFlow keeps the old optimizer, as in Keras. Then the new one is unused.
+    """
+    data = zoo.poison(zoo.regression(), 0)
+
+    def build():
+        return zoo.plain("sgd", rounded=tolerance("graph") > 0, run_eagerly=eager)
+
+    guarded = zoo.run(build, data, guard=True, callbacks=[Replaces()])
+    oracle = zoo.run(build, data.without([0]), callbacks=[Replaces()])
+    assert zoo.differences(guarded, oracle, tolerance("eager" if eager else "graph")) == []
+    assert guarded.steps == [0, 12] and {i.diagnosis.cause for i in guarded.guard.incidents} == {"input_nonfinite"}
+
+
 def test_unbuilt_model():
     """A model that is built in its first step, which is bad, starts as if that step had not run."""
 

@@ -143,10 +143,14 @@ class Transaction(interface.Transaction):
         self.verdict = NO_VERDICT
         self.given: Any = None
         self.reports: list[Report] = []
+        # The model's own at the last reading. Keras trains with another one as soon as it is set.
+        self._optimizer = getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
         carried = self.carried
-        if carried.stale or self.is_fresh or carried.steps % REFRESH == 0:
+        replaced = getattr(self.model, "optimizer", None) is not self._optimizer
+        if carried.stale or self.is_fresh or replaced or carried.steps % REFRESH == 0:
+            self.compiled = None if replaced else self.compiled
             self.read_parts()
             carried.stale = False
         self.given = Given(args)
@@ -159,6 +163,7 @@ class Transaction(interface.Transaction):
 
     def read_parts(self) -> None:
         """Read the train state."""
+        self._optimizer = getattr(self.model, "optimizer", None)
         self.parts = Parts(self.run.read_train_state())
 
     @property
