@@ -162,6 +162,39 @@ def test_first_step_bad_with_a_new_optimizer(eager):
     assert guarded.steps == [0, 12] and {i.diagnosis.cause for i in guarded.guard.incidents} == {"input_nonfinite"}
 
 
+class Clusters(keras.Model):
+    """Moves centers to the means of the rows nearest to them, without an optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = self.add_weight(shape=(3, 6), initializer=keras.initializers.RandomNormal(seed=1), trainable=False)
+        self.built = True
+
+    def call(self, x):
+        return keras.ops.one_hot(keras.ops.argmin(keras.ops.sum((x[:, None] - self.centers) ** 2, -1), -1), 3)
+
+    def train_step(self, data):
+        near = self(data[0])
+        sums = keras.ops.matmul(keras.ops.transpose(near), data[0])
+        self.centers.assign(0.9 * self.centers + 0.1 * sums / (keras.ops.sum(near, 0)[:, None] + 1.0))
+        return {"mean": keras.ops.mean(self.centers)}
+
+
+@pytest.mark.requires_backend("tensorflow", "torch")  # Keras on JAX always needs an optimizer
+def test_model_that_needs_no_optimizer():
+    """A train step of one's own may do without an optimizer."""
+
+    def build():
+        model = Clusters()
+        model.compile(optimizer=None)
+        return model
+
+    data = zoo.poison(zoo.regression(), 4)
+    guarded = zoo.run(build, data, guard=True)
+    assert zoo.differences(guarded, zoo.run(build, data.without([4]))) == []
+    assert guarded.steps == [4, 16]
+
+
 def test_unbuilt_model():
     """A model that is built in its first step, which is bad, starts as if that step had not run."""
 

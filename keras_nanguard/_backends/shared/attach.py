@@ -61,18 +61,22 @@ def _plain_step(model: Any) -> Any:
     return model.train_step
 
 
-def require_compiled(model: Any) -> None:
+def _require_compiled(model: Any, stock: bool) -> None:
     """Check that the model can be trained.
 
+    Args:
+        model: the model.
+        stock: whether its train step is Keras' own, which needs an optimizer.
+
     Raises:
-        GuardError: if the model is not compiled, or was compiled without an optimizer.
+        GuardError: if the model is not compiled, or lacks an optimizer.
     """
     if not getattr(model, "compiled", False):
         raise GuardError(
             f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which"
             " is not compiled. Call model.compile(optimizer, loss) before fit."
         )
-    if not keras_optimizers.find_optimizers(model):
+    if stock and not keras_optimizers.find_optimizers(model):
         raise GuardError(
             f"Expected a model with an optimizer. Received: model={model.name!r} with"
             f" optimizer={getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or"
@@ -147,8 +151,8 @@ class Attachment(StateAccess):
 
     def make_with(self, make: Callable[..., Any]) -> None:
         """Create the train function once with `make`, for a model that is always guarded."""
-        require_compiled(self.model)
         self.body, self._make, self.state = _plain_step(self.model), make, "lasting"
+        _require_compiled(self.model, self._stock)
         self._build()
 
     def make(self, force: bool = False) -> Any:
@@ -160,7 +164,7 @@ class Attachment(StateAccess):
             self.model.make_train_function(force=force)
             return self.model.train_function
         try:
-            require_compiled(self.model)
+            _require_compiled(self.model, self._stock)
             if self.model.train_function is None or force:
                 self._build()
         except BaseException:
