@@ -11,7 +11,6 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
-from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     Decision,
@@ -29,7 +28,7 @@ from keras_nanguard._fit.perform import PERFORMERS, perform
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rollback import Found, Replay
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.trial import Trial, trial
+from keras_nanguard._fit.trial import Trial, tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.state import is_of_data
@@ -216,21 +215,8 @@ class Incidents:
         return bool(seeds) and self._tried(Trial.is_bad_by_noise, args)
 
     def _tried(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
-        """Whether a method of `Trial` finds that something holds for a step on these arguments. If
-        that raises, nothing is known.
-
-        Raises:
-            StateLostError: if the state could not be restored after the trial.
-        """
-        if args is None:
-            return False
-        try:
-            with trial(self._run, rates=False) as trying:
-                return trying is not None and holds(trying, args)
-        except StateLostError:
-            raise
-        except Exception:  # noqa: BLE001  training does not need the trial
-            return False
+        """Whether a method of `Trial` finds that something holds for a step on these arguments."""
+        return args is not None and tried(self._run, lambda trying: holds(trying, args), False)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is not finite. Return `False` if every

@@ -288,21 +288,20 @@ def _raise(response: Response, p: Parameters) -> str:
 def _ended(response: Response, p: Parameters, how: str) -> str:
     """End training; return a description of the final state and learning rates."""
     restore = p["restore"]
-    state = _last_good(response) if restore else "the state is not restored"
+    state = _last_good(response) if restore else "no state is restored"
     return "; ".join([how, state, *_rates_left(response.run, restore)])
 
 
 def _last_good(response: Response) -> str:
     """Restore the last good state at the end of training; return it in words."""
-    run, incident = response.run, response.incident
-    if incident.refused and "state" not in incident.sites:
-        if "divergence" in incident.causes:
-            return "the model has the finite state of the step before, but training had diverged"
+    run, diverged = response.run, "divergence" in response.incident.causes
+    good, wanted = response.last_good()
+    if good:
         return "the model still has the last good state"
-    snapshot = run.agreement.snapshot(response.newest(), run.ring)
+    snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return "there is no good state to restore"
-    state, rerun = f"the state {snapshot.moment}", response.since(snapshot)
+    state, rerun = f"the state {snapshot.moment}", None if diverged else response.since(snapshot)
     try:
         response.restore(snapshot, rerun)
     except StateLostError:

@@ -15,11 +15,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
@@ -28,6 +29,7 @@ from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.optimizers import scheduled_iteration
 from keras_nanguard._report.console import Lowered
@@ -99,6 +101,36 @@ class Response:
                 return kept
         whole = snapshot is not None and snapshot.at_hand
         return snapshot if whole else run.ring.newest()
+
+    def last_good(self) -> tuple[bool, Snapshot | None]:
+        """Return whether the current state is the last good one, and if not, the snapshot to end
+        the run with.
+
+        After a divergence it is, of those from before the onset, the one with the lowest loss on
+        the last batches; the current state is good if its loss is not clearly higher. If that
+        cannot be tested, the snapshot is the one that a rollback would restore.
+        """
+        run, incident = self.run, self.incident
+        untouched = incident.refused and "state" not in incident.sites
+        if "divergence" not in incident.causes:
+            return (True, None) if untouched else (False, self.newest())
+        wanted = self.before_onset()
+        unknown: tuple[bool, Snapshot | None] = (False, wanted)
+        batches = run.recent.last(WINDOW) if processes.count() == 1 else []
+        if not untouched or wanted is None or not batches:
+            return unknown
+        earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.at_hand]
+
+        def found(trying: Trial) -> tuple[bool, Snapshot | None]:
+            settings = trying.settings(trying.trained(trying.present, batches))
+            present = trying.losses(trying.present, batches)
+            losses = {s: trying.losses(trying.state_of(s, settings), batches) for s in earlier}
+            best = min(reversed(earlier), key=lambda s: fmean(losses[s]))
+            if clearly_lower(losses[best], present):
+                return False, best
+            return math.inf not in present, wanted
+
+        return tried(run, found, unknown)
 
     def _improved(self, restored: int) -> bool:
         """Whether the loss after the last rollback, to step `restored`, was lower than ever

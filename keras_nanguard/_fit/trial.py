@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -20,9 +20,12 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+
+T = TypeVar("T")
 
 State = Mapping[int, np.ndarray[Any, Any]]
 """The values of the train state, by `id` of the variable."""
@@ -194,6 +197,21 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         ending.callback(access.sync_variables)
         ending.callback(run.transaction.take_reports)
         yield Trial(run, again)
+
+
+def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
+    """Return what a trial finds; `unknown` if there can be none, or if it raises.
+
+    Raises:
+        StateLostError: if the state could not be restored after the trial.
+    """
+    try:
+        with trial(run, rates=False) as trying:
+            return unknown if trying is None else ask(trying)
+    except StateLostError:
+        raise
+    except Exception:  # noqa: BLE001  training does not need the trial
+        return unknown
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:

@@ -166,6 +166,8 @@ def _changes(incident: Incident, lowered: Sequence[Lowered]) -> str:
             found.append(outcome.detail)
         elif outcome.action in CHANGES:
             found.append(CHANGES[outcome.action])
+        elif ACTIONS[outcome.action].terminal:
+            found += [text for text in outcome.detail.split("; ") if text.startswith("the state ")]
     return "".join(f"; {text}" for text in dict.fromkeys(found))
 
 

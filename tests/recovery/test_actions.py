@@ -733,6 +733,21 @@ class TestResetSlots:
         assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
 
 
+def diverging(rate, *callbacks, steps=40):
+    """Return a model after a fit with SGD at this rate, and its data."""
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).standard_normal((8 * 40, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    hidden = [layers.Dense(16, "relu") for _ in range(2)]
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    data = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    with contextlib.suppress(NonFiniteError):
+        if steps:
+            model.fit(x[: 8 * steps], y[: 8 * steps], callbacks=callbacks, **data)
+    return model, x, y
+
+
 class TestStop:
     def test_restored(self):
         """If other code has damaged the state, training stops with the last good one: no good step
@@ -752,23 +767,62 @@ class TestStop:
         guard = acting({"stop": {"restore": False}})
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
         assert zoo.bad_entries(run.model) != []
+        guard = NanGuard({"escalation": [{"stop": {"restore": False}}]}, verbose=0)
+        model, *_ = diverging(1e10, guard)
+        assert "no state is restored" in outcomes(guard, "stop")[0][2]
+        assert max(np.abs(w).max() for w in model.get_weights()) > 1e6
         guard = acting("stop")
         run = train(guard, 6)
         assert "still has the last good state" in outcomes(guard, "stop")[0][2]
         assert int(run.model.optimizer.iterations.numpy()) == 6
 
-    def test_the_state_after_a_divergence_is_not_called_good(self):
-        """A refused step of a diverged run leaves finite weights that are useless."""
-        keras.utils.set_random_seed(0)
-        x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
-        hidden = keras.layers.Dense(8, "relu")
-        model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(5.0), "mse")
-        guard = NanGuard("stop", verbose=0)
-        model.fit(x, x[:, :1], batch_size=8, epochs=5, verbose=0, callbacks=[guard])
-        ((_, status, words),) = outcomes(guard, "stop")
+    @pytest.mark.parametrize("ending", ["stop", "raise"])
+    def test_diverged(self, ending, tmp_path, capsys):
+        """A refused step of a diverged run leaves finite weights that are useless: training ends
+        with those of plain Keras before the rate became too high, and so does a checkpoint.
+        """
+        rate = lambda: schedules.PiecewiseConstantDecay([29], [0.01, 50.0])  # noqa: E731
+        plain, x, y = diverging(rate(), steps=30)
+        guard = NanGuard(ending, verbose=1, snapshot={"every": 10, "verify_after": 2})
+        saved = keras.callbacks.ModelCheckpoint(str(tmp_path / "last.keras"))
+        model, *_ = diverging(rate(), guard, saved)
+        ((_, status, words),) = outcomes(guard, "stop" if ending == "stop" else "raise_error")
         assert "divergence" in guard.incidents[-1].causes and status == "done"
-        assert "training had diverged" in words
+        assert "the state after 30 steps restored" in words
+        assert "; the state after 30 steps restored." in capsys.readouterr().out
+        for got, expected in zip(model.get_weights(), plain.get_weights()):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        assert int(model.optimizer.iterations.numpy()) == 30
+        if ending == "stop":
+            again = keras.saving.load_model(tmp_path / "last.keras")
+            assert again.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-4)
+
+    def test_diverged_at_once(self):
+        """The bounds of the policy end a run that no rate within them can heal with the state
+        before the first step, even if a later one was taken before the loss rose.
+        """
+        start, *_ = diverging(1e10, steps=0)
+        for every in (100, 1):
+            guard = NanGuard(verbose=0, snapshot={"every": every, "verify_after": 2}, action_budget=2)
+            model, *_ = diverging(1e10, guard)
+            assert guard.incidents[-1].decision.rule == "action_budget"
+            assert "the state before the first step restored" in outcomes(guard, "stop")[0][2]
+            for got, expected in zip(model.get_weights(), start.get_weights()):
+                np.testing.assert_array_equal(got, expected)
+
+    def test_diverged_within_one_batch(self):
+        """Numbers that overflow within a single step leave a good state, and no step is undone."""
+        keras.utils.set_random_seed(0)
+        unit = layers.SimpleRNN(1, None, recurrent_initializer=keras.initializers.Constant(1.5))
+        model = keras.Sequential([keras.Input((None, 1)), unit])
+        model.compile(keras.optimizers.SGD(1e-5), "mse")
+        lengths = [300 if step == 9 else 3 + step % 2 for step in range(12)]
+        batches = [(np.ones((4, length, 1), "float32"), np.ones((4, 1), "float32")) for length in lengths]
+        guard = NanGuard("stop", verbose=0, snapshot={"every": 4, "verify_after": 1})
+        model.fit((batch for batch in batches), steps_per_epoch=12, shuffle=False, verbose=0, callbacks=[guard])
+        assert [i.diagnosis.cause for i in guard.incidents] == ["divergence"]
+        assert "still has the last good state" in outcomes(guard, "stop")[0][2]
+        assert int(model.optimizer.iterations.numpy()) == 9
 
     @pytest.mark.parametrize("ending", ["stop", "raise_error"])
     @pytest.mark.parametrize("kind", ["plain", "schedule"])

@@ -231,6 +231,18 @@ class TestFinite:
         assert model.optimizer.get_config()["learning_rate"]["config"] == schedule.get_config()
 
 
+def test_a_stop_does_not_replay_the_steps_of_a_proven_divergence():
+    """It ends with the state from before them."""
+    guard = NanGuard("stop", verbose=0)
+    model, _ = fit(mlp(adam(3.0)), guard)
+    keras.utils.set_random_seed(0)
+    untrained = mlp(adam(3.0))()
+    assert [i.refused for i in guard.incidents] == [False] and model.stop_training
+    assert "the state before the first step restored" in str(guard.incidents[0])
+    for got, expected in zip(model.get_weights(), untrained.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 class Spoils(keras.callbacks.Callback):
     """Overwrites the weights with finite random values after the guard has acted, so that the
     action cannot help.
