@@ -30,6 +30,9 @@ RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
 
+FAR = 1e3
+"""Growth of the norm of all weights that is never ordinary."""
+
 
 Because = Literal[
     "",
@@ -262,7 +265,8 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
     how = e.kind
-    if how in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
+    grown = e.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
+    if how in ("overflow", "exp") and grown:
         return None
     by_zero = any(o.zero for o in e.origin.operands)
     if how == "pole" and (e.first != "gradients" or by_zero):
@@ -344,10 +348,21 @@ def _blown(e: Evidence) -> bool:
     how, growth = e.kind, e.growth
     if how == "pole":
         far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
-        return far or growth.weights >= 1e3
+        return far or growth.weights >= FAR
+    if _of_rows(e):
+        return False
     if how == "exp":
         return growth.weights >= 2.0 and e.grown()
     return _overflows(e) and e.grown()
+
+
+def _of_rows(e: Evidence) -> bool:
+    """Whether a few rows explain the bad value: without them the step is finite, and no growth is
+    more than that of ordinary training, in which weights grow while the loss falls.
+    """
+    growth = e.growth
+    ordinary = max(growth.loss, growth.norm) < JUMP and growth.weights < FAR
+    return e.without_rows == "finite" and e.few(e.rows) and ordinary
 
 
 def _overflows(e: Evidence) -> bool:
@@ -360,13 +375,8 @@ def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights so far that the whole batch overflows, which it did
     not initially.
     """
-    of_rows = e.without_rows == "finite" and e.few(e.rows)
-    return (
-        e.at_start == "finite"
-        and e.growth.weights >= 1.5
-        and e.kind in ("exp", "overflow")
-        and not of_rows
-    )
+    far = e.at_start == "finite" and e.growth.weights >= 1.5
+    return far and e.kind in ("exp", "overflow") and not _of_rows(e)
 
 
 def _normalized(e: Evidence) -> str:

@@ -330,6 +330,10 @@ LOW_PRECISION = {
         bad(**HALF, origin=EXP, growth=grows(weights=20.0)),
         decided("divergence", "act", confidence=0.85, because="growth"),
     ),
+    "a few rows, of weights that have grown": (
+        bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=126.0), without_rows="finite"),
+        TOO_LARGE,
+    ),
     "a pole, of weights that have grown": (bad(**HALF, origin=origin(), growth=grows(weights=20.0)), TOO_SMALL),
     "exp": (bad(**HALF, origin=EXP), replace(TOO_LARGE, culprit="act")),
     "a pole": (bad(**HALF, origin=origin()), TOO_SMALL),
@@ -435,6 +439,17 @@ DIVERGENCE = {
         bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "without_rows": "bad"}),
         GREW,
     ),
+    "a few rows, of weights that have grown": (
+        bad(origin=OVERFLOW, growth=grows(weights=below(1e3), loss=below(20.0), norm=below(20.0)), **FEW),
+        replace(FORWARD, samples=(1,)),
+    ),
+    "exp of a few rows, of weights that have grown": (
+        bad(origin=EXP, growth=grows(weights=86.0), **FEW),
+        replace(FORWARD, culprit="act", samples=(1,)),
+    ),
+    "a few rows, of weights far away": (bad(origin=OVERFLOW, growth=grows(weights=1e3), **FEW), GREW),
+    "a few rows, of weights and a loss that have grown": (bad(origin=OVERFLOW, growth=grows(weights=20.0, loss=20.0), **FEW), GREW),
+    "a few rows, of weights and gradients that have": (bad(origin=OVERFLOW, growth=grows(weights=20.0, norm=20.0), **FEW), GREW),
     "constant features": (
         bad(origin=OVERFLOW, growth=RISEN, table=(layer("a", "Dense", maximum=1e9), layer("b"), layer("c", maximum=1e4))),
         decided("input_scale", "c", confidence=0.8, because="constant"),
