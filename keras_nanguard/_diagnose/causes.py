@@ -402,13 +402,14 @@ def _input_scale(e: Evidence) -> Conclusion | None:
 
 
 def _recurrence(e: Evidence) -> Conclusion | None:
-    """Numbers overflow in a recurrent layer or in the backward pass, without earlier growth: they
-    grow within the step.
+    """Numbers overflow in a recurrent layer (or in a cell of one) or in the backward pass, without
+    earlier growth: they grow within the step.
     """
     origin = e.origin
     if e.kind != "overflow":
         return None
-    if origin.phase in BACKWARD or origin.layer_class in RECURRENT:
+    running = {row.layer_class for row in e.table if row.path in origin.frames}
+    if origin.phase in BACKWARD or RECURRENT & {origin.layer_class, *running}:
         return Conclusion("divergence", e.place, confidence=0.75, because="recurrence")
     return None
 

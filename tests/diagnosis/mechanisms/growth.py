@@ -58,6 +58,29 @@ def unbounded_recurrence(bad: bool) -> Case:
     return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
 
 
+class Sums(layers.Layer):
+    """A recurrent cell that adds its whole state to each of its outputs, or bounds it."""
+
+    state_size = output_size = 4
+
+    def __init__(self, bounded):
+        super().__init__(name="cell")
+        self.bounded = bounded
+
+    def call(self, x, states):
+        h = ops.sum(x, -1, keepdims=True) + ops.matmul(states[0], ops.ones((4, 4)))
+        h = ops.tanh(h) if self.bounded else h
+        return h, [h]
+
+
+@program
+def unbounded_recurrence_of_a_custom_cell(bad: bool) -> Case:
+    model = keras.Sequential([keras.Input((80, 2)), layers.RNN(Sums(not bad), name="rnn"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.abs(np.random.default_rng(0).standard_normal((16, 80, 2))).astype("float32")
+    return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
+
+
 @program
 def squared_gradient_overflows(bad: bool) -> Case:
     x, y = data()
