@@ -79,6 +79,14 @@ class Transaction:
     tolerated: set[int]
     """Keys of the variables that may be infinite or NaN."""
 
+    @property
+    def has_hidden_state(self) -> bool:
+        """Whether the compiled step changes more than variables: an operation has a random
+        generator of its own (`tf.random.normal`), or calls the host (`tf.print`,
+        `jax.debug.print`).
+        """
+        return False
+
     def batch(self, given: Any) -> Any:
         """Return the arguments of an earlier step in their original form, from the form in which
         `given` stores them; `None` if they are no longer available.

@@ -26,6 +26,7 @@ from keras_nanguard._fit.callbacks import (
     hide_from_progress_bar,
     numbers,
 )
+from keras_nanguard._fit.incidents import Detected
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
@@ -71,6 +72,7 @@ class Attached:
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, int] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()
+        self._bad_metrics = set[str]()
         self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
 
@@ -133,12 +135,22 @@ class Attached:
         run.access.resolve_pending()
         session.tasks.read_rate()
         if isinstance(logs, dict):
-            if run.counts.idle:
+            if not run.counts.idle:
+                self._report_metrics(logs)
+            else:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
             if run.failed:
                 session.logs.fail(logs)
             self._add_own(logs)
         yield
+
+    def _report_metrics(self, logs: Mapping[str, Any]) -> None:
+        """Report each training metric that is not finite, once in a fit. No action is taken."""
+        measured = {key: value for key, value in logs.items() if not key.startswith("val_")}
+        found = [f for f in bad_metrics(measured, "metrics") if f.path not in self._bad_metrics]
+        self._bad_metrics.update(finding.path for finding in found)
+        if found and self.session.run.refuses:  # else a bad step was reported before
+            self.session.incidents.report(Detected.between_steps(self.session.run, found))
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -205,8 +217,11 @@ class Attached:
         if self.training and not findings and processes.count() == 1:  # others may not have it
             recovery.policy_state = recovery.policy_state.with_good_result(site)
         if findings:
-            model, says = self.session.run.model, bool(self._reporter.verbose)
-            diagnosis = diagnosed(model, says) if self._diagnose else None
+            run, says = self.session.run, bool(self._reporter.verbose)
+            diagnosis = None
+            if self._diagnose:
+                written = run.read_train_state().written_by_calls
+                diagnosis = diagnosed(run.model, written, says)
             self.session.seen_outside(findings, diagnosis, act=self.training)
 
 

@@ -201,7 +201,7 @@ def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
 
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
-    with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted], model):
+    with preserved(train_state.written_by_calls, model):
         data, trained = one_batch(), run.recent.last(LAST)
         if data is None or not trained:
             return None

@@ -26,6 +26,7 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core.literals import Site
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     layers as keras_layers,
@@ -175,10 +176,16 @@ class Firewall:
     """Protects the callbacks of a guarded fit, by changes to instances only.
 
     The whole state is checked before each save of a model. Callbacks of Keras that compare values
+<<<<<<< HEAD
     do not use one that is not finite, or that no step has measured: those that keep the best model
     find no better one, and the others warn that the metric is missing. A `CSVLogger` that appends
     to a file receives those logs of the guard that the file has columns for. All other callbacks
     and History receive the logs unchanged.
+=======
+    do not use one that is not finite as the best one. One that no step has measured is missing for
+    them, except for those that keep the best model. All other callbacks and History receive the
+    logs unchanged.
+>>>>>>> 171a8311 (Leave no trace of trials and diagnoses in Python objects, metrics and generators)
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
@@ -231,28 +238,37 @@ class Firewall:
     def _shielded(self, callback: Any, name: str) -> Callable[..., Any]:
         """Return a method of a callback that compares, without values that it may not use.
 
-        If only code of Keras reads the logs, `EarlyStopping` and `ReduceLROnPlateau` receive them
-        without the metric. All others may require it: the file name of a checkpoint may contain it,
-        and a subclass may read it. They receive it, and a comparison that is never true.
+        They receive it, and a comparison that is never true: it counts as no improvement. If no
+        step has measured the metric, and only code of Keras reads the logs, `EarlyStopping` and
+        `ReduceLROnPlateau` receive them without it, and wait. All others may require it: the file
+        name of a checkpoint may contain it, and a subclass may read it.
         """
         real = getattr(callback, name)
-        removes = not hasattr(callback, "save_best_only") and all(
+        only_keras_reads = not hasattr(callback, "save_best_only") and all(
             str(getattr(callback, reader, real).__module__).startswith("keras.")
             for reader in ("on_epoch_end", "get_monitor_value")
         )
 
+        first: int | None = None
+
         def guarded(number: int, logs: Any = None) -> Any:
+            nonlocal first
+            first = number if first is None else first
             key, seen = getattr(callback, "monitor", None), self._session.logs
             value = logs.get(key) if logs and isinstance(key, str) else None
             known = _number(value)
-            if known is None or (math.isfinite(known) and key not in seen.unmeasured | seen.failed):
+            unmeasured = seen.unmeasured | seen.failed
+            if known is None or (math.isfinite(known) and key not in unmeasured):
                 return real(number, logs)
+            removes = only_keras_reads and key in unmeasured
             shown = {n: v for n, v in logs.items() if n != key} if removes else logs
             with Overrides() as changed:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
                 real(number, shown)
+            if number == first and not removes and hasattr(callback, "wait"):
+                callback.wait = 0  # as in Keras, which begins to wait after the first value
             logs.update(shown)  # with the rate that `ReduceLROnPlateau` adds
 
         return guarded
@@ -285,10 +301,10 @@ def _header(log: Any) -> list[str]:
 # Results that are not finite
 
 
-def bad_metrics(logs: Any) -> list[Finding]:
-    """Return a finding for each metric of an evaluation that is not finite."""
+def bad_metrics(logs: Any, site: Site = "validation") -> list[Finding]:
+    """Return a finding for each metric that is not finite: of an evaluation, or of an epoch."""
     return [
-        Finding("validation", "nonfinite", k, value=v)
+        Finding(site, "nonfinite", k, value=v)
         for k, v in numbers(logs).items()
         if not math.isfinite(v)
     ]
@@ -304,15 +320,22 @@ def bad_arrays(logs: Any) -> list[Finding]:
 
 
 @np.errstate(all="ignore")  # the values are not finite
-def diagnosed(model: Any, says: bool) -> Diagnosis | None:
+def diagnosed(model: Any, variables: Sequence[Any], says: bool) -> Diagnosis | None:
     """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
-    Never raises. `says`: whether to print a line if this takes longer than a second.
+    Never raises. At the end the model and all random generators are as before.
+
+    Args:
+        model: the model.
+        variables: those that calling it may write.
+        says: whether to print a line if this takes longer than a second.
     """
+    from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._diagnose.examine import diagnose
     from keras_nanguard._diagnose.explain_step import when_slow
 
-    with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
+    line = "NanGuard: diagnosing a result that is not finite ..." if says else ""
+    with when_slow(line), preserved(variables, model):
         try:
             for x, y, weights in itertools.islice(_batches(), BATCHES):
                 predicted = model(x, training=False)

@@ -62,9 +62,6 @@ LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
 
 LOOK_INTERVAL = 50
 
-MIN_COMMITTED = 50
-"""Good steps after which statistics with their initial values count as stuck."""
-
 LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
 
@@ -266,7 +263,7 @@ class Monitors:
         """
         patience = run.policy.statistics.stuck_after
         first = next(iter(run.ring.snapshots), None)
-        if not patience or run.counts.committed < min(MIN_COMMITTED, patience) or first is None:
+        if not patience or run.counts.committed < patience or first is None:
             return
         for layer in trained(run.model):
             if _never_moved(layer, first):

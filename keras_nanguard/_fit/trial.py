@@ -23,7 +23,11 @@ from keras_nanguard._core import memory
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    attributes as keras_attributes,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 T = TypeVar("T")
 
@@ -161,15 +165,17 @@ def with_inputs_of(args: Sequence[Any], other: Sequence[Any]) -> Sequence[Any] |
 def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
     """Return a context with a `Trial`. At its end everything is restored, also after an exception.
 
-    The value is `None` if steps cannot be replayed, or if there is no memory for a copy of the
-    state.
+    The value is `None` if steps cannot be replayed or would leave a trace, or if there is no memory
+    for a copy of the state.
 
     Args:
         run: the run.
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
-    access, train_state = run.access, run.train_state()
-    if not access.can_run_again or not run.refuses or not _room(run, rates):
+    access, train_state = run.access, run.read_train_state()  # a callback may have compiled it anew
+    is_pure = all(map(keras_optimizers.rate_is_pure, train_state.optimizers))
+    can_be_undone = is_pure and not run.transaction.has_hidden_state
+    if not (access.can_run_again and run.refuses and can_be_undone and _room(run, rates)):
         yield None
         return
     access.sync_variables()
@@ -188,11 +194,13 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         for optimizer in train_state.optimizers:
             if hasattr(optimizer, "held"):
                 ending.callback(optimizer.held())
-        past_keras = (*train_state.unlisted, *run.transaction.untracked.values())
-        everything = [*train_state.everything, *train_state.metrics, *past_keras]
+        called = keras_attributes.called_by_step(run.model)
+        untracked = run.transaction.untracked.values()
+        others = [*untracked, *keras_attributes.variables_of(called)]
+        everything = [*train_state.written_by_calls, *others]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
         ending.callback(keras_variables.finish, list(restores))
-        ending.callback(keras_layers.attributes_restorer(keras_layers.layers_of(run.model)))
+        ending.callback(keras_attributes.restorer(called))
         ending.callback(run.recovery.forget_unchanged_rates)
         ending.callback(access.sync_variables)
         ending.callback(run.transaction.take_reports)

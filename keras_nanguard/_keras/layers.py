@@ -26,7 +26,7 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -62,37 +62,6 @@ def walk(layer: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         path = (*outer, str(child.name))
         yield path, child
         yield from walk(child, path)
-
-
-def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and
-    the current value.
-    """
-    return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
-
-
-def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes in which a call has replaced a tensor. Such a change is not a write to a
-    variable.
-    """
-    for held, name, before in attributes:
-        if held.get(name) is not before and keras.ops.is_tensor(held.get(name)):
-            held[name] = before
-
-
-def attributes_restorer(layers: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that restores the tensors in attributes of layers, and the numbers, such as
-    a counter in a custom `train_step`.
-    """
-    attributes = attributes_of(layers)
-
-    def restore() -> None:
-        give_back_tensors(attributes)
-        for held, name, before in attributes:
-            if type(before) in (int, float):
-                held[name] = before
-
-    return restore
 
 
 def recurrent_states(layer: Any) -> list[Any]:

@@ -34,9 +34,11 @@ class Overrides:
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute on one instance, and store the instance's own value before the first
-        time.
+        time. A property, such as `Variable.regularizer`, is read and set.
         """
-        self._before.setdefault((id(target), name), (target, vars(target).get(name, _ABSENT)))
+        is_property = hasattr(getattr(type(target), name, None), "__set__")
+        own = getattr(target, name) if is_property else vars(target).get(name, _ABSENT)
+        self._before.setdefault((id(target), name), (target, own))
         set_instance(target, name, value)
 
     def give_back(self) -> None:

@@ -139,6 +139,11 @@ class TrainState:
         """Every variable of the train state except the metrics."""
         return _unique([*self.kept, *self.rates])
 
+    @property
+    def written_by_calls(self) -> tuple[Any, ...]:
+        """Every variable that calls of the model or a train step may write."""
+        return _unique([*self.everything, *self.metrics, *self.unlisted])
+
 
 def _unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, ...]:
     """Return each variable once, in order, without some."""

@@ -280,9 +280,19 @@ def restorer(variable: Any) -> Callable[[], Any]:
         return lambda: write(variable, array)
     if hasattr(variable, "untyped_storage"):  # of torch
         kept = variable.detach().clone()
-        return lambda: variable.data.copy_(kept)
+        return lambda: write_tensor(variable.data, kept)
     value = variable.read_value()
     return lambda: variable.assign(value)
+
+
+def write_tensor(tensor: Any, value: Any) -> None:
+    """Write a tensor of PyTorch, each number in memory once: PyTorch cannot write to an expanded
+    tensor as a whole (`Normalization(mean=0.0)`).
+    """
+    if str(tensor.layout) == "torch.strided":
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+        tensor, value = tensor[once], value[once]
+    tensor.copy_(value)
 
 
 # Writing many variables so that a failure never leaves a mixture of two states. Memory of a device

@@ -126,7 +126,7 @@ class Statistics(Record):
     """How the moving statistics of BatchNormalization are checked."""
 
     stuck_after: Steps = Field(
-        default=500,
+        default=50,
         description="steps without change after which statistics are `stuck`; 0 is never",
     )
 

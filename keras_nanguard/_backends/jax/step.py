@@ -131,6 +131,11 @@ class Transaction(interface.Transaction):
         self._program = jax.jit(complete, **options) if self.jit else complete
 
     @property
+    def has_hidden_state(self) -> bool:
+        """Whether the compiled step calls the host."""
+        return self.jit and self.facts.calls_host
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether a step may be started before the verdict of the previous one is read.
 

@@ -308,7 +308,7 @@ class Attachment(StateAccess):
         are those of the last step before, if there was one.
         """
         state = self.run.train_state()
-        variables = keras_variables.unique([*state.everything, *state.metrics, *state.unlisted])
+        variables = state.written_by_calls
         restores = [keras_variables.restorer(variable) for variable in variables]
         self._execute(data)
         created = [partial(keras_variables.write, *pair) for pair in self.run.first_values()]

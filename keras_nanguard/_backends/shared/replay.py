@@ -25,7 +25,7 @@ from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow, Verdict
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 OVERFLOW = 3.4028235e38
@@ -83,8 +83,8 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
-        layers = [] if model is None else keras_layers.layers_of(model)
-        restore_attributes = keras_layers.attributes_restorer(layers)
+        called = [] if model is None else keras_attributes.called_by_step(model)
+        restore_attributes = keras_attributes.restorer(called)
         try:
             with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
                 yield
@@ -127,7 +127,7 @@ class ReplayableStep:
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
         state = TrainState.of(self.model, self.optimizers)
-        return [*state.everything, *state.metrics, *state.unlisted, *self.untracked]
+        return [*state.written_by_calls, *self.untracked]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """Restore at the end everything that the step may change."""

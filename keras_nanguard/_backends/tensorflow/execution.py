@@ -31,11 +31,13 @@ class TracedStep(interface.Transaction):
         run: the run that it belongs to.
         refuse: whether bad steps are refused.
         untracked: the variables that it writes and Keras does not track.
+        hidden: whether operations have a random generator of their own, or call the host.
     """
 
     run: interface.Run
     refuse: bool
     untracked: dict[int, Any]
+    hidden: bool
 
     adapts_updates = True
     """Whether its updates are ordered, and keep the bits of Keras' own (see `updates`)."""
@@ -173,6 +175,7 @@ class StepTrace:
             foreign: keys of the variables of other replicas.
         """
         self.accesses = Accesses(graph, start, self.seen.boundary, foreign)
+        self.transaction.hidden = intercept.has_hidden_state(graph)
         written = self.accesses.written
         if not self.keeps_undo and not self.large_keys.isdisjoint(written):
             self.must_be_immediate()

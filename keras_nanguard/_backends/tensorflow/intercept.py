@@ -259,6 +259,20 @@ def _outer(tensor: Any, captures: dict[int, dict[int, Any]]) -> Any:
     return tensor
 
 
+_HIDDEN = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal", "Print")
+_CALLS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+
+
+def has_hidden_state(graph: Any) -> bool:
+    """Return whether a graph has operations with a random generator of their own, or that print or
+    call Python. `FuncGraph._functions`, private to TensorFlow, has the functions within it.
+    """
+    found = {op.type for op in graph.get_operations()}
+    for function in getattr(graph, "_functions", {}).values():
+        found |= {node.op for node in function.definition.node_def}
+    return any(kind in _CALLS or kind.startswith(_HIDDEN) for kind in found)
+
+
 class Untracked:
     """A variable that the step writes and Keras does not track, known by its handle only."""
 

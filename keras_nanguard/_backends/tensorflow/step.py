@@ -78,6 +78,7 @@ class Transaction(TracedStep):
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
         self.keeps_undo, self.given = False, None
+        self.hidden = False
         self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.places: Places = ()
@@ -122,6 +123,11 @@ class Transaction(TracedStep):
 
     def resume(self) -> None:
         self.reports.resume()
+
+    @property
+    def has_hidden_state(self) -> bool:
+        """Whether the graph has operations with a generator of their own, or that call the host."""
+        return self.hidden
 
     def recount(self, step: int) -> None:
         self.reports.recount(step)

@@ -20,7 +20,7 @@ from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import TorchOptimizer, local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 NO_VERDICT = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -104,7 +104,7 @@ class Parts:
         natives = [keras_variables.native(v) for v in train_state.unlisted]
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
-        attributes = keras_layers.attributes_of(train_state.layers)
+        attributes = keras_attributes.attributes_of(train_state.layers)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         known = [getattr(optimizer, "of", None) for optimizer in train_state.optimizers]
         found = [held for _, _, held in attributes if isinstance(held, torch.optim.Optimizer)]
@@ -129,7 +129,7 @@ class Parts:
         one), with current values.
         """
         if every:
-            return keras_layers.attributes_of(self.train_state.layers)
+            return keras_attributes.attributes_of(self.train_state.layers)
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
 
 

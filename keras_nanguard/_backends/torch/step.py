@@ -43,7 +43,7 @@ from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update, UpdateQueue
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import (
-    layers as keras_layers,
+    attributes as keras_attributes,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
@@ -259,7 +259,7 @@ class StepRun:
         else:
             log = UndoLog(kept, parts.unlisted, self._note_created)
         attributes = parts.attributes(every=transaction.is_fresh)
-        log.at_undo("attributes", partial(keras_layers.give_back_tensors, attributes))
+        log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
         log.at_undo("gradients", self._restore_gradients)
         for optimizer in parts.loose if transaction.may_undo_update else ():
             log.at_undo(id(optimizer), optimizer.held())

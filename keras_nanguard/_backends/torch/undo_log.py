@@ -170,17 +170,7 @@ class UndoLog:
                 restore()
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in silent or tensor._version != version:
-                    _write(tensor, value)
-
-
-def _write(tensor: Any, value: Any) -> None:
-    """Write a value, each number in memory once: PyTorch cannot write to an expanded tensor as a
-    whole (`Normalization(mean=0.0)`).
-    """
-    if tensor.layout == torch.strided:
-        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
-        tensor, value = tensor[once], value[once]
-    tensor.copy_(value)
+                    keras_variables.write_tensor(tensor, value)
 
 
 def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:

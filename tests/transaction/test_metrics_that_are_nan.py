@@ -1,0 +1,43 @@
+"""A metric that is NaN although no step is bad: it is reported, and ends training as in plain Keras."""
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_nanguard import NanGuard
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = (X.sum(axis=1, keepdims=True) > 0).astype("float32")
+
+
+def rate(y_true, y_pred):
+    """0/0 in a batch without positives."""
+    return keras.ops.sum(y_true * y_pred) / keras.ops.sum(y_true)
+
+
+def fit(*callbacks):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
+    model.compile("adam", "binary_crossentropy", metrics=[rate])
+    y = Y.copy()
+    y[:8] = 0.0
+    stops = keras.callbacks.EarlyStopping("rate", mode="max", patience=2)
+    history = model.fit(X, y, batch_size=8, epochs=6, verbose=0, shuffle=False, callbacks=[*callbacks, stops])
+    return history.history["rate"], model.get_weights()
+
+
+def test_training_ends_as_in_plain_keras():
+    """For `EarlyStopping` NaN is no improvement."""
+    plain, weights = fit()
+    guarded, others = fit(NanGuard(verbose=0))
+    assert len(plain) == len(guarded) < 6 and np.isnan(plain).all() and np.isnan(guarded).all()
+    for one, other in zip(weights, others):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_reported_once_and_without_an_action():
+    guard = NanGuard(verbose=0)
+    fit(guard)
+    (incident,) = guard.incidents
+    assert [(f.site, f.path) for f in incident.findings] == [("metrics", "rate")]
+    assert not incident.refused and not incident.changes

@@ -1,0 +1,224 @@
+"""What a guarded run calls again, in a trial or for a diagnosis, leaves no trace in Python objects,
+variables and random generators: the run is that of plain Keras.
+"""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard
+
+X = np.random.default_rng(0).normal(size=(320, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(320, 1)).astype("float32")
+"""Noise: the loss does not halve, so the run is tested for divergence."""
+
+
+class Collecting(keras.metrics.Metric):
+    """Collects predictions in a list, as a metric of another library needs them."""
+
+    def __init__(self):
+        super().__init__(name="collecting")
+        self.kept = []
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.kept.append(keras.ops.convert_to_numpy(y_pred))
+
+    def result(self):
+        return float(len(self.kept))
+
+    def reset_state(self):
+        self.kept = []
+
+
+class Annealed(keras.losses.Loss):
+    """Counts its calls in a number and in a variable, on which it depends."""
+
+    def __init__(self):
+        super().__init__(name="annealed")
+        self.calls, self.variable = 0, keras.Variable(0.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.calls += 1
+        self.variable.assign(self.variable + 1.0)
+        factor = 1 + (self.calls + self.variable) / 100
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1) * factor
+
+
+class Counting(layers.Layer):
+    """Keeps counts in a dict and a list, on which its result depends."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.sizes = {"n": 0}, []
+
+    def call(self, inputs):
+        self.seen["n"] += 1
+        self.sizes.append(1)
+        return inputs * (1 + self.seen["n"] / 1000 + len(self.sizes) / 1000)
+
+
+class Rate:
+    """A learning rate that falls with its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 0.01 / (1 + self.calls / 100)
+
+
+PROGRAMS = {
+    "metric": lambda: ([], "sgd", "mse", [Collecting()]),
+    "loss": lambda: ([], "sgd", Annealed(), []),
+    "layer": lambda: ([Counting()], "sgd", "mse", []),
+    "generators": lambda: ([Drawn()], "sgd", "mse", []),
+    "fixed statistics": lambda: ([layers.Normalization(mean=0.5, variance=2.0)], "sgd", "mse", []),
+    "rate": lambda: ([], keras.optimizers.SGD(Rate()), "mse", []),
+}
+
+
+def noise(shape):
+    """Noise from an operation of TensorFlow whose generator has no variable."""
+    import tensorflow as tf
+
+    return tf.random.normal(shape)
+
+
+class Noise(layers.Layer):
+    def call(self, inputs):
+        return inputs * (1 + 0.1 * noise((1, 4)))
+
+
+@pytest.mark.requires_backend("tensorflow", reason="the operation is of TensorFlow")
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_operation_with_a_generator_of_its_own(nested):
+    """Nobody can restore its generator, so a healthy run has no trials."""
+    import tensorflow as tf
+
+    ends = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        layer = Noise()
+        if nested:
+            layer.call = tf.function(layer.call)
+        model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+        ends.append(model.get_weights())
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def trained(*callbacks, program, **options):
+    """Return losses, metrics and weights after a fit."""
+    keras.utils.set_random_seed(0)
+    more, optimizer, loss, metrics = PROGRAMS[program]()
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), *more, layers.Dense(1)])
+    model.compile(optimizer, loss, metrics=metrics, run_eagerly=True)
+    history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks, **options).history
+    logs = [v for k, v in history.items() if not k.startswith("nanguard/") and k != "refused_steps"]
+    return [*logs, *model.get_weights()]
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step keeps no count")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_trials_of_a_healthy_run(program):
+    """The checks for divergence run steps again from the second epoch on."""
+    plain = trained(program=program, epochs=3)
+    guarded = trained(NanGuard(verbose=0), program=program, epochs=3)
+    for one, other in zip(plain, guarded, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Drawn(layers.Layer):
+    """Draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+
+    def call(self, inputs):
+        return inputs * (1 + 0.1 * self.numpy.random() + 0.1 * self.python.random())
+
+
+class Recompiling(keras.callbacks.Callback):
+    """Compiles the model again before the second epoch, as for gradual unfreezing."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
+            self.model.make_train_function()
+
+
+@pytest.mark.requires_backend("torch", reason="elsewhere fit keeps the function of the first epoch")
+def test_metrics_of_a_model_that_was_compiled_again():
+    plain = trained(Recompiling(), program="metric", epochs=2)
+    guarded = trained(Recompiling(), NanGuard(verbose=0), program="metric", epochs=2)
+    for one, other in zip(plain, guarded, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Undefined(keras.metrics.Metric):
+    """A metric that is NaN in each validation, such as a recall without positives."""
+
+    def update_state(self, *args, **kwargs):
+        pass
+
+    def result(self):
+        return float("nan")
+
+
+class Drawing(keras.utils.PyDataset):
+    """Draws from the global generator at each read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = np.random.randint(0, len(X), 8)
+        return X[rows], Y[rows]
+
+
+class Calls(layers.Layer):
+    """Counts its calls in a weight, on which its result depends."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign(self.calls + 1.0)
+        return inputs * (1 + self.calls / 1000)
+
+
+def test_diagnosis_of_a_validation():
+    """A validation metric that is NaN has its data read and the model called again."""
+    ends = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        body = [Calls(), layers.Dense(4), layers.Dropout(0.5), layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *body])
+        model.compile("sgd", "mse", metrics=[Undefined(name="undefined")])
+        options = {"validation_data": Drawing(), "epochs": 3, "verbose": 0}
+        history = model.fit(Drawing(), callbacks=callbacks, **options).history
+        ends.append([*model.get_weights(), np.random.random(), history["val_loss"]])
+    assert callbacks[0].incidents
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_regularizer_is_not_replaced():
+    """A diagnosis watches the regularizers of weights, and gives them back."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, kernel_regularizer="l2"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    kernel = model.layers[0].kernel
+    before = kernel.regularizer
+    bad = X.copy()
+    bad[8:16] = np.nan
+    guard = NanGuard(verbose=0)
+    model.fit(bad, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
+    assert kernel.regularizer is before
