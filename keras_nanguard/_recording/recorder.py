@@ -200,8 +200,8 @@ class Recorder:
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
             self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")
-            data = {"base": self.base, "epochs": meta.get("epochs")}
-            self.event("begin" if resumed is None else "resume", 0, epoch, data=data)
+            kind: EventKind = "begin" if resumed is None else "resume"
+            self.event(kind, 0, epoch, data={"base": self.base})
             self._hand_over()
 
     def note(self, **meta: Any) -> None:
@@ -357,7 +357,8 @@ class Recorder:
     def _load(self, path: Path) -> None:
         """Continue the recording in a file."""
         found, rows = read(path)
-        rows["meta"] = [row for row in rows["meta"] if row[0] in _KEPT_META]
+        noted = rows_of(self._memory.connection)["meta"]
+        rows["meta"] = [*noted, *(row for row in rows["meta"] if row[0] in _KEPT_META)]
         self._memory = Memory(rows)
         self.base, self._since = (found.meta.get(name) or 0 for name in ("base", "since"))
         self.samples = {(sample.fingerprint, sample.label): sample for sample in found.samples}

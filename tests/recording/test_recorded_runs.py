@@ -278,6 +278,17 @@ def test_resumed(tmp_path):
     np.testing.assert_array_equal(found.steps["loss"], last.recording.steps["loss"])
 
 
+@ONCE
+def test_length_of_a_run_in_a_known_directory(tmp_path):
+    """`epochs` and `steps_per_epoch` are those of the last fit, also in a new process."""
+    for epochs in (1, 2):
+        guard = NanGuard(directory=tmp_path, **QUIET)
+        zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=epochs)
+        for found in (guard.recording, Recording.read(tmp_path)):
+            assert [found.meta[name] for name in ("epochs", "steps_per_epoch")] == [epochs, zoo.BATCHES]
+            assert len(found) == {1: 12, 2: 36}[epochs]
+
+
 def test_incidents_of_another_run_stay(tmp_path):
     """Two fits of one guard with a directory are one file, which can be read while the second runs.
     """
