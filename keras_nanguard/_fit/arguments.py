@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
-from keras_nanguard._policy.policy import SECTIONS, Policy
+from keras_nanguard._policy.policy import SECTIONS, Policy, read_document
 from keras_nanguard._policy.records import nearest, problem, raise_problems, safe_repr
 
 ARGUMENTS = (
@@ -54,8 +54,8 @@ def policy(
 
 def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
     """Whether a document or the given sections set the storage of snapshots."""
-    own = source.get("snapshot") if isinstance(source, Mapping) else None
-    tables = [sections.get("snapshot"), own]
+    document = {} if isinstance(source, Policy) else read_document(source)[0]
+    tables = [sections.get("snapshot"), document.get("snapshot")]
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 

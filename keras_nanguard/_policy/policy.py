@@ -176,7 +176,7 @@ class Policy(Record):
                 remedy = f"Write Policy.load({shown}, ...) to start from another preset."
                 raise PolicyError(expected(what, f"preset={shown}", remedy))
             return cls._of(merged(source.to_dict(), sections), _ARGUMENTS) if sections else source
-        document, name = _document(source)
+        document, name = read_document(source)
         return cls._of(merged(document, sections), _ARGUMENTS if sections else name)
 
     @classmethod
@@ -270,7 +270,7 @@ def _preset(name: str) -> Mapping[str, Any]:
     return parsed(text, ".toml", name)
 
 
-def _document(source: Any) -> tuple[Mapping[str, Any], str]:
+def read_document(source: Any) -> tuple[Mapping[str, Any], str]:
     """Return the document of a source, and its name in messages."""
     if isinstance(source, str) and source in PRESETS:
         return {"preset": source}, "the policy"

@@ -361,6 +361,9 @@ class TestResume:
                 NanGuard(**arguments)
         with pytest.raises(GuardError, match="storage"):
             NanGuard(directory=tmp_path, resume=True, snapshot={"storage": "memory"})
+        (tmp_path / "own.toml").write_text('snapshot.storage = "memory"')
+        with pytest.raises(GuardError, match="storage"):
+            NanGuard(tmp_path / "own.toml", directory=tmp_path, resume=True)
         with pytest.raises(GuardError, match="every"):
             NanGuard("observe", directory=tmp_path, resume=True)
 
