@@ -53,10 +53,11 @@ class NanGuard(keras.callbacks.Callback):
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a
             `.toml`, `.yaml` or `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for files of this run; `None` writes no files. Use one folder per run.
-        verbose: 0 or False prints nothing. 1 or True prints a line for each new kind of incident
-            and each change of the run, such as a rollback, and a table at the end if there were
-            incidents. 2 prints a line for every incident and every epoch with refused steps.
-            Printed steps, epochs and batches count from 1, like the progress bar of Keras.
+        verbose: 0 or False prints nothing, except that no step was guarded. 1 or True prints a line
+            for each new kind of incident and each change of the run, such as a rollback, and a
+            table at the end if there were incidents. 2 prints a line for every incident and every
+            epoch with refused steps. Printed steps, epochs and batches count from 1, like the
+            progress bar of Keras.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: whether to find the cause of a refused step. It costs nothing until a step is
             refused.

@@ -71,7 +71,8 @@ class Explainer:
 
     Args:
         run: the run.
-        says: whether to print a line if a diagnosis takes longer than a second.
+        says: whether to print a line if a diagnosis takes longer than a second, or a bundle
+            cannot be written.
     """
 
     def __init__(self, run: RunView, says: bool) -> None:
@@ -126,8 +127,9 @@ class Explainer:
         try:
             return bundle.write(self.run, incident, batch, evidence)
         except Exception as error:  # noqa: BLE001  a full disk must not end training
-            reason = f"{type(error).__name__}: {error}"
-            processes.print_line(f"NanGuard: no bundle was written: {reason}")
+            if self.says:
+                reason = f"{type(error).__name__}: {error}"
+                processes.print_line(f"NanGuard: no bundle was written: {reason}")
             return None
 
     @np.errstate(all="ignore")  # the values are not finite

@@ -23,7 +23,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Site
@@ -223,14 +222,15 @@ class Firewall:
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             run = self._session.run
-            if run.scan():
+            if bad := run.scan():
                 self._session.seen_outside([])
-            if not run.scan():
+                bad = run.scan()
+            if not bad:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             run.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
-            processes.print_line(f"NanGuard: did not save {where}: {why}")
+            run.say(f"NanGuard: did not save {where}: {why}")
             return None
 
         return guarded

@@ -85,7 +85,7 @@ class Reporter:
             if what not in self._printed:
                 self._printed.add(what)
                 kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                processes.print_line(f"NanGuard: cannot {what}: {kind}{error}.")
+                self.line(f"NanGuard: cannot {what}: {kind}{error}.")
 
 
 def _details(directory: str | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, scan
+from keras_nanguard._fit.run import Run
 from keras_nanguard.testing import corrupt
 
 
@@ -92,14 +93,26 @@ def test_saved_files_are_finite(tmp_path, what, guard_first):
     assert not {"save", "save_weights"} & set(vars(model))
 
 
-def test_a_save_of_a_bad_model_is_prevented(tmp_path, capsys):
-    """If the policy does not restore the state, the existing file is kept, and a line reports this.
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_save_of_a_bad_model_is_prevented(tmp_path, capsys, verbose):
+    """If the policy does not restore the state, the existing file is kept, and a line reports this
+    unless `verbose` is 0.
     """
     policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
-    kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
-    fit([Vandal(), NanGuard(policy), kept], epochs=2)
-    assert "did not save" in capsys.readouterr().out
+    kept, guard = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras"), NanGuard(policy, verbose=verbose)
+    fit([Vandal(), guard, kept], epochs=2)
+    said = capsys.readouterr().out
+    assert "did not save" in said if verbose else said == ""
+    assert [event.kind for event in guard.recording.events].count("firewall") == 1
     assert finite_file(tmp_path / "m.keras")
+
+
+def test_a_healthy_state_is_read_once_per_save(tmp_path, monkeypatch):
+    """The state is read a second time only after the policy has acted on a bad one."""
+    scans, scan_ = [], Run.scan
+    monkeypatch.setattr(Run, "scan", lambda run, **kwargs: scans.append(run.step) or scan_(run, **kwargs))
+    fit([NanGuard(verbose=0), keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")], epochs=3)
+    assert scans == [12, 24, 36]
 
 
 def test_observing_changes_nothing(tmp_path):

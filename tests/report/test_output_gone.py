@@ -111,13 +111,19 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
     assert len(guard.recording.steps["loss"]) == 28
 
 
-def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
-    """An incident that cannot be converted to JSON is still in `guard.incidents`."""
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys, verbose):
+    """An incident that cannot be converted to JSON is still in `guard.incidents`. With `verbose=0`
+    no line reports this, nor that its bundle cannot be written.
+    """
     monkeypatch.setattr(Incident, "to_json", lambda self: 1 / 0)
     monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
-    guard = NanGuard(directory=tmp_path, diagnose=False)
+    monkeypatch.setattr("keras_nanguard._diagnose.bundle.write", lambda *args: 1 / 0)
+    guard = NanGuard(directory=tmp_path, verbose=verbose)
     trained(guard)
-    assert "NanGuard: cannot record an incident: ZeroDivisionError" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    reports = [f"NanGuard: {what}: ZeroDivisionError" for what in ("cannot record an incident", "no bundle was written")]
+    assert all(report in said for report in reports) if verbose else said == ""
 
 
 def test_layer_that_cannot_be_saved(tmp_path, capsys):
