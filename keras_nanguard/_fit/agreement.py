@@ -70,6 +70,7 @@ class Agreement:
         """
         common = verdict.loss + verdict.gradients + verdict.statistics
         shown = verdict.refused or verdict.finite or not isfinite(common)
+        shown = shown or not verdict.scale_is_valid
         return self.count == 1 or shown or not current.host().SPREADS_ARRAYS
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 from support import zoo
+
+from keras_nanguard._backends import current
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._fit.agreement import Agreement
 
 POISONED = {3: "inputs", 4: "inputs", 7: "inputs", 9: "targets", 10: "gradients"}
 """Batch of each fault, and the first site that shows it; two are adjacent, never three."""
@@ -232,3 +238,13 @@ def test_uneven_executions(steps):
     oracle = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data.without([0, 11]))
     assert zoo.differences(guarded, oracle) == []
     assert guarded.steps == [0, 11, 12, 23]
+
+
+def test_a_bad_loss_scale_is_seen_by_all_processes(monkeypatch):
+    """The scale is a number that all of them compute, so its incident does not wait for others."""
+    monkeypatch.setattr(current, "host", lambda: SimpleNamespace(SPREADS_ARRAYS=True))
+    agreement = Agreement()
+    agreement.count = 2
+    good = Verdict(False, 1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0, False)
+    assert agreement.all_see(good) and not agreement.all_see(good._replace(weights=np.nan))
+    assert agreement.all_see(good._replace(scale=-1.0))
