@@ -181,7 +181,7 @@ _BIN_NAMES = ", ".join(BIN_COLUMNS)
 
 _STEPS_TO_BIN = ", ".join(
     [
-        "min(step), max(step), count(*)",
+        f"min(step), max(step), sum(status != {SKIPPED})",
         f"sum(status = {REFUSED}), sum(status = {OVERFLOW}), sum(undone)",
         *(f"{pick}({finite(name)})" for name in MEASURED for pick in ("min", "max")),
         f"avg({finite('loss')}), max(time)",

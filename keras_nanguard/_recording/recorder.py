@@ -255,7 +255,7 @@ class Recorder:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-            self._problem = writer.problem
+            self._problem = self._problem or writer.problem
 
     def end_with_process(self) -> None:
         """End the steps without a fit when the process exits: failed if by an exception."""

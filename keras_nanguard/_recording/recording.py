@@ -31,8 +31,10 @@ from keras_nanguard._recording.database import (
     MAX_TEXT,
     MEASURED,
     NAME,
+    OVERFLOW,
     REFUSED,
     SCHEMA,
+    SKIPPED,
     STEP_COLUMNS,
     VERSION,
     Row,
@@ -277,7 +279,7 @@ class BadSample:
         index: its index in the `x` of `fit`, or `None` if unknown.
         fingerprint: SHA-256 of its values, in hexadecimal.
         times: number of bad steps in which a row with these values was found.
-        steps: the first of those steps, from 0.
+        steps: the first of those steps and the last one, from 0.
         reason: a few words: `1 NaN of 8 in x`.
     """
 
@@ -360,7 +362,8 @@ class Recording:
 
     def __len__(self) -> int:
         """Number of steps that have run, including undone ones."""
-        return int(self.bins["count"].sum()) + len(self.steps["step"])
+        ran = self.steps["status"] != SKIPPED
+        return int(self.bins["count"].sum() + ran.sum())
 
     def series(self, name: str, points: int = 2000) -> tuple[Array, Array, Array]:
         """Return one measured column over all steps, for a plot.
@@ -446,7 +449,7 @@ def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Arra
 def _undone(steps: Mapping[str, Any]) -> Any:
     """Return which steps were undone. A refused step counts as undone if the step before it was
     undone: its values belong to the abandoned run."""
-    refused = steps["status"] == REFUSED
+    refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
     before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
     return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
 

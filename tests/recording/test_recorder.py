@@ -89,6 +89,20 @@ class TestSteps:
         assert bins["undone"].sum() + steps["undone"].sum() == EXACT + 3000 - 300
 
 
+    def test_skipped_batches_are_not_steps(self):
+        """They count neither one by one nor in bins."""
+        made, total = recorder(), EXACT + 3000
+        for step in range(total):
+            if step % 8 == 0:
+                made.skip(step, 0, step)
+            made.push(step, 1.0, 1.0, 1.0)
+        found = made.recording
+        assert len(found) == total and len(found.bins["count"]) > 0
+        assert (found.bins["count"] <= found.bins["last"] - found.bins["first"] + 1).all()
+        made.undo(0)
+        assert made.recording.bins["undone"].tolist() == found.bins["count"].tolist()
+
+
 class TestRecorder:
 
     def test_rate_is_known_between_equal_readings(self):

@@ -50,6 +50,16 @@ def test_a_path_that_cannot_be_inspected(tmp_path):
     assert "name too long" in made.problem()
 
 
+def test_a_lack_of_memory_is_told_after_the_fit(tmp_path, monkeypatch):
+    """Closing the file does not hide it."""
+    made = begun(tmp_path)
+    with monkeypatch.context() as short:
+        short.setattr(made, "_fold", lambda: [0] * sys.maxsize)
+        made._work(0.0)
+    made.end("finished", 0, 0)
+    assert "MemoryError" in made.problem()
+
+
 def test_values_of_any_kind(tmp_path):
     """NumPy numbers, objects and half of a surrogate pair, as in file names, are written as values
     or as text.
