@@ -107,12 +107,16 @@ def _placed(run: ShownRun) -> tuple[ShownRun, list[int]]:
     """Return the run, and the step of each incident as the recording counts steps.
 
     The incidents are those of the recording, unless more are given: a recording drops old ones.
+    Those that it lacks count as of the last fit.
     """
     known = incidents_of(run.recording, strict=False)
     if len(known) >= len(run.incidents):
         return replace(run, incidents=[i for i, _ in known]), [step for _, step in known]
-    base = run.recording.meta.get("base") or 0
-    return run, [base + incident.step for incident in run.incidents]
+    base, steps = run.recording.meta.get("base") or 0, []
+    for incident in reversed(run.incidents):
+        is_known = known and known[-1][0].moment == incident.moment
+        steps.append(known.pop()[1] if is_known else base + incident.step)
+    return run, steps[::-1]
 
 
 def _rollbacks(recording: Recording) -> list[list[Any]]:

@@ -151,8 +151,10 @@ def watch(
 
 
 def _read(directory: str | os.PathLike[str]) -> ShownRun:
-    """Read the files. Before the first step there may be none."""
-    return files.read(directory) if any(Path(directory).iterdir()) else ShownRun()
+    """Read the files. Before the first step there may be none but those of snapshots."""
+    early = ("snapshots", "snapshots.lock")
+    begun = any(path.name not in early for path in Path(directory).iterdir())
+    return files.read(directory) if begun else ShownRun()
 
 
 def _shown(seen: ShownRun, screen: Console, problem: str = "") -> Group:

@@ -25,7 +25,7 @@ from keras_nanguard.__main__ import main
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import Event
+from keras_nanguard._recording.recording import Event, incidents as recorded
 from keras_nanguard._report import cards, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 from keras_nanguard._report.shown import ShownRun
@@ -159,14 +159,29 @@ def test_undone_values_have_a_separate_curve():
     assert "undone" not in html._chart(Recording(steps=columns), "loss")
 
 
-def test_a_refused_step_of_an_abandoned_run():
+@pytest.mark.parametrize("status", [1, 2], ids=["refused", "overflow"])
+def test_a_refused_step_of_an_abandoned_run(status):
     """Its values are drawn with the undone steps, because no step with its number was replayed."""
     columns = {name: values.copy() for name, values in synthetic(8, 0).steps.items()}
     columns["step"][:] = [0, 1, 2, 3, 0, 2, 3, 4]
     columns["loss"][:] = [9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]
-    columns["status"][1], columns["undone"][[0, 2, 3]] = 1, True
+    columns["status"][1], columns["undone"][[0, 2, 3]] = status, True
     chart = html._chart(Recording(steps=columns), "loss")
     assert chart["high"] == [1.0, None, 1.0, 1.0, 1.0] and chart["undone"] == [9.0] * 4 + [None]
+
+
+def test_incidents_that_the_recording_has_dropped():
+    """Incidents besides those of the recording do not move these, and count as of the last fit."""
+    recording = synthetic(300, 3)
+    events = [replace(e, data={**e.data, "step": e.data["step"] - 40}) if e.kind == "incident" else e for e in recording.events]
+    recording = replace(recording, events=tuple(events), meta={**recording.meta, "base": 200})
+    known = recorded(recording)
+    other = replace(known[0][0], step=5)
+    shown, steps = html._placed(ShownRun([other, *(i for i, _ in known)], recording))
+    assert [i.step for i in shown.incidents] == [5, *(i.step for i, _ in known)]
+    assert steps == [205, *(step for _, step in known)]
+    shown, steps = html._placed(ShownRun([other]))
+    assert shown.incidents == [other] and steps == [5]
 
 
 def test_undone_values_in_a_long_run():

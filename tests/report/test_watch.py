@@ -112,6 +112,16 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch):
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
 
+def test_a_run_before_its_first_step(tmp_path, monkeypatch):
+    """A folder with nothing but that of the snapshots is waited for."""
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots.lock").touch()
+    screen = Screen(lambda: written(tmp_path, synthetic(300, 2)))
+    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    assert terminal.watch(tmp_path, screen=screen)
+    assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
+
+
 def test_files_that_become_unreadable(tmp_path, monkeypatch):
     """It keeps the last display, reports the error, and continues when the file can be read again.
     """
