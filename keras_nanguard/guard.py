@@ -462,13 +462,14 @@ class NanGuard(keras.callbacks.Callback):
         its fingerprint, or its name from `sample_ids`. An augmented row is a new row in each epoch.
 
         Args:
-            path: a `.csv` file to write the rows to, or `None`.
+            path: a `.csv` file to write the rows to, or `None`. If there are several processes, the
+                first one writes it.
 
         Raises:
             GuardError: if the suffix of the path is another one.
         """
         found = tuple(self._recorder.samples.values())
-        if path is not None:
+        if path is not None and processes.index() == 0:
             files.write_samples(found, path)
         return found
 

@@ -43,7 +43,7 @@ MAX_OTHERS, MAX_BYTES = 256, 16 << 20
 """Known bad rows are searched for only in batches of at most this many rows and bytes."""
 
 MAX_STEPS = 16
-"""Maximum number of steps that are stored with a bad row."""
+"""Maximum number of steps that are stored with a bad row: the first ones and the last one."""
 
 LISTED = 5
 """Number of bad rows in a line."""
@@ -96,7 +96,7 @@ class BadRows:
         for key in dict.fromkeys(keys.values()):
             for sample in known.get(key, ()):
                 if not sample.times or step not in sample.steps:  # else a replay of the same step
-                    steps = (*sample.steps, step)[:MAX_STEPS]
+                    steps = (*sample.steps[: MAX_STEPS - 1], step)
                     self._recorder.sample(replace(sample, times=sample.times + 1, steps=steps))
 
     def _known(self) -> dict[Key, list[BadSample]]:

@@ -242,6 +242,22 @@ def test_file_and_line(tmp_path, capsys):
         guard.bad_samples(tmp_path / "bad.xlsx")
 
 
+def test_rows_that_occur_often():
+    """The last step of a row is always known, and so the row of the last incident."""
+    x, y = zoo.regression().all
+    x[17, 2] = np.nan
+    guard = found(dense(), x, y, batch_size=BATCH, epochs=20, shuffle=False)
+    (sample,) = guard.bad_samples()
+    assert sample.times == 20 and sample.steps == (*range(2, 182, 12), 19 * 12 + 2)
+
+
+def test_one_process_writes_them(tmp_path, monkeypatch):
+    """Several processes may call it with the same path."""
+    guard = found(dense(), *data(), batch_size=BATCH, epochs=1)
+    monkeypatch.setattr("keras_nanguard._backends.processes.index", lambda: 1)
+    assert len(guard.bad_samples(tmp_path / "bad.csv")) == len(BAD) and not (tmp_path / "bad.csv").exists()
+
+
 def test_kept_with_the_recording(tmp_path):
     """With a directory they are in its file, and a resumed run reads them."""
     for run in (1, 2):
