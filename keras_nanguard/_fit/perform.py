@@ -270,7 +270,7 @@ def _reset_slots(response: Response, p: Parameters) -> str:
     if p["scope"] == "bad":
         slots = [v for v in slots if not keras_variables.is_finite(v)]
     if not slots:
-        raise NotDoneError("no slot is bad")
+        raise NotDoneError("no slot is bad" if p["scope"] == "bad" else "there is no slot")
     first = _first_slots(run)
     write_all([(variable, first[id(variable)]) for variable in slots])
     return f"{len(slots)} slots reset"

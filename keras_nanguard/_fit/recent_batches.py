@@ -111,8 +111,13 @@ class RecentBatches:
 
     def return_to(self, step: int) -> None:
         """Remove the steps from this one on, which are to be replayed."""
-        while self._entries and self._entries[-1].step >= step:
-            self._bytes -= self._entries.pop().size
+        entries = self._entries
+        while entries and entries[-1].step >= step:
+            size = entries.pop().size
+            if entries and entries[-1].given is not None and not entries[-1].size:
+                entries[-1] = entries[-1]._replace(size=size)  # it has the same arguments
+            else:
+                self._bytes -= size
 
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""

@@ -13,7 +13,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._fit.recent_batches import bytes_of
+from keras_nanguard._fit.recent_batches import RecentBatches, bytes_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
@@ -294,3 +294,14 @@ def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
     model = network(**IN_ONE[mode])
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert found == [(6, (3,), None)]
+
+
+def test_size_of_the_batches_of_one_execution():
+    """Steps that share a batch count it once, until the last of them is removed."""
+    recent, given = RecentBatches(lambda given: given), np.zeros(10)
+    for step in range(4):
+        recent.push(step, given)
+    recent.return_to(2)
+    assert len(recent.last(4)) == 2 and recent._bytes == given.nbytes
+    recent.return_to(0)
+    assert recent.last(4) == [] and recent._bytes == 0

@@ -731,6 +731,9 @@ class TestResetSlots:
         guard = acting("reset_slots")
         train(guard, 3)
         assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
+        guard = acting({"reset_slots": {"scope": "all"}})
+        train(guard, 3, build=lambda: zoo.plain(keras.optimizers.SGD(0.01)))
+        assert outcomes(guard, "reset_slots") == [(3, "skipped", "there is no slot")]
 
 
 def diverging(rate, *callbacks, steps=40):
