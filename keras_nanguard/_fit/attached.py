@@ -26,7 +26,6 @@ from keras_nanguard._fit.callbacks import (
     hide_from_progress_bar,
     numbers,
 )
-from keras_nanguard._fit.incidents import Detected
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
@@ -136,7 +135,7 @@ class Attached:
         session.tasks.read_rate()
         if isinstance(logs, dict):
             if not run.counts.idle:
-                self._report_metrics(logs)
+                self._tell_of_metrics(logs)
             else:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
             if run.failed:
@@ -144,13 +143,21 @@ class Attached:
             self._add_own(logs)
         yield
 
-    def _report_metrics(self, logs: Mapping[str, Any]) -> None:
-        """Report each training metric that is not finite, once in a fit. No action is taken."""
-        measured = {key: value for key, value in logs.items() if not key.startswith("val_")}
-        found = [f for f in bad_metrics(measured, "metrics") if f.path not in self._bad_metrics]
-        self._bad_metrics.update(finding.path for finding in found)
-        if found and self.session.run.refuses:  # else a bad step was reported before
-            self.session.incidents.report(Detected.between_steps(self.session.run, found))
+    def _tell_of_metrics(self, logs: Mapping[str, Any]) -> None:
+        """Print a line about each training metric that is not finite, once in a fit. No step was
+        bad, so it is no incident.
+        """
+        if not self.session.run.refuses:  # then a bad step may have made it so, and was reported
+            return
+        for finding in bad_metrics(logs):
+            name = finding.path
+            if not name.startswith("val_") and name not in self._bad_metrics:
+                self._bad_metrics.add(name)
+                epoch = self.session.run.counts.epoch + 1
+                self._reporter.line(
+                    f"NanGuard: the metric {name} of epoch {epoch} is {finding.value}, "
+                    "although the loss is finite."
+                )
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""

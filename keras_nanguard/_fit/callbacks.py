@@ -25,7 +25,6 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._core.literals import Site
 from keras_nanguard._keras import (
     fitting as keras_fitting,
     layers as keras_layers,
@@ -301,10 +300,10 @@ def _header(log: Any) -> list[str]:
 # Results that are not finite
 
 
-def bad_metrics(logs: Any, site: Site = "validation") -> list[Finding]:
-    """Return a finding for each metric that is not finite: of an evaluation, or of an epoch."""
+def bad_metrics(logs: Any) -> list[Finding]:
+    """Return a finding for each metric of an evaluation that is not finite."""
     return [
-        Finding(site, "nonfinite", k, value=v)
+        Finding("validation", "nonfinite", k, value=v)
         for k, v in numbers(logs).items()
         if not math.isfinite(v)
     ]

@@ -186,7 +186,7 @@ class Clusters(keras.Model):
         return {"mean": keras.ops.mean(self.centers)}
 
 
-@pytest.mark.requires_backend("tensorflow", "torch")  # Keras on JAX always needs an optimizer
+@pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX always needs an optimizer")
 def test_model_that_needs_no_optimizer():
     """A train step of one's own may do without an optimizer."""
 
