@@ -8,13 +8,12 @@ checks.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,9 +299,6 @@ Array = np.ndarray[Any, Any]
 _TRAINABLE, _STATISTICS = ("gradient_norm", "weight_norm", "update_ratio"), ("low", "high")
 """Names of the numbers of a trainable variable, and of any other."""
 
-_TABLES = {"steps": None, "bins": None, "events": Event, "samples": BadSample}
-"""The class of the rows of each table that becomes a data frame; `None` if it has columns."""
-
 
 def empty(columns: Mapping[str, type]) -> dict[str, Array]:
     """Return columns without rows."""
@@ -394,44 +390,6 @@ class Recording:
         np.minimum.at(ends[0], group, low)
         np.maximum.at(ends[1], group, high)
         return first, *ends
-
-    def to_pandas(self, table: str = "steps") -> Any:
-        """Return a table as a pandas `DataFrame`: `"steps"`, `"bins"`, `"events"` or `"samples"`.
-
-        Raises:
-            GuardError: if there is no such table, or pandas is not installed.
-        """
-        return self._frame("pandas", table)
-
-    def to_polars(self, table: str = "steps") -> Any:
-        """Return a table as a polars `DataFrame`: `"steps"`, `"bins"`, `"events"` or `"samples"`.
-
-        Raises:
-            GuardError: if there is no such table, or polars is not installed.
-        """
-        return self._frame("polars", table)
-
-    def _frame(self, library: str, table: str) -> Any:
-        try:
-            frames = importlib.import_module(library)
-        except ImportError as error:
-            wanted, remedy = f"{library} to be installed", f"Run: pip install {library}"
-            raise GuardError(expected(wanted, "no such module", remedy)) from error
-        if table not in _TABLES:
-            wanted = f"table to be one of {', '.join(_TABLES)}"
-            raise GuardError(expected(wanted, repr(table), "Correct the name."))
-        found, kind = getattr(self, table), _TABLES[table]
-        if kind is not None:
-            names = [one.name for one in fields(kind)]
-            found = {name: [_cell(getattr(row, name)) for row in found] for name in names}
-        return frames.DataFrame(dict(found))
-
-
-def _cell(value: Any) -> Any:
-    """Return a value as it is in a data frame: a list or an object as JSON."""
-    if isinstance(value, Mapping):
-        return json.dumps(dict(value))
-    return json.dumps(list(value)) if isinstance(value, tuple) else value
 
 
 def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Array]:
