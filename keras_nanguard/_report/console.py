@@ -99,6 +99,8 @@ def _head(incident: Incident) -> str:
         return f"stopped at {moment}" if moment.startswith("step") else f"stopped {moment}"
     if "rollback" in done:
         return f"rolled back at {moment}"
+    if incident.refused and incident.decision is None:
+        return f"error in {moment}"
     return f"skipped {moment}" if incident.refused else moment
 
 

@@ -220,7 +220,8 @@ def _incidents(incidents: Sequence[Incident]) -> Any:
     table = Table.grid(padding=(0, 2))
     for group in console.kinds(incidents)[:_MAX_KINDS]:
         last = group[-1]
-        done = ", ".join(last.changes) or ("skipped" if last.refused else "reported")
+        skipped = last.refused and last.decision is not None  # without one the step has raised
+        done = ", ".join(last.changes) or ("skipped" if skipped else "reported")
         cells = (f"{len(group)} x", console.why(last), f"last at {last.moment}", done)
         table.add_row(*map(_text, cells))
     lines = [_text(str(incident), "dim") for incident in incidents[-_MAX_LAST:]]

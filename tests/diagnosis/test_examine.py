@@ -119,15 +119,21 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
-def test_labels_out_of_range_of_a_subclassed_model():
-    """The number of classes is that of the outputs that were seen; an unknown one is not stated."""
+def test_labels_out_of_range_of_a_subclassed_model(capfd):
+    """The number of classes is that of the outputs that were seen; an unknown one is not stated. A
+    step that raises is not called skipped.
+    """
     model = Subclassed()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = np.random.default_rng(0).standard_normal((8, 4)).astype("float32"), np.arange(8) % 3
     y[5] = 7
-    guard = NanGuard(verbose=0)
+    guard, raised = NanGuard(), True
     with contextlib.suppress(Exception):  # on some backends the step raises one
         model.fit(x, y, verbose=0, callbacks=[guard])
+        raised = False
+    printed = capfd.readouterr().out
+    assert ("NanGuard: error in step 1 (epoch 1): " in printed) == raised
+    assert not (raised and "skipped" in printed)
     examined = diagnose(model, x, y)
     for found in (*(i.diagnosis for i in guard.incidents), examined.diagnosis):
         text = str(found)

@@ -151,6 +151,16 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
         ),
         (
             incident(
+                findings=(Finding("targets", "out_of_range", value=7.0),),
+                diagnosis=Diagnosis("target_out_of_range", "cce", (1,)),
+                decision=None,
+                outcomes=(),
+            ),
+            [],
+            "error in step 6 (epoch 1): 'cce', row 1 of the batch out of range of the loss. Check 'cce'.",
+        ),
+        (
+            incident(
                 diagnosis=Diagnosis("optimizer_domain", "AdamW/learning_rate"),
                 values={"pole": 60.0, "learning_rate": math.inf},
             ),
