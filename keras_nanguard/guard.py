@@ -18,7 +18,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.display import block
-from keras_nanguard._core.errors import GuardError, GuardInUseError
+from keras_nanguard._core.errors import GuardError, GuardInUseError, require_path
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._fit import arguments
@@ -466,9 +466,12 @@ class NanGuard(keras.callbacks.Callback):
                 first one writes it.
 
         Raises:
-            GuardError: if the suffix of the path is another one.
+            GuardError: if the suffix is another one, or `path` is not a path.
+            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
         """
         found = tuple(self._recorder.samples.values())
+        if path is not None:
+            require_path(path, 'Write guard.bad_samples("bad.csv").')
         if path is not None and processes.index() == 0:
             files.write_samples(found, path)
         return found
@@ -516,8 +519,10 @@ class NanGuard(keras.callbacks.Callback):
         processes, the first one writes it.
 
         Raises:
-            GuardError: if the suffix is another one.
+            GuardError: if the suffix is another one, or `path` is not a path.
+            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
         """
+        require_path(path, 'Write guard.report("run.html").')
         if processes.index() != 0:
             return Path(path)
         return files.write(self._run, path)

@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import Diagnosis, Finding, NanGuard, Outcome, diagnose, lint, recalibrate
+from keras_nanguard import (
+    Diagnosis,
+    Finding,
+    NanGuard,
+    Outcome,
+    diagnose,
+    lint,
+    recalibrate,
+    repair,
+    replay,
+    scan,
+)
 from keras_nanguard.errors import (
+    BundleError,
     GuardError,
     GuardInUseError,
     NonFiniteError,
@@ -93,6 +105,60 @@ def test_the_path_of_a_model_for_a_model(function, command):
         function("model.keras", *arguments)
     with pytest.raises(GuardError, match="the class Model"):
         function(keras.Model, *arguments)
+
+
+ROWS = np.ones((8, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "named"),
+    [
+        (recalibrate, {"x": None}, "class NoneType"),
+        (recalibrate, {"x": 3}, "class int"),
+        (recalibrate, {"x": "data.npz"}, "class str"),
+        (recalibrate, {"x": len}, "class builtin_function_or_method"),
+        (recalibrate, {"x": keras.utils.PyDataset}, "PyDataset"),
+        (recalibrate, {"x": {"a": [1.0]}}, "class dict"),
+        (recalibrate, {"x": ROWS, "steps": "a"}, "steps='a'"),
+        (recalibrate, {"x": ROWS, "batch_size": 2.5}, "batch_size=2.5"),
+        (recalibrate, {"x": ROWS, "only": 3}, "only=3"),
+        (repair, {"only": 3}, "only=3"),
+        (repair, {"only": [3]}, "only="),
+        (repair, {"seed": "a"}, "seed='a'"),
+        (repair, {"limit": "a"}, "limit='a'"),
+        (scan, {"limit": "a"}, "limit='a'"),
+        (scan, {"statistics_limit": None}, "statistics_limit=None"),
+        (lint, {"ignore": 3}, "ignore=3"),
+        (diagnose, {"x": (row for row in ROWS)}, "generator"),
+        (diagnose, {"x": {"a": object()}}, "dict"),
+    ],
+)
+def test_wrong_types_of_the_functions(function, arguments, named):
+    """An argument of the wrong type gives an error that says what was expected and received."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    before = model.get_weights()
+    with pytest.raises(GuardError, match=r"^Expected .*\. Received: .*") as error:
+        function(model, **arguments)
+    assert named in str(error.value).partition("Received: ")[2]
+    assert all(map(np.array_equal, before, model.get_weights()))
+
+
+@pytest.mark.parametrize("path", [3, b"run.html", [ROWS]])
+def test_wrong_types_of_paths(path):
+    """What is not a path is refused by each function that takes one."""
+    guard = NanGuard(verbose=0)
+    for function in (guard.report, guard.bad_samples):
+        with pytest.raises(GuardError, match=r"Expected a path. Received: an object of class .* Write guard\."):
+            function(path)
+    with pytest.raises(BundleError, match=r"Expected the folder of an incident. Received: .* Pass Incident.bundle"):
+        replay(path)
+
+
+def test_one_code_to_ignore():
+    """`ignore` takes one code like a list of one."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    assert str(lint(model, ignore="no_clipping")) == str(lint(model, ignore=["no_clipping"]))
 
 
 def test_model_without_optimizer():

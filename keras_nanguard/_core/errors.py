@@ -46,6 +46,13 @@ def no_model(received: object, command: str) -> GuardError:
     return GuardError(expected("a Keras model", what, "Pass the model itself."))
 
 
+def require_path(received: object, remedy: str) -> None:
+    """Raise a `GuardError` for an argument that is not a path."""
+    if not isinstance(received, (str, os.PathLike)):
+        what = f"an object of class {type(received).__name__}"
+        raise GuardError(expected("a path", what, remedy))
+
+
 def require_keras_3(*things: object) -> None:
     """Refuse models and optimizers of Keras 2, which is `tf_keras` today, and `tf.keras` with
     `TF_USE_LEGACY_KERAS=1`.

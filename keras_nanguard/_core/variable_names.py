@@ -5,8 +5,10 @@ variables are statistics, which cannot be negative, and which start at 1. Import
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
+
+from keras_nanguard._core.errors import GuardError, expected
 
 MOVING = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 """The statistics of a BatchNormalization; the last three only if it renormalizes."""
@@ -21,9 +23,17 @@ ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma"
 """Variables that start at 1 if nothing else is configured."""
 
 
-def as_patterns(only: Sequence[str]) -> tuple[str, ...]:
-    """Return one shell pattern, or several, as a tuple."""
-    return (only,) if isinstance(only, str) else tuple(only)
+def as_words(given: object, name: str) -> tuple[str, ...]:
+    """Return one word, or several, as a tuple.
+
+    Raises:
+        GuardError: if the argument `name` is something else.
+    """
+    words = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(word, str) for word in words):
+        received, remedy = f"{name}={given!r}", f"Write {name}=[...] with text."
+        raise GuardError(expected(f"{name} to be text or a list of texts", received, remedy))
+    return words
 
 
 def selected(only: tuple[str, ...], *names: str) -> bool:

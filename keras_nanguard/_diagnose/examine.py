@@ -15,7 +15,7 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import no_model, require_keras_3
+from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import LayerRow, named_outputs, table
@@ -24,6 +24,7 @@ from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
 from keras_nanguard._diagnose.trials import Case, tensors
+from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -122,7 +123,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
         The result. `print` shows it as text.
 
     Raises:
-        GuardError: if `model` is not a Keras model.
+        GuardError: if `model` is not a Keras model, or the batch cannot become tensors.
 
     Example:
 
@@ -133,7 +134,12 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     require_keras_3(model)
     if not isinstance(model, keras.Model):
         raise no_model(model, "diagnose {path} --data FILE")
-    data = tuple(tensors(part) for part in (x, y, sample_weight) if part is not None)
+    try:
+        data = tuple(tensors(part) for part in (x, y, sample_weight) if part is not None)
+    except (TypeError, ValueError) as error:
+        kinds = ", ".join(type(p).__name__ for p in (x, y, sample_weight))
+        what, received = "x, y and sample_weight as arrays", f"{kinds} ({first_line(error)})"
+        raise GuardError(expected(what, received, "Pass the arrays of one batch.")) from error
     return _examined(model, (data,), trains=y is not None)
 
 

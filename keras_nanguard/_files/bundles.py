@@ -7,6 +7,7 @@ backend.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,11 @@ def read(path: str | Path | None) -> Bundle:
     Raises:
         BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
     """
-    folder, what = Path(path or ""), "the folder of an incident"
-    if path is None or not folder.exists():
-        received = "None" if path is None else f"{str(path)!r}, which does not exist"
+    folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
+    what = "the folder of an incident"
+    if folder is None or not folder.exists():
+        other = "None" if path is None else f"an object of class {type(path).__name__}"
+        received = other if folder is None else f"{str(path)!r}, which does not exist"
         kept = f"a directory keeps the newest {MAX_BUNDLES}"
         raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
     if not (folder / "bundle.json").is_file():

@@ -4,6 +4,7 @@ backend."""
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -142,9 +143,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("limit", "statistics_limit"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                remedy = "Leave it out for the default."
-                raise GuardError(expected(f"{name} above 0", f"{name}={value!r}", remedy))
+            number, unlimited = isinstance(value, numbers.Real), value is None and name == "limit"
+            if not (unlimited or (number and value > 0)):
+                what, remedy = f"{name} to be a number above 0", "Leave it out for the default."
+                raise GuardError(expected(what, f"{name}={value!r}", remedy))
 
     def of(self, who: Identity) -> float:
         """Return the limit of one variable, infinite if there is none. The statistics of a

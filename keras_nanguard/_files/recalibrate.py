@@ -11,6 +11,7 @@ therefore the mean and variance of all data, regardless of the size of the batch
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected, no_model
 from keras_nanguard._core.plain_values import plain
-from keras_nanguard._core.variable_names import MOVING, as_patterns, selected
+from keras_nanguard._core.variable_names import MOVING, as_words, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
@@ -110,8 +111,9 @@ def recalibrate(
         The report.
 
     Raises:
-        GuardError: if the model has no such layer, the data is empty, `steps` or `batch_size` is
-            below 1, or the input of a layer is not finite or has only one value per channel.
+        GuardError: if the model has no such layer, the data is empty or neither arrays nor an
+            iterable, `steps` or `batch_size` is no whole number above 0, or the input of a layer is
+            not finite or has only one value per channel.
 
     Example:
 
@@ -120,11 +122,11 @@ def recalibrate(
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
     for name, count in (("steps", steps), ("batch_size", batch_size)):
-        if count is not None and count < 1:
-            remedy = "Leave it out for the default."
-            raise GuardError(expected(f"{name} above 0", f"{name}={count!r}", remedy))
+        if count is not None and not (isinstance(count, numbers.Integral) and count > 0):
+            what, remedy = f"{name} to be a whole number above 0", "Leave it out for the default."
+            raise GuardError(expected(what, f"{name}={count!r}", remedy))
     arrays = live_arrays(model)
-    patterns = as_patterns(only)
+    patterns = as_words(only, "only")
     layers = _batchnorms(arrays, patterns)
     if not layers:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
@@ -280,6 +282,11 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
             stop = min(start + batch_size, length)
             yield keras.tree.map_structure(lambda array, part=slice(start, stop): array[part], data)
         return
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if isinstance(data, (str, bytes, dict, type)) or not iterable:
+        what, kind = "arrays or an iterable of batches", type(data).__name__
+        received = data.__name__ if isinstance(data, type) else f"an object of class {kind}"
+        raise GuardError(expected(what, received, "Pass the inputs as for fit."))
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     source = (data[index] for index in range(len(data))) if indexed else iter(data)
     for batch in source:

@@ -16,7 +16,7 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.finiteness import widen
-from keras_nanguard._core.variable_names import as_patterns
+from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
@@ -74,8 +74,8 @@ def repair(
 
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
-        GuardError: if the arguments contradict each other, no variable matches `only`, or the
-            output exists.
+        GuardError: if an argument is invalid, the arguments contradict each other, no variable
+            matches `only`, or the output exists.
         OSError: if the output cannot be written.
 
     Example:
@@ -93,7 +93,7 @@ def repair(
         weights or auto or "keep",
         slots or "reset",
         Limits(limit, bound),
-        only=as_patterns(only),
+        only=as_words(only, "only"),
         dry_run=dry_run,
         seed=seed,
     )

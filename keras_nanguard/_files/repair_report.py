@@ -3,6 +3,7 @@ takes its choices from here."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,9 +46,10 @@ class RepairOptions:
             if value not in allowed:
                 received = f"{name}={value!r}"
                 raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
-        if self.seed is not None and self.seed < 0:
-            received = f"seed={self.seed!r}"
-            raise GuardError(expected("a seed of 0 or above", received, "Choose another one."))
+        seed = self.seed
+        if seed is not None and not (isinstance(seed, numbers.Integral) and seed >= 0):
+            what, received = "seed to be a whole number of 0 or above", f"seed={seed!r}"
+            raise GuardError(expected(what, received, "Choose another one."))
 
     def method(self, role: str) -> str:
         """Return the method for a role; a variable that is neither weight, statistic nor slot is

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_nanguard._core.display import TableReport
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
+from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.problems import SEVERITIES
 from keras_nanguard._lint import rules_compiled, rules_layers  # noqa: F401  they add their rules
@@ -76,13 +77,13 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
         model: a built Keras model; rules about loss and optimizer apply if it is compiled.
         x: inputs as for `fit`, or `None`.
         y: targets as for `fit`, or `None`.
-        ignore: codes of rules to disable.
+        ignore: codes of rules to disable, or a single one.
 
     Returns:
         The report.
 
     Raises:
-        GuardError: if `model` is not a model, or a code in `ignore` does not exist.
+        GuardError: if `model` is not a model, or `ignore` is no code or list of codes.
 
     Example:
 
@@ -91,11 +92,12 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
     require_keras_3(model)
     if not is_model(model):
         raise no_model(model, "lint {path}")
-    if unknown := set(ignore) - set(RULES):
+    ignored = as_words(ignore, "ignore")
+    if unknown := set(ignored) - set(RULES):
         what, received = f"codes among {', '.join(sorted(RULES))}", f"ignore={sorted(unknown)}"
         raise GuardError(expected(what, received, "Correct it."))
     subject = Subject(model, x, y)
-    chosen = (find for code, find in RULES.items() if code not in ignore)
+    chosen = (find for code, find in RULES.items() if code not in ignored)
     found = [hazard for find in chosen for hazard in find(subject)]
     found.sort(key=lambda hazard: SEVERITIES.index(hazard.severity))
     return LintReport(str(model.name), tuple(found))
