@@ -249,7 +249,6 @@ def check_policy(given: argparse.Namespace) -> int:
     ),
     argument("--dtype", None, "compute everything in this dtype", choices=("float32",)),
     argument("--device", "NAME", "device to run on, such as CPU:0"),
-    flag("--plain", "only run the step, without counterfactuals"),
     JSON,
 )
 def replay(given: argparse.Namespace) -> int:
@@ -271,7 +270,6 @@ def replay(given: argparse.Namespace) -> int:
         mode=given.mode,
         dtype=given.dtype,
         device=given.device,
-        counterfactuals=not given.plain,
         custom_objects=_custom_objects(given.custom_objects),
     )
     return output.show(found, given.json, found.result != "bad")

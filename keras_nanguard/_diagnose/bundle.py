@@ -8,8 +8,7 @@
         batch.npz         the arrays of the batch
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss
                           scale, rates
-        start.npz         the same in an earlier snapshot, if training had diverged
-        before.npz        the remembered batches of the steps between that snapshot and the bad step
+        start.npz         the same before the first step, if training had diverged
         model.json        the model's configuration, if it has one
         layers.txt        the table of layers
         README.md         a description of the incident
@@ -82,12 +81,16 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         notes.append("The batch was too large for the bundle: the step cannot be run again.")
     state = [keras_variables.view(v) for v in variables]
     left = bundles.MAX_BYTES - _save(folder / "batch.npz", arrays)
-    fits, before = sum(a.nbytes for a in state) <= left, None
+    fits = sum(a.nbytes for a in state) <= left
     if fits:
         left -= _save(folder / "state.npz", state)
         cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
-        if cause in ("divergence", "input_scale"):
-            before = _save_approach(folder, run, variables, state, left)
+        start = run.ring.start
+        if cause in ("divergence", "input_scale") and start is not None and start.at_hand:
+            first = [start.value(v) for v in variables]
+            first = [now if old is None else old for old, now in zip(first, state)]
+            if sum(a.nbytes for a in first) <= left:
+                _save(folder / "start.npz", first)
     else:
         notes.append(
             "The state was too large for the bundle; give replay a model with the weights before"
@@ -102,7 +105,6 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
             for v in (variables if fits else ())
         ],
-        "before": before,
         "growth": plain_values.plain(asdict(evidence.growth)),
         "mode": evidence.mode,
         "saving": bool(run.transaction.keeps_undo),
@@ -125,32 +127,6 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
     for name, text in texts.items():
         if text:
             (folder / name).write_text(text, encoding="utf-8")
-
-
-def _save_approach(
-    folder: Path, run: RunView, variables: Sequence[Any], state: Sequence[Any], left: int
-) -> Any:
-    """Write an earlier state and the batches since. Return their description for `bundle.json`, or
-    `None` if they do not fit.
-    """
-    approach = run.recent.approach(run.ring.snapshots)
-    snapshot = approach.snapshot if approach is not None else next(iter(run.ring.snapshots), None)
-    if snapshot is None or not snapshot.at_hand:
-        return None
-    then = [snapshot.value(v) for v in variables]
-    start = [now if old is None else old for old, now in zip(then, state)]
-    structure, arrays = _flattened(approach.batches if approach is not None else ())
-    if sum(a.nbytes for a in (*start, *arrays)) > left:
-        return None
-    _save(folder / "start.npz", start)
-    _save(folder / "before.npz", arrays)
-    return {
-        "snapshot": snapshot.step,
-        "steps": list(approach.steps) if approach is not None else [],
-        "exact": approach is not None and approach.exact,
-        "batches": structure,
-        "dtypes": [a.dtype.name for a in arrays],
-    }
 
 
 def _flattened(value: Any) -> tuple[Any, list[Array]]:

@@ -1,9 +1,5 @@
-"""Changes of a step, one at a time: the model in float32, scaled data, a lower rate, clipping, the
-batch without some rows; and training from an earlier state up to the bad step with each of them.
-
-The change that cures a failure identifies its cause: a divergence that a tenth of the learning rate
-cures is due to the rate, one that only float32 cures to the dtype, one that disappears without
-three rows to these rows.
+"""Changes of a step for the trials of a diagnosis: the model in float32, scaled data; and training
+from an earlier state.
 
 Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
 losses and symbolic tensors. `tests/keras_internals/test_internals.py` fails when a release of Keras
@@ -21,12 +17,9 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.evidence import LOW
-from keras_nanguard._diagnose.facts import lowest
-from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -39,66 +32,6 @@ from keras_nanguard._keras.train_state import TrainState
 
 Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
-
-MIN_GROWTH = 10.0
-"""Factor of the last loss over the first above which it is reported as growing."""
-
-
-def reruns_with_changes(
-    step: ReplayableStep, start: Start, sequence: Sequence[Any], rows: Sequence[int]
-) -> Iterator[tuple[str, str]]:
-    """Yield `(change, result)` of each rerun, and at the end which changes cure the failure.
-
-    Args:
-        step: the step.
-        start: the state before the first step of the sequence.
-        sequence: the arguments of each step, the bad one last.
-        rows: rows of its batch that are to blame.
-    """
-    yield "unchanged", _outcome(step, start, sequence)[1]
-    cures: list[str] = []
-    for change, changed in _changes(step, sequence, rows):
-        healthy, result = _outcome(step, start, changed)
-        cures += [change] * healthy
-        yield change, result
-    yield "cured by", "; ".join(cures) or "none of these changes"
-
-
-def _changes(
-    step: ReplayableStep, sequence: Sequence[Any], rows: Sequence[int]
-) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Make one change at a time; yield its words while it lasts, and the arguments of each step."""
-    optimizers = list(map(keras_optimizers.inner, step.optimizers))
-    with Overrides() as overrides:
-        for optimizer in optimizers:
-            keras_optimizers.set_rate(optimizer, lambda rate: rate() * 0.1, overrides)
-        yield "with a tenth of the learning rate", sequence
-    with Overrides() as overrides:
-        for optimizer in optimizers:
-            for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
-                overrides.set(optimizer, name, value)
-        yield "with gradients clipped to a global norm of 1", sequence
-    if lowest(step.model):
-        with in_float32(step):
-            yield "in float32", sequence
-    bad = sequence[-1]
-    if rows and len(rows) < batches.row_count(bad):
-        rest = batches.without(bad, rows)
-        yield f"without {at_rows(rows)}", [rest if one is bad else one for one in sequence]
-    scaled = [batches.mapped(one, standardized) for one in sequence]
-    yield "with inputs and targets scaled to unit standard deviation", scaled
-
-
-def _outcome(step: ReplayableStep, start: Start, sequence: Sequence[Any]) -> tuple[bool, str]:
-    """Return whether a rerun is healthy, and its result in words."""
-    losses, bad_weight = train_from(step, start, sequence)
-    if not math.isfinite(losses[-1]):
-        return False, f"the loss is not finite at step {len(losses)} of {len(sequence)}"
-    if bad_weight:
-        return False, f"the loss stays finite, but {bad_weight} does not"
-    grown = abs(losses[-1]) > MIN_GROWTH * abs(losses[0]) + 1e-12
-    course = "grows" if grown else "stays finite,"
-    return not grown, f"the loss {course} from {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
 def train_from(

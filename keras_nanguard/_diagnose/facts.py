@@ -72,7 +72,6 @@ class RunView(Protocol):
             created.
         tolerated: the `id` of each variable that may be infinite or NaN.
         ring: the snapshots (`_fit/snapshots.py::Ring`).
-        recent: the remembered batches (`_fit/recent_batches.py::RecentBatches`).
     """
 
     model: Any
@@ -81,7 +80,6 @@ class RunView(Protocol):
     tolerated: set[int]
     history: History
     ring: Any
-    recent: Any
 
     @property
     def step(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow, table
-from keras_nanguard._diagnose.changes import Start, in_float32, reruns_with_changes
+from keras_nanguard._diagnose.changes import Start, in_float32
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import known
@@ -39,9 +39,6 @@ FORMAT = 1
 State = Sequence[tuple[str, Array]]
 """Path and value of each variable of a bundle."""
 
-STEPS_ALONE = 10
-"""Number of steps on the bad batch alone, if no earlier batches are known."""
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -53,7 +50,6 @@ class Replay:
         result: `"bad"`, `"finite"` or `"failed"`.
         diagnosis: the diagnosis of the replay.
         layers: a row for each layer call.
-        counterfactuals: `(change, result)` of each rerun.
     """
 
     incident: Incident
@@ -61,7 +57,6 @@ class Replay:
     result: str
     diagnosis: Diagnosis
     layers: tuple[LayerRow, ...]
-    counterfactuals: tuple[tuple[str, str], ...] = ()
 
     @property
     def reproduced(self) -> bool:
@@ -78,7 +73,6 @@ class Replay:
     def __str__(self) -> str:
         what = f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r},"
         lines = [f"{what} {RESULTS[self.result]}.", str(self.diagnosis)]
-        lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
 
 
@@ -90,7 +84,6 @@ def replay(
     mode: str = "eager",
     dtype: str | None = None,
     device: str | None = None,
-    counterfactuals: bool = False,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> Replay:
     """Run the bad step of a bundle again, and diagnose it.
@@ -103,10 +96,6 @@ def replay(
             `"eager"`.
         dtype: `"float32"` to compute everything in float32; `None`: unchanged.
         device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
-        counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a
-            time, and report which changes cure the failure. If the bundle contains no earlier steps
-            (it has them if training had diverged), a few steps on the same batch are run.
-            Up to six variants of these steps run eagerly.
         custom_objects: custom classes and functions of the model by name, as for
             `keras.saving.load_model`; not needed for those that are registered with Keras.
 
@@ -128,9 +117,8 @@ def replay(
         if dtype == "float32":
             stack.enter_context(in_float32(step))
         run, evidence = _run(found, step, batch, mode)
-        cures = tuple(_reruns(found, step, batch)) if counterfactuals else ()
     diagnosis = diagnosed(model, evidence, found.batch)
-    return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
+    return Replay(found.incident, mode, run.word, diagnosis, run.rows)
 
 
 def _check(mode: str, dtype: str | None) -> None:
@@ -143,22 +131,6 @@ def _check(mode: str, dtype: str | None) -> None:
     if dtype not in (None, "float32"):
         what = "dtype to be None or 'float32'"
         raise GuardError(expected(what, f"dtype={dtype!r}", "Choose one."))
-
-
-def _reruns(found: Bundle, step: ReplayableStep, batch: Any) -> Iterator[tuple[str, str]]:
-    """Yield `(change, result)` of each rerun of the steps up to the bad one."""
-    before = found.about.get("before") or {}
-    sequence = [*map(tensors, found.before), batch] if found.before else [batch] * STEPS_ALONE
-    steps = f"{STEPS_ALONE} steps on the batch"
-    if found.before:
-        since = int(before.get("snapshot", 0))
-        start = f"before step {since + 1}" if since else "before the first step"
-        missing = "" if before.get("exact") else ", without steps that are no longer known"
-        steps = f"the {len(sequence)} steps from the state {start}{missing}"
-    rows = found.incident.diagnosis.samples if found.incident.diagnosis else ()
-    state = _state_of(found.start or found.state, step)
-    for change, result in reruns_with_changes(step, state, sequence, rows):
-        yield change, f"{steps}: {result}" if change == "unchanged" else result
 
 
 def _state_of(state: State, step: ReplayableStep) -> Start:
@@ -238,8 +210,7 @@ def _run(
     state = TrainState.of(step.model, step.optimizers)
     evidence = known(step.model, state, found.incident)
     evidence = dataclasses.replace(evidence, mode=mode, growth=found.growth)
-    first = found.start and not (found.about.get("before") or {}).get("snapshot")
-    start = _state_of(found.start, step) if first else None
+    start = _state_of(found.start, step) if found.start else None
     case = investigated(Case(step, batch, evidence, start))
     if evidence.state:  # it decides, but this run is asked for
         case = replayed(case)

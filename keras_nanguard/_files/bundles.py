@@ -49,8 +49,7 @@ class Bundle:
         about: the content of `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
-        start: their values in the snapshot from which `before` starts.
-        before: the arguments of the steps before it, oldest first.
+        start: their values before the first step; empty if they were omitted.
         growth: the course of loss, gradient norm and weights before the step.
         model: the model's configuration as JSON text, `""` if it has none.
     """
@@ -61,7 +60,6 @@ class Bundle:
     batch: Any
     state: Sequence[tuple[str, Array]]
     start: Sequence[tuple[str, Array]]
-    before: Sequence[Any]
     growth: Growth
     model: str
 
@@ -105,10 +103,8 @@ def _read(folder: Path) -> Bundle:
         received = plain_text(f"format={about.get('format')!r}")
         raise _refused(f"a bundle of format {FORMAT}", received, "Update.")
     entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
-    before, way = about.get("before"), folder / "before.npz"
-    batches: Sequence[Any] = ()
-    if before and way.exists():
-        batches = _packed(before["batches"], _load(way, before["dtypes"]))
+    # Earlier versions also stored a later state as the start, and the batches since then.
+    later = (about.get("before") or {}).get("snapshot")
     model = folder / "model.json"
     return Bundle(
         folder,
@@ -116,8 +112,7 @@ def _read(folder: Path) -> Bundle:
         about,
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),
-        _variables(folder / "start.npz", entries),
-        batches,
+        [] if later else _variables(folder / "start.npz", entries),
         stored(Growth, about["growth"]),
         regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
     )

@@ -151,7 +151,7 @@ class Divergence:
         _write(run, abandoned)
         probation.restore_rates()
         run.ring.forget_after(int(probation.detected.values["onset"]))
-        run.break_off()
+        run.recent.restart()
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
         )

@@ -77,7 +77,7 @@ def perform(
         except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
             outcomes.append(Outcome(name, "skipped", f"{type(error).__name__}: {error}"))
         if outcomes[-1].status == "done" and performer.writes in ("parts", "estimates"):
-            run.break_off()
+            run.recent.restart()
     return tuple(outcomes), response
 
 

@@ -8,7 +8,7 @@ exceed a fixed number of bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
@@ -19,25 +19,6 @@ MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
 which a run may have to return to its first state.
 """
-
-MAX_APPROACH = 256
-"""Maximum number of batches of an `Approach`: more than two default intervals between snapshots."""
-
-
-class Approach(NamedTuple):
-    """The steps before an incident.
-
-    Attributes:
-        snapshot: the state to run them from.
-        steps: their numbers.
-        batches: the arguments of each.
-        exact: whether they are all steps that were committed since the snapshot.
-    """
-
-    snapshot: Snapshot
-    steps: tuple[int, ...]
-    batches: tuple[Any, ...]
-    exact: bool
 
 
 class Rerun(NamedTuple):
@@ -77,8 +58,6 @@ class RecentBatches:
         self._batch = batch
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
-        self._cut = False
-        self._origin: Snapshot | None = None
 
     def push(self, step: int, given: Any, refused: bool = False) -> None:
         """Store the arguments of a step, in the form of its transaction. Runs in every step.
@@ -95,19 +74,16 @@ class RecentBatches:
         entries.append(_Entry(step, given, size, refused))
         while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
-            self._cut = True
 
     def blame(self, step: int) -> None:
         """Remove the arguments of the last step, because it must not be replayed."""
         if self._entries and self._entries[-1].step == step:
             self._entries[-1] = self._entries[-1]._replace(given=None)
 
-    def restart(self, origin: Snapshot | None = None) -> None:
-        """Remove everything, because the next step starts from another state, that of `origin` if
-        it is known.
-        """
+    def restart(self) -> None:
+        """Remove everything, because the next step starts from another state."""
         self._entries.clear()
-        self._bytes, self._cut, self._origin = 0, False, origin
+        self._bytes = 0
 
     def return_to(self, step: int) -> None:
         """Remove the steps from this one on, which are to be replayed."""
@@ -143,35 +119,6 @@ class RecentBatches:
 
     def _args(self, entry: _Entry) -> Any:
         return None if entry.given is None else self._batch(entry.given)
-
-    def approach(self, snapshots: Sequence[Snapshot]) -> Approach | None:
-        """Return the last steps, and a snapshot from which they can be repeated.
-
-        The snapshot is the earliest one after which the batches of all steps are still stored. If
-        there is none, return the stored steps and another good state to run them from.
-
-        Args:
-            snapshots: the available ones, oldest first.
-        """
-        entries = list(self._entries)[-MAX_APPROACH:]
-        found = [(e.step, self._args(e)) for e in entries if not e.refused]
-        gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
-        known = found[gone + 1 :]
-        if not known:
-            return None
-        cut = gone >= 0 or self._cut or len(entries) < len(self._entries)
-        since = [s for s in snapshots if (s.step >= known[0][0] if cut else s.leads_here)]
-        # Prefer a later one: the state before the first step may be far from here.
-        origin = next((s for s in since if s.step), since[0] if since else None)
-        if origin is not None and known[-1][0] >= origin.step:
-            exact, known = True, [entry for entry in known if entry[0] >= origin.step]
-        else:
-            origin = self._origin or (snapshots[-1] if snapshots else None)
-            exact = origin is self._origin and not cut
-        if origin is None:
-            return None
-        steps, batches = zip(*known)
-        return Approach(origin, steps, batches, exact)
 
 
 def bytes_of(value: Any) -> int:

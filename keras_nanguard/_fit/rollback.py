@@ -201,7 +201,7 @@ class Response:
         run.ring.forget_after(snapshot.step)
         if rerun is None:
             run.counts.good = snapshot.good
-            run.break_off(snapshot)
+            run.recent.restart()
         else:
             run.recent.return_to(snapshot.step)
         run.history.undo(snapshot.step)

@@ -279,14 +279,6 @@ class Run:
         """Whether bad steps are refused; otherwise they are only reported."""
         return self.policy.refuse
 
-    def break_off(self, origin: Snapshot | None = None) -> None:
-        """Note that the state was replaced, by that of `origin` if it is known: no steps lead from
-        the snapshots so far to it.
-        """
-        self.recent.restart(origin)
-        for snapshot in self.ring.snapshots:
-            snapshot.leads_here = False
-
     def plan(self, task: str, step: float) -> None:
         """Set the step at which a task is due, infinity for never."""
         self.due[task] = step

@@ -55,8 +55,6 @@ class Snapshot:
         position: the epoch, and the number of its complete batches.
         verified: whether enough good steps have followed.
         level: the level of the loss when it was taken, or `None` if unknown.
-        leads_here: whether the steps since then lead to the current state: no other code has
-            written it.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
         file: its files on disk, or `None`.
         generator: the state of the generator that belongs to no variable, or `None`.
@@ -69,7 +67,6 @@ class Snapshot:
     position: tuple[int, int]
     verified: bool = False
     level: Level | None = None
-    leads_here: bool = True
     arrays: Mapping[int, Array] = field(default_factory=dict)
     file: SnapshotFile | None = None
     generator: Array | None = field(default_factory=lambda: current.host().generator_state())

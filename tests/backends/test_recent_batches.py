@@ -6,6 +6,8 @@ batches must reach the weights of the model before the refused step.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import keras
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._fit.recent_batches import RecentBatches, bytes_of
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
@@ -54,18 +57,39 @@ def data(count=96):
     return rng.standard_normal((count, 4)).astype("float32"), rng.standard_normal((count, 1)).astype("float32")
 
 
-def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
-    """Train with refused steps; return the approach to the last one, the state from which it
-    starts, and the state at its end.
+class Known(NamedTuple):
+    """What is known at a refused step.
+
+    Attributes:
+        snapshot: the newest snapshot.
+        steps: the numbers of the remembered steps.
+        batches: the arguments of those since the snapshot.
+        start: the state in the snapshot.
+        end: the state now.
     """
+
+    snapshot: Snapshot
+    steps: tuple[int, ...]
+    batches: list
+    start: list
+    end: list
+
+
+def steps_of(recent):
+    return tuple(entry.step for entry in recent._entries if not entry.refused)
+
+
+def known_at(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
+    """Train with refused steps; return what is known at the last one."""
     found = []
 
     def look(incident):
-        session = guard.session
-        variables = session.run.train_state().restorable
-        approach = session.run.recent.approach(session.run.ring.snapshots)
-        then = [np.array(approach.snapshot.value(v)) for v in variables] if approach is not None else None
-        found.append((approach, then, [keras_variables.read(v) for v in variables]))
+        run = guard.session.run
+        variables, numbers = run.train_state().restorable, steps_of(run.recent)
+        snapshot = run.ring.snapshots[-1]
+        batches = run.recent.last(sum(number >= snapshot.step for number in numbers))
+        then = [np.array(snapshot.value(v)) for v in variables]
+        found.append(Known(snapshot, numbers, batches, then, [keras_variables.read(v) for v in variables]))
 
     policy = {"rules": [*rules, LOOK], "snapshot": {"every": every, "verify_after": 1}}
     guard = NanGuard(policy, verbose=0, diagnose=False, functions={"look": look})
@@ -74,27 +98,26 @@ def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
     return found[-1]
 
 
-def check(approach, start, end):
-    """Train on the batches with stock Keras, from the initial state, and compare."""
+def check(known):
+    """Train on the batches with stock Keras, from the snapshot, and compare."""
     model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     variables = TrainState.of(model).restorable
-    for variable, value in zip(variables, start, strict=True):
+    for variable, value in zip(variables, known.start, strict=True):
         keras_variables.write(variable, value)
-    for (batch,) in approach.batches:
+    for (batch,) in known.batches:
         model.train_on_batch(*batch[:2])
-    for variable, known in zip(variables, end, strict=True):
-        np.testing.assert_allclose(keras_variables.read(variable), known, rtol=1e-4, atol=1e-6)
+    for variable, value in zip(variables, known.end, strict=True):
+        np.testing.assert_allclose(keras_variables.read(variable), value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.daily(*DAILY, "xla", "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_training_on_them_gives_the_same_state(mode):
-    approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
-    assert approach.exact
-    assert approach.snapshot.step > 0
-    assert approach.steps == tuple(range(approach.snapshot.step, 27))
-    check(approach, start, end)
+    known = known_at(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
+    assert known.snapshot.step > 0
+    assert known.steps == tuple(range(27))
+    check(known)
 
 
 @pytest.mark.daily(*DAILY, "four steps in one, xla")
@@ -104,27 +127,25 @@ def test_refused_steps_are_not_among_them(mode):
 
     Each is the last one of an execution, because the host can read the state only then.
     """
-    approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
-    assert approach.exact
-    assert approach.snapshot.step == 0
-    assert approach.steps == tuple(step for step in range(19) if step not in (3, 11))
-    check(approach, start, end)
+    known = known_at(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
+    assert known.snapshot.step == 0
+    assert known.steps == tuple(step for step in range(19) if step not in (3, 11))
+    check(known)
 
 
 def test_the_last_batch_of_an_epoch_is_smaller():
-    approach, start, end = approach_to(network(jit_compile=False), *data(43), steps=14, batch_size=BATCH)
-    assert [len(batch[0]) for (batch,) in approach.batches] == [8, 8, 8, 8, 8, 3, 8, 8, 8, 8, 8, 3, 8, 8]
-    check(approach, start, end)
+    known = known_at(network(jit_compile=False), *data(43), steps=14, batch_size=BATCH)
+    assert [len(batch[0]) for (batch,) in known.batches] == [8, 8, 8, 8, 8, 3, 8, 8, 8, 8, 8, 3, 8, 8]
+    check(known)
 
 
 def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     back = {"name": "back", "after": 2, "do": "rollback"}
     model = network(jit_compile=False)
-    approach, start, end = approach_to(model, *data(), steps=(12, 13, 17, 19), rules=[back], every=10, batch_size=BATCH)
-    assert approach.exact
-    assert approach.snapshot.step == 10
-    assert approach.steps == (14, 15, 16, 18)
-    check(approach, start, end)
+    known = known_at(model, *data(), steps=(12, 13, 17, 19), rules=[back], every=10, batch_size=BATCH)
+    assert known.snapshot.step == 10
+    assert known.steps == (14, 15, 16, 18)
+    check(known)
 
 
 @pytest.mark.requires_backend("torch", "tensorflow", reason="on JAX a callback cannot write weights during fit")
@@ -151,11 +172,9 @@ def test_a_replayed_step_is_among_them():
 @pytest.mark.parametrize("mode", MODES)
 def test_there_are_never_more_than_a_few_megabytes_of_them(mode, set_limit):
     set_limit("bytes of remembered batches", 6 * BATCH * (4 + 1) * 4)
-    approach, _, _ = approach_to(network(**MODES[mode]), *data(), steps=27, batch_size=BATCH)
-    assert not approach.exact, "the steps since the snapshot are not all known"
-    assert approach.snapshot.step == 0
-    assert 5 <= len(approach.steps) <= 6
-    assert approach.steps == tuple(range(27 - len(approach.steps), 27))
+    known = known_at(network(**MODES[mode]), *data(), steps=27, batch_size=BATCH)
+    assert 5 <= len(known.steps) <= 6
+    assert known.steps == tuple(range(27 - len(known.steps), 27))
 
 
 @pytest.mark.daily(*DAILY)
@@ -215,9 +234,9 @@ def test_a_buffer_that_is_written_over_does_not_change_them():
             yield inputs, targets
 
     model = network(jit_compile=False)
-    approach, start, end = approach_to(model, batches(), steps=12, epochs=1, steps_per_epoch=20)
-    check(approach, start, end)
-    assert len(approach.steps) == 12
+    known = known_at(model, batches(), steps=12, epochs=1, steps_per_epoch=20)
+    check(known)
+    assert len(known.batches) == 12
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in jax/test_step.py")
@@ -226,8 +245,8 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
     model, found = network(jit_compile=False), []
 
     def look(incident):
-        session = guard.session
-        found.append(session.run.recent.approach(session.run.ring.snapshots))
+        recent = guard.session.run.recent
+        found.append((steps_of(recent), recent.last(100)))
 
     guard = NanGuard(rules=[LOOK], verbose=0, diagnose=False, functions={"look": look})
     inputs = np.zeros((BATCH, 4), "float32")
@@ -246,8 +265,9 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
             rows = slice(number * BATCH, (number + 1) * BATCH)
             inputs[:] = x[rows] if number != 7 else np.nan
             step(shared, y[rows])
-    assert found[0].steps == tuple(range(7))
-    for number, (args, _) in enumerate(found[0].batches):
+    ((steps, known),) = found
+    assert steps == tuple(range(7)) and len(known) == 7
+    for number, (args, _) in enumerate(known):
         np.testing.assert_array_equal(np.asarray(args[0]), x[number * BATCH : (number + 1) * BATCH])
 
 
@@ -269,10 +289,10 @@ def test_a_tensor_that_was_overwritten_is_dropped():
 def test_they_are_released_at_the_end_of_the_fit(mode):
     model, guard = network(**MODES[mode]), NanGuard(verbose=0)
     model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])
-    session = guard.session
-    assert session.run.recent.approach(session.run.ring.snapshots) is None
+    run = guard.session.run
+    assert run.recent.last(100) == []
     if BACKEND == "tensorflow":
-        assert session.run.transaction.given is None
+        assert run.transaction.given is None
     model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])  # and it trains on
     assert guard.session.run.step == 12
 
@@ -285,15 +305,13 @@ def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
     found = []
 
     def look(incident):
-        session = guard.session
-        approach = session.run.recent.approach(session.run.ring.snapshots)
-        found.append((incident.step, incident.diagnosis.samples, approach))
+        found.append((incident.step, incident.diagnosis.samples, guard.session.run.recent.last(100)))
 
     guard, (x, y) = NanGuard({"rules": [LOOK]}, verbose=0, functions={"look": look}), data()
     x[BATCH * 6 + 3] = np.nan
     model = network(**IN_ONE[mode])
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
-    assert found == [(6, (3,), None)]
+    assert found == [(6, (3,), [])]
 
 
 def test_size_of_the_batches_of_one_execution():

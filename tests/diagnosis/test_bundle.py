@@ -114,6 +114,56 @@ def test_a_batch_is_restored_unchanged(tmp_path):
         assert any(np.array_equal(array, one, equal_nan=True) for one in kept)
 
 
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    """The bundle of a divergence, and the weights before the first step."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    weights = model.get_weights()
+    x = 300 * np.random.default_rng(0).standard_normal((256, 8)).astype("float32")
+    guard = NanGuard(verbose=0, directory=tmp_path_factory.mktemp("run"))
+    how = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(x, x.sum(1, keepdims=True), **how, callbacks=[guard])
+    return next(incident for incident in guard.incidents if incident.bundle), weights
+
+
+def restarted(diagnosis):
+    return [text for text in diagnosis.evidence if text.startswith("Restarted with")]
+
+
+def test_the_diagnosis_of_a_divergence_starts_again_from_the_first_state(diverged):
+    """The bundle has this state, so the trial with scaled data gives the same result again."""
+    incident, weights = diverged
+    first = list(np.load(Path(incident.bundle) / "start.npz").values())
+    assert all(any(np.array_equal(weight, one) for one in first) for weight in weights)
+    found = replay(incident.bundle).diagnosis
+    assert (found.cause, found.culprit) == (incident.diagnosis.cause, incident.diagnosis.culprit)
+    assert restarted(found) == restarted(incident.diagnosis) != []
+
+
+def test_a_damaged_first_state_is_refused(diverged, tmp_path):
+    copy = Path(shutil.copytree(diverged[0].bundle, tmp_path / "bundle"))
+    (copy / "start.npz").write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(BundleError):
+        replay(copy)
+
+
+@pytest.mark.parametrize("snapshot", [0, 10])
+def test_a_bundle_with_the_batches_before_the_step_is_read(diverged, tmp_path, snapshot):
+    """A release candidate stored them, and the state from which they lead to the bad step, which
+    may be a later one than the first.
+    """
+    copy = Path(shutil.copytree(diverged[0].bundle, tmp_path / "bundle"))
+    (copy / "before.npz").write_bytes(b"anything")
+    about = json.loads((copy / "bundle.json").read_text())
+    about["before"] = {"snapshot": snapshot, "steps": [], "exact": False, "batches": {"tuple": []}, "dtypes": []}
+    (copy / "bundle.json").write_text(json.dumps(about))
+    found = replay(copy)
+    assert found.reproduced
+    assert bool(restarted(found.diagnosis)) == (snapshot == 0)
+
+
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)
@@ -217,11 +267,11 @@ def test_the_command_line_imports_custom_layers(own_layer, tmp_path, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["replay", own_layer[0], "--plain", "--json"]) == 2
+    assert main(["replay", own_layer[0], "--json"]) == 2
     assert "--import" in capsys.readouterr().err
-    assert main(["replay", own_layer[0], "--plain", "--import", "nowhere_to_be_found"]) == 2
+    assert main(["replay", own_layer[0], "--import", "nowhere_to_be_found"]) == 2
     capsys.readouterr()
-    assert main(["replay", own_layer[0], "--plain", "--json", "--import", "parts_of_mine"]) == 1
+    assert main(["replay", own_layer[0], "--json", "--import", "parts_of_mine"]) == 1
     assert json.loads(capsys.readouterr().out)["diagnosis"]["culprit"] == "root"
 
 
@@ -258,7 +308,7 @@ def test_an_unknown_way_to_run_is_refused(overflow, arguments):
 def test_the_command_line_runs_a_bundle_again(overflow, capsys):
     from keras_nanguard.__main__ import main
 
-    assert main(["replay", overflow[1].bundle, "--plain", "--json"]) == 1
+    assert main(["replay", overflow[1].bundle, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["result"] == "bad"
     assert main(["replay", str(Path(overflow[1].bundle).parent)]) == 2
 

@@ -293,7 +293,7 @@ class TestProbation:
         class Forgets(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 if guard.incidents and guard.incidents[0].epoch == epoch - 1:
-                    guard.session.run.break_off()
+                    guard.session.run.recent.restart()
 
         fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard), Forgets()], epochs=6)
         assert len(guard.incidents) == 1
