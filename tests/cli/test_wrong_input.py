@@ -286,7 +286,7 @@ def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
 def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
     """An unexpected error ends with 2 and one sentence, which tells how to see where it occurred.
     """
-    monkeypatch.setattr("keras_nanguard._cli.commands.progress", lambda: 1 // 0)
+    monkeypatch.setattr("keras_nanguard._cli.output.progress", lambda: 1 // 0)
     assert main(["scan", good["model"]]) == MISUSE
     assert "ZeroDivisionError" in (text := capsys.readouterr().err) and text.count("\n") == 1
 
