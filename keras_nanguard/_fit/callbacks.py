@@ -174,16 +174,10 @@ class Firewall:
     """Protects the callbacks of a guarded fit, by changes to instances only.
 
     The whole state is checked before each save of a model. Callbacks of Keras that compare values
-<<<<<<< HEAD
-    do not use one that is not finite, or that no step has measured: those that keep the best model
-    find no better one, and the others warn that the metric is missing. A `CSVLogger` that appends
-    to a file receives those logs of the guard that the file has columns for. All other callbacks
-    and History receive the logs unchanged.
-=======
     do not use one that is not finite as the best one. One that no step has measured is missing for
-    them, except for those that keep the best model. All other callbacks and History receive the
-    logs unchanged.
->>>>>>> 171a8311 (Leave no trace of trials and diagnoses in Python objects, metrics and generators)
+    them, except for those that keep the best model. A `CSVLogger` that appends to a file receives
+    those logs of the guard that the file has columns for. All other callbacks and History receive
+    the logs unchanged.
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
