@@ -34,19 +34,14 @@ Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 
-def train_from(
-    step: ReplayableStep, start: Start, sequence: Iterable[Any]
-) -> tuple[list[float], str]:
-    """Train from an earlier state and restore the current one.
+def train_from(step: ReplayableStep, start: Start, sequence: Iterable[Any]) -> list[float]:
+    """Train from an earlier state and restore the current one. Return the losses up to the first
+    that is not finite.
 
     Args:
         step: the step.
         start: the earlier state.
         sequence: the arguments of each step.
-
-    Returns:
-        The losses up to the first that is not finite, and the path of the first weight that is not
-        finite after the last step, `""` if there is none.
     """
     train_state = TrainState.of(step.model, step.optimizers)
     losses: list[float] = []
@@ -55,11 +50,8 @@ def train_from(
         for batch in sequence:
             losses.append(step.train(batch))
             if not math.isfinite(losses[-1]):
-                return losses, ""
-        for variable in train_state.trainable:
-            if not keras_variables.is_finite(variable):
-                return losses, str(variable.path)
-    return losses, ""
+                break
+    return losses
 
 
 def restore(variables: Sequence[Any], start: Start) -> None:

@@ -285,7 +285,7 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
 
     def growth(batch: Any) -> float:
         """Return the factor by which the loss grows over a few steps, infinite if it overflows."""
-        losses, _ = train_from(case.step, start, [batch] * TRIAL_STEPS)
+        losses = train_from(case.step, start, [batch] * TRIAL_STEPS)
         finite = math.isfinite(losses[-1]) and losses[0]
         return abs(losses[-1]) / abs(losses[0]) if finite else math.inf
 
