@@ -190,11 +190,13 @@ class Incidents:
         """Return whether the loss scale is below the floor, and the last step overflows at one that
         is `MUCH_HIGHER`, and at least the floor.
         """
-        run, floor = self._run, self._run.policy.loss_scale.floor
+        run, check = self._run, self._run.policy.loss_scale
+        if not check.action:
+            return False  # then nobody asks
         with run.access.variables_readable():
             scales = [float(keras_variables.read(scale)) for scale, _ in run.train_state().scales]
-        low = [scale for scale in scales if MIN_LOSS_SCALE <= scale < floor]
-        return bool(low) and not self._is_finite_at(max(floor, MUCH_HIGHER * min(low)))
+        low = [scale for scale in scales if MIN_LOSS_SCALE <= scale < check.floor]
+        return bool(low) and not self._is_finite_at(max(check.floor, MUCH_HIGHER * min(low)))
 
     def _is_finite_at(self, loss_scale: float) -> bool:
         """Return whether the last step is finite at another loss scale, as far as is known."""
