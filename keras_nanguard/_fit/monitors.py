@@ -5,11 +5,9 @@ scale out of range, for a value beyond a limit of the policy, for settled moving
 BatchNormalization that jump beyond 1e30, and for second moments beyond 1e30 that the gradients
 cannot have produced. `Divergence` handles runs that are lost as a whole.
 
-`LayerLooks` measures each layer: norms of weights and gradients, update ratio, statistics. It
-copies the weights, and the optimizer slots from which their gradients follow (see
-`gradient_slots`), and compares them after the following execution. The compiled step is not
-involved. The interval is chosen so that all measurements take only a small share of the training
-time.
+`LayerLooks` measures each layer: norms of weights, update ratio, statistics. It copies the weights
+and compares them after the following execution. The compiled step is not involved. The interval is
+chosen so that all measurements take only a small share of the training time.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from keras_nanguard._keras import (
     train_state as keras_state,
     variables as keras_variables,
 )
-from keras_nanguard._keras.optimizers import GradientSlot, gradient_slots, second_moments
+from keras_nanguard._keras.optimizers import second_moments
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +40,7 @@ SHARE = 0.005
 """Maximum share of the training time."""
 
 MAX_COPIED = 256 << 20
-"""Maximum bytes of copied weights and slots. For other weights only the norm is measured."""
+"""Maximum bytes of copied weights. For other weights only the norm is measured."""
 
 COMPARING = 3
 """Memory of a comparison in multiples of the copies: a copy, the new value and their difference."""
@@ -94,8 +92,6 @@ class LayerLooks:
         self._next_time = self._cost = 0.0
         self._at: tuple[int, int, int] | None = None
         self._weights: dict[int, Array] = {}
-        self._slots: dict[int, tuple[GradientSlot, Array]] = {}
-        self._updates: dict[int, int] = {}
 
     def look(self, run: Run) -> float:
         """Copy the weights, or compare them with the copies.
@@ -127,25 +123,19 @@ class LayerLooks:
 
     def release(self) -> None:
         """Release the copies of a measurement that is not complete."""
-        self._at, self._weights, self._slots = None, {}, {}
+        self._at, self._weights = None, {}
 
     def _copy(self, run: Run) -> None:
-        """Copy the smallest weights, and the slots from which their gradients follow."""
+        """Copy the smallest weights."""
         train_state, counts = run.train_state(), run.counts
-        most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
+        most = min(MAX_COPIED, train_state.gradient_bytes)
         left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
-        gradients = gradient_slots(train_state.optimizers)
         for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
-            value, slot = keras_variables.view(variable), gradients.get(id(variable))
-            left -= 2 * value.nbytes
+            value = keras_variables.view(variable)
+            left -= value.nbytes
             if left < 0:
                 break
-            copied = self._weights[id(variable)] = np.array(value)
-            if slot is not None:
-                same = slot.variable is variable
-                own = copied if same else keras_variables.read(slot.variable)
-                self._slots[id(variable)] = slot, own
-        self._updates = self._counted()
+            self._weights[id(variable)] = np.array(value)
         self._at = (counts.step, counts.committed, counts.rollbacks)
 
     @np.errstate(all="ignore")  # the values may not be finite
@@ -158,31 +148,21 @@ class LayerLooks:
         steps = counts.step - step
         if steps < 1 or (counts.committed - committed, counts.rollbacks) != (steps, rollbacks):
             return
-        counted = self._counted()
         variables, values = [], []
         for variable in run.train_state().trainable:
             value, before = keras_variables.view(variable), self._weights.get(id(variable))
-            norm, moved, gradient = sizes(value)[0], np.nan, np.nan
+            norm, moved = sizes(value)[0], np.nan
             if before is not None:
                 moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
-            if id(variable) in self._slots:
-                slot, own = self._slots[id(variable)]
-                if counted[id(slot.updates)] == self._updates[id(slot.updates)] + 1:
-                    gradient = float(slot.norm(own, keras_variables.view(slot.variable)))
             variables.append((str(getattr(variable, "path", "")), "trainable"))
-            values.append((gradient, norm, moved / norm if norm else np.nan))
+            values.append((norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance):
                 value = finiteness.widen(keras_variables.view(variable))
                 variables.append((str(variable.path), "statistics"))
-                values.append((float(value.min()), float(value.max()), np.nan))
-        measured = np.array(values).reshape(-1, 3)
+                values.append((float(value.min()), float(value.max())))
+        measured = np.array(values).reshape(-1, 2)
         run.recorder.layers(run.step - 1, tuple(variables), measured)
-
-    def _counted(self) -> dict[int, int]:
-        """Return the counts of updates of the copied slots, by `id` of the counter."""
-        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
-        return {number: int(keras_variables.read(v)) for number, v in counters.items()}
 
 
 # Finite faults

@@ -90,7 +90,7 @@ SCHEMA = {
     "events": "CREATE TABLE events (id INTEGER PRIMARY KEY, step INTEGER, epoch INTEGER, "
     "time REAL, kind TEXT, text TEXT, data TEXT)",
     "layers": "CREATE TABLE layers (id INTEGER PRIMARY KEY, step INTEGER, path TEXT, kind TEXT, "
-    "a REAL, b REAL, c REAL)",
+    "a REAL, b REAL)",
     "samples": "CREATE TABLE samples (fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, "
     "steps TEXT, why TEXT, PRIMARY KEY (fingerprint, label))",
 }

@@ -225,7 +225,7 @@ class Recorder:
         Args:
             step: the step.
             variables: path and kind (`trainable` or `statistics`) of each variable.
-            values: array of shape `(variables, 3)`.
+            values: array of shape `(variables, 2)`.
         """
         at, numbers = int(step), np.asarray(values, np.float32).tolist()
         with self._lock:

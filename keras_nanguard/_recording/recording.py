@@ -296,7 +296,7 @@ class BadSample:
 
 Array = np.ndarray[Any, Any]
 
-_TRAINABLE, _STATISTICS = ("gradient_norm", "weight_norm", "update_ratio"), ("low", "high")
+_TRAINABLE, _STATISTICS = ("weight_norm", "update_ratio"), ("low", "high")
 """Names of the numbers of a trainable variable, and of any other."""
 
 
@@ -325,7 +325,7 @@ class Recording:
             smallest and largest value of each measured column (`loss_min`, `loss_max`, ...),
             `loss_mean`, and the `time` of the last step.
         events: events in order of time.
-        layers: for each variable path the arrays `step`, `gradient_norm`, `weight_norm` and
+        layers: for each variable path the arrays `step`, `weight_norm` and
             `update_ratio` (trainable variables), or `step`, `low` and `high` (statistics of
             BatchNormalization).
         samples: bad rows of the data.

@@ -31,7 +31,7 @@ POINTS = 2000
 """Points of each curve."""
 
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
-_MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
+_MEASURES = ("update_ratio", "weight_norm")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
 
 _PAGE = Path(__file__).parent / "page"

@@ -24,7 +24,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.optimizers import SLOTS, gradient_slots, second_moments
+from keras_nanguard._keras.optimizers import SECOND_MOMENTS, second_moments
 from keras_nanguard._keras.overrides import Overrides
 
 pytestmark = pytest.mark.filterwarnings(
@@ -372,21 +372,11 @@ def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
     assert function([], iter([1, 2, 3])) == ({"loss": 1.0}, [1])
 
 
-def test_slots_that_tell_gradients():
-    """Each optimizer that `gradient_slots` knows has, for each weight, the array that it names."""
-    for kind in SLOTS:
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        optimizer = kind(0.1, momentum=0.9) if kind is keras.optimizers.SGD else kind(0.1)
-        optimizer.build(model.trainable_variables)
-        found = gradient_slots([optimizer])
-        assert [found[id(v)].variable.shape for v in model.trainable_variables] == [v.shape for v in model.trainable_variables], kind
-
-
 def test_second_moments():
     """Each optimizer that `second_moments` knows has, for each weight, the array that it names; no
     entry is negative.
     """
-    for kind in (kind for kind, moments in SLOTS.items() if moments.second):
+    for kind in SECOND_MOMENTS:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         optimizer = kind(0.1)
         optimizer.build(model.trainable_variables)
@@ -443,34 +433,6 @@ def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
     optimizer.apply([keras.ops.ones(1)], [keras.Variable([1.0])])
     rates = keras_optimizers.rate_before(optimizer), keras_optimizers.learning_rate(optimizer)
     assert rates == (1.0, 0.5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_norm_of_one_slot(dtype):
-    """The norm is that of the gradient, or unknown if the dtype of the slot hides it."""
-    rng = np.random.default_rng(0)
-    before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
-    slot = keras_optimizers.GradientSlot(None, 0.9, 0.1)
-    for size in (1.0, 1e-3, 1e-6):
-        after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
-        reported = slot.norm(before, after)
-        assert np.isnan(reported) or reported == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
-        assert size < 1.0 or dtype != "float32" or not np.isnan(reported)
-
-
-@pytest.mark.parametrize("squared", [False, True])
-@pytest.mark.parametrize("size", [1, keras_optimizers.BLOCK, 2 * keras_optimizers.BLOCK + 3])
-@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e100), ("float64", 1e-100)])
-def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
-    """The norm is right for any number of blocks, and for entries of any size."""
-    rng = np.random.default_rng(0)
-    before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
-    after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
-    slot = keras_optimizers.GradientSlot(None, 0.5, 2.0, squared)
-    reported = slot.norm((unit * before).astype(dtype), (unit * after).astype(dtype))
-    assert reported == pytest.approx(np.linalg.norm(gradient) * (unit**0.5 if squared else unit), rel=1e-4)
-    assert np.isnan(slot.norm(before, np.where(np.arange(size)[:, None] == size - 1, np.nan, after)))
-    assert keras_optimizers.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
 
 
 def test_the_limits_of_files_are_those_of_the_loader_of_keras():

@@ -137,7 +137,7 @@ class TestRecorder:
             for number in range(120):
                 made.event("incident", number, 0, text, data)
             made.event("snapshot", block, 0)
-            made.layers(block * 400, variables, np.ones((100, 3)))
+            made.layers(block * 400, variables, np.ones((100, 2)))
         query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
         assert made._memory.connection.execute(query).fetchone()[0] < 16e6
         found = made.recording

@@ -67,7 +67,7 @@ def test_values_of_any_kind(tmp_path):
     made = Recorder()
     made.begin({"model": "\ud800", "epochs": np.int64(3), "path": Path("p")}, scaled=True, path=tmp_path / NAME)
     made.event("snapshot", 0, 0, "\ud800", {"rate": np.float32(0.5), "name": "\ud800", "kind": object})
-    made.layers(0, (("net/\ud800", "trainable"),), np.ones((1, 3)))
+    made.layers(0, (("net/\ud800", "trainable"),), np.ones((1, 2)))
     made.sample(BadSample("scan-\ud800.png", 7, "ab" * 32, 1, (np.int64(5),), "\ud800"))
     made.end("finished", 1, 0)
     assert made.problem() == ""

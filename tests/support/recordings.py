@@ -155,7 +155,7 @@ def _layers(steps: int, name: str) -> dict[str, dict[str, np.ndarray]]:
     step = np.arange(0, steps, max(steps // 100, 1))
     wave = 1 + 0.5 * np.sin(step / max(steps / 20, 1))
     layers = {
-        f"{name}/dense_{n}/kernel": {"step": step, "gradient_norm": wave / (n + 1), "weight_norm": 3 + wave, "update_ratio": 1e-3 * wave}
+        f"{name}/dense_{n}/kernel": {"step": step, "weight_norm": (3 + wave) / (n + 1), "update_ratio": 1e-3 * wave}
         for n in range(6)
     }
     layers[f"{name}/batch_normalization/moving_variance"] = {"step": step, "low": 0.1 * wave, "high": 5 * wave}
