@@ -106,9 +106,6 @@ CAUSE_WORDS: dict[str, dict[str, Any]] = _FILE["causes"]
 HINTS: dict[str, str] = _FILE["hints"]
 """Advice by the operation or layer that produced a bad value."""
 
-DERIVATIVE_HINTS: dict[str, str] = _FILE["derivatives"]
-"""Advice by the operation of the forward pass whose derivative is infinite."""
-
 
 def causes_with(name: str) -> frozenset[str]:
     """Return the causes whose table has a property, such as `rate`."""

@@ -54,8 +54,6 @@ class Origin:
         all_rows: whether every row is bad.
         variables: paths of the variables that it reads directly.
         line: source line in the user's code, `""` if there is none.
-        steep: the last operation of the same layer or loss whose derivative is infinite at one of
-            its operands, `""` if there is none.
     """
 
     order: int
@@ -74,7 +72,6 @@ class Origin:
     all_rows: bool = False
     variables: tuple[str, ...] = ()
     line: str = ""
-    steep: str = ""
 
 
 BACKWARD = ("backward", "slope")

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.incident import Diagnosis
-from keras_nanguard._core.literals import CAUSE_WORDS, DERIVATIVE_HINTS, HINTS, NAMES_DATA
+from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
 from keras_nanguard._diagnose.causes import Because, Conclusion, decide
 from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts
@@ -168,7 +168,7 @@ def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
 
 def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
     """Return the exponents below 1 of the loss to blame, if the bad value comes from a power."""
-    if "Pow" not in (e.origin.op, e.origin.steep):
+    if e.origin.op != "Pow":
         return []
     found = [(key, value) for name, key, value in e.exponents if name == v.culprit]
     return [{"key": key, "value": value} for key, value in found if value < 1.0]
@@ -176,9 +176,9 @@ def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
 
 def _hint(e: Evidence) -> str:
     """Return the advice for the operation that produced the bad value, or for its layer."""
-    origin = e.origin
-    steep = DERIVATIVE_HINTS.get(origin.steep, "") if origin.phase in BACKWARD else ""
-    own = HINTS.get(origin.op, "")
-    if origin.op == "Mul" and e.kind == "overflow":  # not 0 times Inf
+    op, own = e.origin.op, HINTS.get(e.origin.op, "")
+    overflowed = op == "Mul" and e.kind == "overflow"  # not 0 times Inf
+    not_written = e.origin.phase in BACKWARD and not op.endswith("Grad")  # by the user
+    if overflowed or not_written:
         own = ""
-    return steep or own or HINTS.get(origin.layer_class, "")
+    return own or HINTS.get(e.origin.layer_class, "")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._core.observations import BACKWARD, Operand, Origin, Spread
+from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
@@ -77,8 +77,6 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
         if e.replay and e.refused:
             reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
-    if origin.phase in BACKWARD and origin.steep:
-        yield f"{origin.steep} in the forward pass has no finite derivative at one of its values."
     if conclusion.because == "written" and e.state:
         yield "It was finite after the step before, so other code has written it since."
     elif conclusion.because in ("written", "constraint") and e.written:

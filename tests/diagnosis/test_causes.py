@@ -11,7 +11,6 @@ import pytest
 
 from keras_nanguard import Finding
 from keras_nanguard._core.history import Growth
-from keras_nanguard._core.literals import DERIVATIVE_HINTS
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import advice, conclude
@@ -111,13 +110,12 @@ def origin(op, phase="forward", **more):
     return Origin(5, op=op, phase=phase, **{"operands": GROWING, **known, **more})
 
 
-@pytest.mark.parametrize("steep", DERIVATIVE_HINTS)
 @pytest.mark.parametrize("phase", ["backward", "slope"])
-def test_a_derivative_is_explained_by_the_operation_that_was_written(steep, phase):
+def test_a_derivative_is_explained_by_operations_that_a_user_writes(phase):
     """The backward pass of an acos contains divisions and roots, which are not in the user's code.
     """
-    said = advised(first="gradients", origin=origin("Reciprocal", phase, steep=steep))
-    assert DERIVATIVE_HINTS[steep] in said and "denominator" not in said
+    said = advised(first="gradients", origin=origin("Reciprocal", phase))
+    assert "arccos" in said and "denominator" not in said
 
 
 def test_an_exponential_of_counts():

@@ -26,7 +26,7 @@ import numpy as np
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax.intercept import Intercept, primal, running_trace
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.origins import STEEP, OriginTracker, is_finite, is_float
+from keras_nanguard._backends.shared.origins import OriginTracker, is_finite, is_float
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays
@@ -172,8 +172,6 @@ class Origins(OriginTracker):
         """Record one primitive."""
         self.count += 1
         name = NAMES.get(primitive, primitive)
-        if name in STEEP:
-            self._note_steep(name, inputs)
         bad = [t for t in outputs if not is_finite(t)]
         if bad:
             filled = name in FILLING and not any(map(is_float, inputs))

@@ -8,7 +8,7 @@ reported, and which of several candidates is the culprit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,24 +21,6 @@ from keras_nanguard._keras import variables as keras_variables
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
-
-STEEP: dict[str, Callable[..., Any] | None] = {
-    "Acos": lambda x: np.abs(x) >= 1.0,
-    "Acosh": lambda x: x <= 1.0,
-    "Asin": lambda x: np.abs(x) >= 1.0,
-    "Atan2": lambda y, x: (y == 0.0) & (x == 0.0),
-    "Atanh": lambda x: np.abs(x) >= 1.0,
-    "Cholesky": None,
-    "Log": lambda x: x == 0.0,
-    "Pow": lambda x, exponent: (x == 0.0) & (exponent < 1.0),
-    "Qr": None,
-    "SelfAdjointEig": None,
-    "Sqrt": lambda x: x == 0.0,
-    "Svd": None,
-}
-"""Points at which the derivative of an operation is not finite; `None` if that depends on the whole
-matrix.
-"""
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
@@ -99,7 +81,6 @@ class OriginTracker:
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Origin] = {}
         self._casts: dict[int, tuple[str, ...]] = {}
-        self._steep: list[tuple[tuple[str, ...], str]] = []
         self._arrays: list[tuple[finiteness.Array, Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             self._begin_with(tensor, Origin(place - len(batch), "batch", name, "forward"))
@@ -171,13 +152,6 @@ class OriginTracker:
             return found
         return replace(found, frames=path, culprit=path[-1])
 
-    def _note_steep(self, op: str, values: Sequence[Any]) -> None:
-        """Record an operation of the forward pass if its derivative is not finite at one of its
-        values.
-        """
-        if self.phase not in ("backward", "update") and _is_steep(op, values):
-            self._steep.append((self._here(), op))
-
     def _parent(self, tensor: Any) -> Origin | None:
         """Return the origin behind an input of an operation, `None` if it is finite."""
         if is_finite(tensor):
@@ -233,13 +207,12 @@ class OriginTracker:
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         path, layer_class = self.frames[-1] if self.frames else ("", "")
-        here = self._here()
         return Origin(
             order=self.count,
             source="variable" if inputs is None else "operation",
             op=op,
             phase=self.phase,
-            frames=here,
+            frames=self._here(),
             culprit=path,
             layer_class=layer_class,
             nan=nan,
@@ -251,18 +224,7 @@ class OriginTracker:
             all_rows=every,
             variables=() if inputs is None else inputs.variables,
             line=users_line() if self.phase != "backward" else "",
-            steep=next((op for frames, op in reversed(self._steep) if frames == here), ""),
         )
-
-
-def _is_steep(op: str, values: Sequence[Any]) -> bool:
-    if op not in STEEP:
-        return False
-    arrays = [finiteness.widen(np.asarray(value)) for value in values]
-    if not arrays or arrays[0].dtype.kind not in "fiu":
-        return False
-    test, count = STEEP[op], 2 if op in ("Atan2", "Pow") else 1
-    return test is None or (len(arrays) >= count and bool(np.any(test(*arrays[:count]))))
 
 
 def dtype_of(tensor: Any) -> str:

@@ -24,7 +24,7 @@ from tensorflow.python.eager import context
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, is_finite
+from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._core.observations import Origin
@@ -90,8 +90,6 @@ class Origins(OriginTracker):
         bad = [t for t in outputs if not is_finite(t)]
         frames = self._note_frames(inputs, outputs)
         name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
-        if name.removesuffix("V2") in STEEP:
-            self._note_steep(name.removesuffix("V2"), list(map(keras_variables.dense, inputs)))
         if name == "ReadVariableOp" and inputs[0]._id in self._variables:
             self._variables[outputs[0]._id] = self._variables[inputs[0]._id]
         if not bad:

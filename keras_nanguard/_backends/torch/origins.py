@@ -17,17 +17,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.shared.origins import (
-    STEEP,
-    Inputs,
-    OriginTracker,
-    is_finite,
-    operand,
-)
+from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._backends.torch.undo_log import storage, written_by
 from keras_nanguard._core.observations import Origin
-from keras_nanguard._keras import variables as keras_variables
 
 _CAPITALIZED = (
     *("acos", "acosh", "asin", "atan2", "atanh", "cosh", "tan", "sinh", "cholesky", "digamma"),
@@ -93,9 +86,6 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         name = func.overloadpacket.__name__
         written = _tensors(written_by(func, args, kwargs))
         before = [self._inputs(inputs) for _, inputs in _groups((), *given) if written]
-        known = NAMES.get(name, name)
-        if known in STEEP:
-            self._note_steep(known, list(map(keras_variables.dense, args[:2])))
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
