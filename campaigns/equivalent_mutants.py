@@ -34,9 +34,7 @@ class Explained:
 SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
 ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
-WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
 UNREAD = "It replaces the counts of a step that commits, which are never read."
-PAIRS = "Of three numbers `zip` takes two."
 
 EXPLAINED: tuple[Explained, ...] = (
     Explained(
@@ -102,21 +100,6 @@ EXPLAINED: tuple[Explained, ...] = (
         "if scale is None or counter is None:",
         ("if scale is None and counter is None:",),
         "A state has both of an optimizer, or neither.",
-    ),
-    Explained(
-        "_backends/jax/execution.py",
-        "StepTrace._update_sums",
-        "trained = [i for i in self._known(keras_optimizers.trained_by(optimizer)) if i in rest]",
-        (),
-        WITH_THE_REST,
-    ),
-    Explained("_backends/jax/execution.py", "StepTrace._update_sums", "sums = [jnp.zeros((), self.dtype)] * 2", (), PAIRS),
-    Explained(
-        "_backends/jax/execution.py",
-        "StepTrace._update_sums",
-        "sums = [a + b for a, b in zip(sums, one)]",
-        ("sums = [a - b for a, b in zip(sums, one)]",),
-        ABSORBED_HERE,
     ),
     Explained(
         "_backends/torch/step.py",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -104,36 +103,6 @@ def test_any_streak_of_refusals_ends_at_a_usable_scale(loss, gradients, scale):
     assert scale > 0
     if math.isfinite(loss) and not math.isfinite(gradients):
         assert scale <= rules.MIN_LOSS_SCALE
-
-
-SIZES = {"small": [(rules.SMALL_SLOTS // 4, 4)], "large": [(rules.SMALL_SLOTS // 4, 4), (1, 4)], "half": [(rules.SMALL_SLOTS, 2)]}
-
-
-class Own(keras.optimizers.Adam):
-    """A custom optimizer, whose update is unknown."""
-
-
-@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.Nadam, Own])
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("slots", SIZES)
-def test_only_large_slots_that_the_proof_covers_wait(optimizer, counted, slots):
-    """The slots have at least 32 bits, the proof covers the optimizer, and its updates are counted.
-    """
-    expected = optimizer is keras.optimizers.Adam and counted and slots == "large"
-    assert rules.slots_may_wait(optimizer(), SIZES[slots], counted) == expected
-    assert rules.slots_may_wait(keras.optimizers.LossScaleOptimizer(optimizer()), SIZES[slots], counted) == expected
-
-
-@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
-def test_when_a_full_read_is_due(ops, number):
-    """Once per interval, and after each step whose gradients the proof does not cover, including
-    NaN.
-    """
-    for gradients in (0.0, 1.0, rules.BOUND, 1.0001 * rules.BOUND, INF, NAN):
-        for updates in range(2 * rules.FULL_READ_INTERVAL + 1):
-            covered = gradients <= rules.BOUND
-            expected = not covered or updates in (0, rules.FULL_READ_INTERVAL, 2 * rules.FULL_READ_INTERVAL)
-            assert bool(rules.full_read_is_due(ops, updates, np.float64(gradients))) == expected, (updates, gradients)
 
 
 def test_the_floor_is_the_smallest_normal_float16_number():

@@ -26,7 +26,6 @@ LIMITS = {
     "reports of a TensorFlow program": "_backends.tensorflow.reports.CAPACITY",
     "bytes of a large TensorFlow update": "_backends.tensorflow.updates.LARGE",
     "entries of a sparse batch made dense": "_keras.arrays.MAX_SPREAD",
-    "bytes of a small optimizer state": "_backends.shared.rules.SMALL_SLOTS",
     "bytes that are allocated unchecked": "_core.memory.SMALL",
     "bytes that are left free": "_core.memory.RESERVE",
 }

@@ -182,6 +182,24 @@ class TestOutsideWrites:
             assert guard.incidents[0].step == 6, what
             assert zoo.bad_entries(model) == [], what
 
+    def test_an_infinite_second_moment_of_a_large_network(self):
+        """It only stops its weight from moving. It is found in the next step, also if PyTorch does
+        not count the write.
+        """
+        model, data = keras.Sequential([keras.Input((6,)), keras.layers.Dense(200_000), keras.layers.Dense(1)]), zoo.regression()
+        model.compile("adam", "mse")
+
+        def spoil(model):
+            velocity = next(v for v in model.optimizer.variables if "dense" in v.path and v.path.endswith("kernel_velocity"))
+            if keras.backend.backend() == "torch":
+                velocity.value.detach().numpy()[0, 0] = np.inf
+            else:
+                corrupt(velocity, "inf")
+
+        guard = NanGuard(verbose=0, diagnose=False)
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard, zoo.After(spoil, 5)])
+        assert guard.incidents[0].step == 6 and zoo.bad_entries(model) == []
+
     def test_huge_behind_an_overflow(self):
         """A huge weight whose gradients overflow is not an ordinary overflow: no step is left to
         the loss scale.

@@ -100,8 +100,8 @@ class StepTrace:
         self.dtype = reductions.kind(self.old)
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
-        updated = (*train_state.trainable, *train_state.slots)
-        self.weights_and_slots = set(self._known(updated))
+        self.sites = dict.fromkeys(self._known(train_state.trainable), "weights")
+        self.sites |= dict.fromkeys(self._known(train_state.slots), "slots")
         scales = self._known(scale for scale, _ in train_state.scales)
         self.scale = jnp.ones((), self.dtype)
         if scales:
@@ -115,7 +115,7 @@ class StepTrace:
         given = (*self.old, *jax.tree_util.tree_leaves(tuple(self.args)))
         losses, checked, *_ = (part.num_leaves for part in structure.children())
         parts = None if self.owner.keeps_undo else two_parts(program, losses + checked)
-        if parts is None or self.weights_and_slots & found.changed - found.updated:
+        if parts is None or self.sites.keys() & found.changed - found.updated:
             flat = jaxpr_as_fun(program)(jnp.ones((), bool), *given)
             return self._at_once(jax.tree_util.tree_unflatten(structure, flat), found)
         first, second = parts
@@ -123,20 +123,19 @@ class StepTrace:
         early, between = known[: losses + checked], known[losses + checked :]
         verdict, counts = self._judged(found, early[:losses], early[losses:])
         # Only the update shows whether such gradients make an optimizer's state overflow.
-        may_commit: Any = ~verdict.refused & (verdict.gradients <= rules.BOUND)
+        may_commit: Any = ~verdict.refused & (verdict.gradients < rules.MOST)
         late = second(may_commit, *between)
         values = jax.tree_util.tree_unflatten(structure, [*early, *late])
-        updated = self._update_sums(values.new, verdict.gradients)
+        updated = self._update_sums(values.new)
         weights, slots = [jnp.where(may_commit, number, 0) for number in updated]
         verdict = Verdict(~may_commit, *verdict[1:4], weights, slots, self.scale, 0, self.halt)
         return self._result(values, found, verdict, counts, keeps_undo=False)
 
     def _at_once(self, values: Values, found: Found) -> tuple[Any, ...]:
         """Return the result of a run whose updates have taken effect."""
-        new, slots = values.new, {id(v) for v in self.train_state.slots}
-        places = [i for i in sorted(self.weights_and_slots) if reductions.can_be_bad(new[i])]
-        sites = ["slots" if id(self.variables[i]) in slots else "weights" for i in places]
-        names = [*found.names, *zip(sites, map(self._path, places))]
+        new = values.new
+        places = [i for i in sorted(self.sites) if reductions.can_be_bad(new[i])]
+        names = [*found.names, *((self.sites[i], self._path(i)) for i in places)]
         values = values._replace(checked=[*values.checked, *(new[i] for i in places)])
         found = replace(found, names=names, selected=set())
         verdict, counts = self._judged(found, values.losses, values.checked, new)
@@ -219,7 +218,7 @@ class StepTrace:
             written = reductions.of_all(written, self.owner.mesh)
         weights = slots = jnp.zeros((), self.dtype)
         if new is not None:
-            updated = self._update_sums(new, gradients)
+            updated = self._update_sums(new)
             weights, slots = [reductions.of_all(number, self.owner.mesh) for number in updated]
         finite = reductions.all_finite((loss, gradients, written, weights, slots))
         counts = reductions.cond(
@@ -245,37 +244,17 @@ class StepTrace:
         apart = {id(v) for v in (*state.metrics, *state.rates, *scales)} | self.owner.tolerated
         return [
             i
-            for i in sorted(changed - self.weights_and_slots)
+            for i in sorted(changed - self.sites.keys())
             if id(self.variables[i]) not in apart and reductions.can_be_bad(self.old[i])
         ]
 
-    def _update_sums(self, new: Sequence[Any], gradients: Any) -> list[Any]:
-        """Return the sums over weights and slots; both in the first if the slots are small.
-
-        Args:
-            new: the flat new state.
-            gradients: half the sum of squares of the gradients.
-        """
-        tolerated = self.owner.tolerated
-        rest = {i for i in self.weights_and_slots if id(self.variables[i]) not in tolerated}
-        listed = {id(v) for v in self.train_state.slots} - tolerated
-        sums = [jnp.zeros((), self.dtype)] * 2
-        for optimizer in self.train_state.optimizers:
-            trained = [i for i in self._known(keras_optimizers.trained_by(optimizer)) if i in rest]
-            own = self._known(optimizer.variables)
-            slots = [new[i] for i in own if id(self.variables[i]) in listed]
-            one = reductions.update_sums(
-                optimizer,
-                [new[i] for i in trained],
-                [array for array in slots if reductions.can_be_bad(array)],
-                next((new[i] for i in own if self.variables[i].name == "iteration"), None),
-                gradients,
-                self.dtype,
-            )
-            sums = [a + b for a, b in zip(sums, one)]
-            rest -= {*trained, *own}
-        others = reductions.total([new[i] for i in sorted(rest)], self.dtype)
-        return [sums[0] + others, sums[1]]
+    def _update_sums(self, new: Sequence[Any]) -> list[Any]:
+        """Return the sums over the weights and over the slots of a flat new state."""
+        read = [i for i in sorted(self.sites) if id(self.variables[i]) not in self.owner.tolerated]
+        return [
+            reductions.total([new[i] for i in read if self.sites[i] == site], self.dtype)
+            for site in ("weights", "slots")
+        ]
 
     def _known(self, variables: Iterable[Any]) -> list[int]:
         return [self.place[id(v)] for v in variables if id(v) in self.place]

@@ -14,13 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.rules import (
-    PART,
-    Operations,
-    bounded_sum,
-    full_read_is_due,
-    slots_may_wait,
-)
+from keras_nanguard._backends.shared.rules import PART, Operations, bounded_sum
 
 try:
     from jax import shard_map
@@ -186,31 +180,3 @@ def _bad_entries(array: Any) -> Any:
 
 def _added(one: Any, other: Any) -> Any:
     return one[0] + other[0], one[1] + other[1]
-
-
-def update_sums(
-    optimizer: Any,
-    weights: Sequence[Any],
-    slots: Sequence[Any],
-    iteration: Any,
-    gradients: Any,
-    dtype: Any,
-) -> tuple[Any, Any]:
-    """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
-
-    Slots that need not wait are in the sum of the weights.
-
-    Args:
-        optimizer: the outermost optimizer.
-        weights: the updated weights.
-        slots: the updated slots that can be bad.
-        iteration: the number of this update, `None` if it is not known.
-        gradients: half the sum of squares of the gradients.
-        dtype: of the sums.
-    """
-    sizes = [(s.size, s.dtype.itemsize) for s in slots]
-    if not slots_may_wait(optimizer, sizes, counted=iteration is not None):
-        return total([*weights, *slots], dtype), jnp.zeros((), dtype)
-    due = full_read_is_due(OPERATIONS, iteration, gradients)
-    read = cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))
-    return total(weights, dtype), read

@@ -45,8 +45,6 @@ class Carried:
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
-        weights: the norm of the weights after the last step, 0 if it was not read.
-        slot_writes: `Parts.slot_writes` after the last step.
         untracked: tensors that the body writes in place outside of Keras, by `id`; they are kept
             before each step.
         tolerated: the `id` of tensors that may be infinite or NaN.
@@ -58,8 +56,6 @@ class Carried:
     steps: int = 0
     stale: bool = True
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    weights: float = 0.0
-    slot_writes: int = 0
     untracked: dict[int, Any] = field(default_factory=dict)
     tolerated: set[int] = field(default_factory=set)
     keeps_undo: bool = False
@@ -73,7 +69,6 @@ class Parts:
         weights, slots: what updates write.
         weights_and_slots: both in one list.
         updated: the `id` of each of them.
-        unproven: the slots that are read after every update.
         other: statistics, frozen weights, seeds and states of recurrent layers.
         small_state: `other`, and the tensors of metrics.
         all: all of these tensors.
@@ -90,8 +85,6 @@ class Parts:
         self.train_state = train_state
         self.weights, self.slots = _of(train_state.trainable), _of(train_state.slots)
         self.weights_and_slots = [*self.weights, *self.slots]
-        waiting = {id(v) for o in train_state.optimizers if _may_wait(o) for v in o.variables}
-        self.unproven = _of(v for v in train_state.slots if id(v) not in waiting)
         self.other, metrics = _of(train_state.other), _of(train_state.metrics)
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
@@ -110,14 +103,10 @@ class Parts:
         found = [held for _, _, held in attributes if isinstance(held, torch.optim.Optimizer)]
         self.loose = [TorchOptimizer(held, {}) for held in found if held not in known]
 
-    def slot_writes(self) -> int:
-        """Return how often torch has written the slots.
-
-        If other code has written one since the last update, all are read after the next one. So
-        they need not be read after each update, unlike the slots of small networks on other
-        backends.
-        """
-        return sum([slot._version for slot in self.slots])
+    @property
+    def by_site(self) -> dict[str, list[Any]]:
+        """What updates write, by site: `weights`, `slots`."""
+        return {"weights": self.weights, "slots": self.slots}
 
     def gradients(self) -> list[tuple[str, Any]]:
         """Return the current gradients, each with the path of its weight."""
@@ -135,13 +124,6 @@ class Parts:
 
 def _of(variables: Iterable[Any]) -> list[Any]:
     return [variable.value for variable in variables]
-
-
-def _may_wait(optimizer: Any) -> bool:
-    """Whether the slots of an optimizer need not be read after every update."""
-    held = filter(reductions.can_be_bad, _of(optimizer.variables))
-    sizes = [(tensor.numel(), tensor.dtype.itemsize) for tensor in held]
-    return rules.slots_may_wait(optimizer, sizes, small=0)
 
 
 def _is_buffer(variable: Any) -> bool:
@@ -190,7 +172,6 @@ class Judgement:
         self.unrecorded: dict[str, list[Any]] = {}
         self.left_by_previous = self.raised = self.updated = False
         self.is_shared = agreement.count > 1
-        self._rewritten = parts.slot_writes() != carried.slot_writes
 
     def judge(self, parts: Parts, outputs: Any, *, raised: bool, updated: bool) -> None:
         """Read all numbers and decide. The only place where the host waits for the device.
@@ -209,7 +190,7 @@ class Judgement:
         self.statistics = self._written_statistics(parts)
         self.unrecorded = state = self._unrecorded(parts)
         if updated and seen.records:
-            state = self._updated(parts, math.inf)
+            state = parts.by_site
         scales = [scale.value for scale, _ in parts.train_state.scales]
         read = reductions.read(
             {
@@ -229,7 +210,6 @@ class Judgement:
         norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
         both = parts.weights_and_slots
         previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in unread}
-        self.carried.weights = previous.get("weights", self.carried.weights)
         if not all(map(math.isfinite, previous.values())):
             self.left_by_previous, norms = True, previous
         self.verdict = self.own = Verdict(
@@ -254,7 +234,7 @@ class Judgement:
         the verdict of the next step: if the host would wait for the device again, or if other
         processes need them.
         """
-        state = self._updated(parts, self.verdict.gradients)
+        state = parts.by_site
         norms = {site: reductions.norms(tensors) for site, tensors in state.items()}
         if self.is_shared or reductions.is_away(parts.weights):
             return norms
@@ -287,17 +267,9 @@ class Judgement:
             return {}
         recorded = {id(tensor) for record in self.seen.records for tensor in record.state()}
         written = {id(tensor) for tensor in self.log.written} - recorded
-        sites = {"weights": parts.weights, "slots": parts.slots}
-        return {site: [t for t in held if id(t) in written] for site, held in sites.items()}
-
-    def _updated(self, parts: Parts, gradients: float) -> dict[str, list[Any]]:
-        """Return the updated `weights` and `slots` to read, given half the sum of squares of the
-        gradients.
-        """
-        bound = gradients + 0.5 * self.carried.weights * self.carried.weights
-        due = rules.full_read_is_due(rules.NUMBERS, self.carried.steps, bound)
-        every = due or self._rewritten
-        return {"weights": parts.weights, "slots": parts.slots if every else parts.unproven}
+        return {
+            site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()
+        }
 
     def _decide(self, decision: Decision) -> None:
         """Decide as all processes do: the most careful one counts. The numbers of the verdict

@@ -284,9 +284,7 @@ class StepRun:
             self._refuse()
         else:
             self._commit(unseen)
-        carried, transaction.verdict = transaction.carried, judgement.verdict
-        carried.weights = judgement.verdict.weights
-        carried.slot_writes = transaction.parts.slot_writes()
+        transaction.verdict = judgement.verdict
         return outputs
 
     def close(self) -> None:
