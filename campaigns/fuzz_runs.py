@@ -179,8 +179,6 @@ def directory(recipe: Recipe, folder: Path) -> Path:
     tree = recipe["tree"] if isinstance(recipe["tree"], dict) else {}
     run = folder / "run"
     run.mkdir()
-    if "log" in tree:
-        incidents({"tree": tree["log"]}, run)
     if "recording" in tree:
         recording_at({"tree": tree["recording"], "patch": recipe.get("patch")}, run)
     bundles = tree.get("bundles")

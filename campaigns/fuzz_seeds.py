@@ -99,9 +99,9 @@ def _policies() -> dict[str, list[Recipe]]:
 
 
 def _run(run: Path) -> dict[str, list[Recipe]]:
-    log = [json.loads(line) for line in (run / "incidents.jsonl").read_text("utf-8").splitlines()]
     recording = made.read_sqlite(run / "recording.sqlite")
     bundles = {path.name: _files(path) for path in sorted((run / "incidents").iterdir())}
+    log = [bundle["incident.json"] for bundle in bundles.values()]
     first = next(iter(bundles.values()))
     linked = [
         {**first, "layers.txt": {"link": f"{up}{OUTSIDE}.txt"}, "batch.npz": {"link": f"{up}{OUTSIDE}.npz"}, "model.json": {"link": "fifo"}}
@@ -110,13 +110,13 @@ def _run(run: Path) -> dict[str, list[Recipe]]:
     hidden = {**first, "batch.npz": {"keras": {"weights": {"nodes": []}}}}
     snapshots = {path.name: _files(path) for path in sorted((run / "snapshots").iterdir()) if path.is_dir()}
     snapshots["guard_state.json"] = json.loads((run / "snapshots" / "guard_state.json").read_text())
-    whole = {"log": log, "recording": recording, "bundles": bundles}
+    whole = {"recording": recording, "bundles": bundles}
     return {
         "incidents": [{"tree": log}],
         "recording": [{"tree": recording}, {"tree": {**recording, "encoding": "UTF-16le"}}, *_beside(recording)],
         "run": [
             {"tree": whole},
-            {"tree": {"bundles": {"incident-00000005-00": linked[1]}, "log": log, "links": {"incidents.jsonl": "fifo"}}},
+            {"tree": {"bundles": {"incident-00000005-00": linked[1]}, "links": {"recording.sqlite": "fifo"}}},
         ],
         "bundle": [{"tree": bundle} for bundle in bundles.values()] + [{"tree": linked[0]}, {"tree": hidden}],
         "snapshots": [{"tree": snapshots}],

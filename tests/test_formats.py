@@ -77,10 +77,8 @@ def test_policies(release):
 
 
 def test_incidents(release):
-    """The log, the two forms of a report, the bundle and the recording have the same incident.
-    """
+    """The two forms of a report, the bundle and the recording have the same incident."""
     paths = [
-        "run/incidents.jsonl",
         "incidents.json",
         "incidents.jsonl",
         "run",
@@ -96,7 +94,7 @@ def test_incidents(release):
         "input_nonfinite",
     )
     assert incident.diagnosis.samples == (3,) and incident.changes == ("lower_lr",)
-    assert incident.to_dict() == json.loads((release / "run/incidents.jsonl").read_text("utf-8"))
+    assert incident.to_dict() == json.loads((release / "incidents.jsonl").read_text("utf-8"))
 
 
 def test_recording(release):
@@ -195,7 +193,7 @@ def _missing(old, new, path="") -> list[str]:
 NEWER = {
     "policy.json": (lambda path: Policy.load(path), PolicyError),
     "incidents.json": (files.read, GuardError),
-    "run/incidents.jsonl": (files.read, GuardError),
+    "incidents.jsonl": (files.read, GuardError),
     f"{BUNDLE}/bundle.json": (lambda path: bundles.read(path.parent), BundleError),
     "run/snapshots/snapshot-00000004/snapshot.json": (
         lambda path: snapshot_files.read(path.parent),

@@ -11,13 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.database import NAME, Statement, as_json, make, transaction
 from keras_nanguard._recording.recording import check_header
-
-INCIDENTS = "incidents.jsonl"
-"""Name of the export of all incidents next to the recording, written at the end of a fit."""
 
 WAIT = 30.0
 """Maximum time that the end of a run waits for the disk, in seconds."""
@@ -84,19 +80,6 @@ class File:
     def _execute(self, statements: Sequence[Statement]) -> None:
         for statement, rows in statements:
             self._connection.executemany(statement, rows)
-
-    def export(self) -> None:
-        """Write the incidents as JSON lines next to the file, atomically.
-
-        Raises:
-            OSError: if they cannot be written.
-        """
-        query = "SELECT data FROM events WHERE kind = 'incident' ORDER BY id"
-        with (
-            atomic_files.beside(self._path.with_name(INCIDENTS)) as unfinished,
-            unfinished.open("w", encoding="utf-8", errors="replace", newline="\n") as stream,
-        ):
-            stream.writelines(f"{line}\n" for (line,) in self._connection.execute(query))
 
     def close(self) -> None:
         """Close the file. Its log is merged into it, unless a program reads it."""
@@ -196,9 +179,4 @@ class Writer:
                         self.problem = unwritten(error)
             self._idle.set()
         if file is not None:
-            try:
-                if not self.problem:
-                    file.export()
-            except Exception as error:  # noqa: BLE001
-                self.problem = f"{INCIDENTS} is not written: {error}"
             file.close()

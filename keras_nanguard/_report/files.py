@@ -19,7 +19,6 @@ from keras_nanguard._core.incident import BUNDLES, FORMAT, Incident
 from keras_nanguard._core.plain_values import one_line, plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
-from keras_nanguard._recording.writer import INCIDENTS
 from keras_nanguard._report import console, html
 from keras_nanguard._report.shown import ShownRun
 
@@ -120,14 +119,13 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
 
 
 def _of_folder(path: Path) -> ShownRun:
-    """Return the incidents of a run, from its recording or export, and of other bundles.
+    """Return the incidents of a run, from its recording, and of other bundles.
 
     If one of these files cannot be read, the report is made from the others.
     """
-    sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
+    sources = [file for file in (path / database.NAME,) if file.is_file()]
     problems: list[GuardError] = []
-    read_one = (found for source in sources for found in _tried(read, source, problems))
-    found = next(read_one, ShownRun())
+    found = next((run for file in sources for run in _tried(read, file, problems)), ShownRun())
     listed = {Path(incident.bundle).name for incident in found.incidents if incident.bundle}
     files = {file for pattern in _BUNDLES for file in path.glob(pattern) if file.is_file()}
     files = {file for file in files if file.parent.name not in listed}

@@ -47,7 +47,7 @@ def test_file_equals_memory(tmp_path):
     found = Recording.read(tmp_path)
     same(made.recording, found)
     assert found.meta["status"] == "finished" and len(found) == 18000 and len(found.bins["first"]) > 0 and made.problem() == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["incidents.jsonl", NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME]
     same(found, Recording.read(tmp_path / NAME))
 
 

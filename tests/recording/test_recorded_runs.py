@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -358,16 +356,3 @@ def test_hand_written_loop(tmp_path):
     found = Recording.read(tmp_path)
     assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
     assert [event.kind for event in found.events] == ["begin", "incident", "end"]
-
-
-@ONCE
-def test_export_of_incidents(tmp_path):
-    """At the end of a run its incidents, and those of earlier runs, are JSON lines next to the
-    recording.
-    """
-    export = tmp_path / "incidents.jsonl"
-    looped(NanGuard(verbose=0, directory=tmp_path), zoo.regression())
-    assert export.read_text() == ""
-    for step in (5, 2):
-        looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), step))
-    assert [json.loads(line)["step"] for line in export.read_text().splitlines()] == [5, 2]

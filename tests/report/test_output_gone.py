@@ -81,16 +81,6 @@ def test_text_that_cannot_be_made(monkeypatch, what, capsys):
     assert capsys.readouterr().out.count("NanGuard: cannot print") == 1
 
 
-def test_export_of_incidents(tmp_path, capsys):
-    """If the incidents cannot be exported at the end of a fit, a line reports this, and the
-    recording is complete.
-    """
-    (tmp_path / "incidents.jsonl" / "in the way").mkdir(parents=True)
-    trained(NanGuard(directory=tmp_path))
-    assert capsys.readouterr().out.count("NanGuard: incidents.jsonl is not written: ") == 1
-    assert len(Recording.read(tmp_path)) == 28
-
-
 @pytest.mark.parametrize("where", ["opened", "thread"])
 def test_recording(monkeypatch, tmp_path, where, capsys):
     """The recording cannot be written: another file has its name, or there is no thread."""

@@ -415,10 +415,8 @@ class TestSeveralRuns:
 
     def test_command(self, tmp_path, capsys):
         for name, count, _ in self.RUNS:
-            (tmp_path / name).mkdir()
-            found = incidents_of(synthetic(400, count))
-            (tmp_path / name / "incidents.jsonl").write_text("".join(i.to_json() + "\n" for i in found))
-        paths = [str(tmp_path / name) for name, *_ in self.RUNS]
+            files.write(ShownRun(incidents_of(synthetic(400, count))), tmp_path / f"{name}.jsonl")
+        paths = [str(tmp_path / f"{name}.jsonl") for name, *_ in self.RUNS]
         assert main(["report", *paths]) == 1
         assert "2 of 3 runs" in capsys.readouterr().out
         assert main(["report", *paths, "--json"]) == 1
