@@ -105,13 +105,11 @@ def _shown_incidents(path: Path) -> None:
     run = files.read(path)
     incidents = run.incidents
     check_printed("\n".join(console.incident_line(incident) for incident in incidents), "lines")
-    console.markdown(incidents, run.summary)
     check_page(html.page(run), _plain_page())
     for incident in incidents[:20]:
         if type(incident).from_dict(json.loads(incident.to_json())) is None:
             raise Wrong("an incident that is written is not read again")
         repr(incident)
-        check_page(incident._repr_html_(), "")
     if not chosen(path, 4):
         return
     runs = [run, ShownRun((), run.recording, name="b")]

@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._backends.shared.attach import attached_to
-from keras_nanguard._core.display import block
 from keras_nanguard._core.errors import GuardError, GuardInUseError, require_path
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
@@ -514,8 +513,8 @@ class NanGuard(keras.callbacks.Callback):
         """Write a report of all fits so far to a file, and return its path.
 
         The suffix of the path selects the format. `.html` is a self-contained page with curves,
-        incidents, layers and bad rows, `.md` is text, `.json` one object with a format number, and
-        `.jsonl` one incident per line. The file is written atomically. If there are several
+        incidents, layers and bad rows, `.json` one object with a format number, and `.jsonl` one
+        incident per line. The file is written atomically. If there are several
         processes, the first one writes it.
 
         Raises:
@@ -526,16 +525,6 @@ class NanGuard(keras.callbacks.Callback):
         if processes.index() != 0:
             return Path(path)
         return files.write(self._run, path)
-
-    def _repr_html_(self) -> str:
-        title, *lines = self.summary().splitlines()
-        heads = ("times", "incident", "first at", "action or reason")
-        rows = [
-            (len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip")
-            for g in console.kinds(self.incidents)
-        ]
-        rows += [(s.times, f"bad row {s.label}", "", s.reason) for s in self.bad_samples()]
-        return block(title, lines if not rows else (), heads, rows, not self.incidents)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with

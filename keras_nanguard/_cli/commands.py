@@ -306,7 +306,7 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
     argument(
         "-o --output",
         "FILE",
-        "write a .html page, or a .md, .json or .jsonl file, instead of printing",
+        "write a .html page, or a .json or .jsonl file, instead of printing",
     ),
     JSON,
 )

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.data import argument_path
-from keras_nanguard._core.display import bad_places, block
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.json_records import STORED, Whole, stored
 from keras_nanguard._core.literals import CAUSES, KINDS, NAMES_DATA, SITES, Cause, Kind, Site
@@ -298,22 +297,6 @@ class Incident:
         cause = f", cause={self.diagnosis.cause!r}" if self.diagnosis is not None else ""
         where = f"step={self.step}, epoch={self.epoch}, batch={self.batch}, sites={self.sites}"
         return f"Incident({where}, refused={self.refused}{cause}, changes={self.changes})"
-
-    def _repr_html_(self) -> str:
-        known = self.diagnosis or Diagnosis()
-        lines = (*known.evidence, *(f"Advice: {text}" for text in known.advice))
-        rows = [(finding.site, finding.path, finding) for finding in self.findings]
-        return block(str(self), lines, ("site", "place", "what"), rows)
-
-    def plot(self) -> Any:
-        """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra
-        `plot`.
-
-        Raises:
-            GuardError: if matplotlib is not installed.
-        """
-        about = self.diagnosis.headline if self.diagnosis else self.first or ""
-        return bad_places(f"{self.moment}: {about}", self.findings)
 
     def with_(self, **changes: Any) -> Incident:
         """Return a copy with some fields replaced."""

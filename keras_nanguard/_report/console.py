@@ -1,5 +1,5 @@
 """Incidents as text: the printed line, of at most 120 characters, the most important part first;
-the summary; Markdown.
+the summary.
 
 Cause code, findings and outcomes are in `str(incident)`, which `verbose=2` prints, and in the
 report. The texts for each cause are in `_core/causes.toml`. Pure functions from records to strings.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, moment_of, needs_user
 from keras_nanguard._core.literals import CAUSE_WORDS
-from keras_nanguard._core.plain_values import markdown_text, printable as printable
+from keras_nanguard._core.plain_values import printable as printable
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.recording import BadSample
 
@@ -322,19 +322,3 @@ def why(incident: Incident) -> str:
     if first is None:
         return "incident"
     return " ".join(filter(None, (first.kind, first.site, first.path and f"of {first.path!r}")))
-
-
-def markdown(incidents: Iterable[Incident], head: str) -> str:
-    """Return all incidents as a Markdown text. No name in it becomes HTML or a link."""
-    parts = ["# NanGuard report", "", "```", head.replace("```", "'''"), "```", ""]
-    for incident in incidents:
-        moment = incident.moment
-        parts += [f"## {moment[0].upper()}{moment[1:]}", ""]
-        parts += [f"- {markdown_text(finding)}" for finding in incident.findings]
-        diagnosis = incident.diagnosis
-        if diagnosis is not None:
-            parts += ["", markdown_text(diagnosis.headline), ""]
-            parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
-            parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
-        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in incident.outcomes), ""]
-    return "\n".join(parts)

@@ -19,7 +19,7 @@ from keras_nanguard._core.incident import BUNDLES, FORMAT, Incident
 from keras_nanguard._core.plain_values import one_line, plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
-from keras_nanguard._report import console, html
+from keras_nanguard._report import html
 from keras_nanguard._report.shown import ShownRun
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
 
     Args:
         run: the run.
-        path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line),
-            `.md` or `.html`.
+        path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line)
+            or `.html`.
 
     Raises:
         GuardError: for another suffix.
@@ -58,11 +58,10 @@ def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
     texts: dict[str, Callable[[], str]] = {
         ".json": lambda: json.dumps(document, indent=2, default=Incident.to_dict),
         ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in run.incidents),
-        ".md": lambda: console.markdown(run.incidents, run.summary),
         ".html": lambda: html.page(run),
     }
     if path.suffix not in texts:
-        wanted = "a path that ends in .json, .jsonl, .md or .html"
+        wanted = "a path that ends in .json, .jsonl or .html"
         raise GuardError(expected(wanted, f"path={str(path)!r}", "Choose one of them."))
     return save(texts[path.suffix](), path)
 

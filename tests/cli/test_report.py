@@ -51,7 +51,7 @@ def test_command(tmp_path, capsys):
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [7, 9]
     (tmp_path / "none.jsonl").write_text("")
     assert main(["report", str(tmp_path / "none.jsonl")]) == 0
-    for ending in ("md", "html"):
+    for ending in ("jsonl", "html"):
         assert main(["report", str(path), "-o", str(tmp_path / f"out.{ending}")]) == 1
         assert "dense/kernel" in (tmp_path / f"out.{ending}").read_text()
 
@@ -71,7 +71,7 @@ def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
 
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     """An error names the requested file, not the temporary one."""
-    path = tmp_path / "missing" / "run.md"
+    path = tmp_path / "missing" / "run.jsonl"
     with pytest.raises(FileNotFoundError) as caught:
         files.write(ShownRun(INCIDENTS), path)
     assert caught.value.filename == str(path)
@@ -136,7 +136,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     assert main(["report", str(tmp_path / "clean")]) == 0
 
 
-@pytest.mark.parametrize("form", [[], ["--json"], ["-o", "report.html"], ["-o", "report.md"]], ids=str)
+@pytest.mark.parametrize("form", [[], ["--json"], ["-o", "report.html"], ["-o", "report.json"]], ids=str)
 def test_a_report_is_made_from_what_is_readable(tmp_path, monkeypatch, capsys, form):
     """If the recording is damaged, the bundles are read, and the report names the recording."""
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ def test_a_report_is_made_from_what_is_readable(tmp_path, monkeypatch, capsys, f
     assert status == 1 and "Traceback" not in captured.err
     said = captured.err if form else written
     assert database.NAME in said and said.count("Not read") == 1
-    assert form == ["--json"] or database.NAME in written
+    assert form != ["-o", "report.html"] or database.NAME in written
     (bundle / "incident.json").write_text("{")
     assert main(["report", "run", *form]) == 2
     assert database.NAME in capsys.readouterr().err

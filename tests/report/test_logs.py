@@ -244,8 +244,7 @@ def test_summary_and_reports(tmp_path):
     assert [i["step"] for i in whole["incidents"]] == [3, 15] and whole["format"] == 1
     lines = guard.report(tmp_path / "r.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [3, 15]
-    assert guard.report(tmp_path / "r.md").read_text().count("## Step") == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.jsonl", "r.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
 
 
 def test_a_summary_is_of_all_fits():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import Incident, NanGuard, Recording
+from keras_nanguard import Incident, NanGuard
 
 
 class Full:

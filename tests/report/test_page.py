@@ -423,7 +423,7 @@ class TestSeveralRuns:
         assert [json.loads(line)["incidents"] for line in capsys.readouterr().out.splitlines()] == [4, 8, 0]
         assert main(["report", *paths, "-o", str(tmp_path / "all.html")]) == 1
         assert "2 of 3 runs" in (tmp_path / "all.html").read_text()
-        assert main(["report", *paths, "-o", str(tmp_path / "all.md")]) == 2
+        assert main(["report", *paths, "-o", str(tmp_path / "all.txt")]) == 2
         (tmp_path / "notes.txt").write_text("not a run")
         capsys.readouterr()
         assert main(["report", *paths, str(tmp_path / "notes.txt")]) == 1

@@ -23,7 +23,6 @@ from keras_nanguard._report.console import (
     Totals,
     brief_line,
     kinds,
-    markdown,
     summary,
     why,
 )
@@ -69,7 +68,6 @@ def test_when(given, moment):
     """
     assert given.moment == moment
     assert str(given).startswith(f"{moment} refused: " if given.refused else f"{moment}: ")
-    assert f"## {moment[0].upper()}{moment[1:]}" in markdown([given], "")
 
 
 def test_line():
