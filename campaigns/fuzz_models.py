@@ -12,7 +12,7 @@ from typing import Any
 
 from campaigns import fuzz_files as made
 from campaigns.fuzz_folders import chosen, command, file_name, link, not_from_outside, sized
-from campaigns.fuzz_oracles import check_page, check_printed
+from campaigns.fuzz_oracles import check_printed
 from campaigns.fuzz_recipes import Recipe, json_text, patched
 from keras_nanguard._core.errors import NanGuardError
 
