@@ -70,20 +70,22 @@ class RunView(Protocol):
         directory: folder for files; `None` writes nothing.
         transaction: the guarded step (`_backends/interface.py::Transaction`); `None` before it is
             created.
-        tolerated: the `id` of each variable that may be infinite or NaN.
         ring: the snapshots (`_fit/snapshots.py::Ring`).
     """
 
     model: Any
     directory: str | None
     transaction: Any
-    tolerated: set[int]
     history: History
     ring: Any
 
     @property
     def step(self) -> int:
         """Number of complete train steps, including refused ones."""
+
+    @property
+    def tolerated(self) -> frozenset[int]:
+        """The `id` of each variable that may be infinite or NaN."""
 
     def train_state(self) -> TrainState:
         """Return the train state, whose variables have the current values."""

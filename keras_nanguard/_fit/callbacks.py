@@ -221,7 +221,7 @@ class Firewall:
             if not bad:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
-            run.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
+            run.recording.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
             run.say(f"NanGuard: did not save {where}: {why}")
             return None

@@ -133,7 +133,7 @@ class Incidents:
         extraordinary = not self._count_overflow(verdict, report)
         left, extraordinary = run.agreement.any_of(left, extraordinary)
         overflow = not (left or extraordinary)
-        run.record(verdict, OVERFLOW if overflow else REFUSED)
+        run.recording.step(verdict, OVERFLOW if overflow else REFUSED)
         if left:
             self.handle(Detected(step - 1, run.scan(), verdict))
             self.replay.leave_out(step)
@@ -226,7 +226,7 @@ class Incidents:
         """
         run, findings = self._run, self._run.scan()
         if findings:
-            run.record(verdict)
+            run.recording.step(verdict)
             batch = run.transaction.batch(run.transaction.given)
             report = Report(verdict, (), (), batch)
             self.handle(Detected(run.step, findings, verdict, report))
@@ -245,7 +245,7 @@ class Incidents:
         finite step.
         """
         run = self._run
-        run.record(verdict)
+        run.recording.step(verdict)
         again, self._last_observed = run.step - 1 == self._last_observed, run.step
         if again:
             return
@@ -366,7 +366,7 @@ class Incidents:
         run.stopped |= decision.terminal
         run.failed |= any(action.get("log_worst_metrics", False) for action in decision.actions)
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
-        run.record_actions(outcomes)
+        run.recording.actions(outcomes)
         if rerun is not None and self.replay.rollbacks:
             self.replay.pending = rerun  # its steps reach the poles again
         else:

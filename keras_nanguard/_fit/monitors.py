@@ -223,7 +223,7 @@ class Monitors:
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
         for site, variable in checked(run.train_state()) if run.policy.limits else ():
-            limit = run.policy.max_abs(variable.path, site)
+            limit = run.state_check.limit(site, variable)
             if limit is not None and keras_variables.is_finite(variable):
                 yield from beyond(limit, site, variable)
 

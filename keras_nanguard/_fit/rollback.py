@@ -211,7 +211,7 @@ class Response:
         run.recorder.undo(snapshot.step, again)
         data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
         then = f"; {len(again)} steps replayed" if again else ""
-        run.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+        run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
         self.rerun = rerun
         return undone
 

@@ -18,12 +18,12 @@ from keras_nanguard._backends.interface import StateAccess, Transaction
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding, Outcome
+from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.recent_batches import MAX_BATCHES, RecentBatches
 from keras_nanguard._fit.recovery import GuardState, Recovery
+from keras_nanguard._fit.run_recording import RunRecording
 from keras_nanguard._fit.snapshots import Ring, Snapshot, SnapshotFolder, compact
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -32,11 +32,7 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.state import BUDGET_WINDOW
-from keras_nanguard._recording import database
-from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import EventKind
 from keras_nanguard._report.console import Totals
 
 # Counters
@@ -185,6 +181,66 @@ def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
         yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
 
 
+class StateCheck:
+    """Finds the bad variables of a train state, without those that are not finite on purpose.
+
+    Args:
+        policy: the policy, which may limit magnitudes.
+
+    Attributes:
+        tolerated: the `id` of each variable that may be infinite, because it was at first.
+        nan_markers: the `id` of each of those that may be NaN as well.
+    """
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+        self.tolerated, self.nan_markers = frozenset[int](), frozenset[int]()
+
+    def follow(self, earlier: StateCheck) -> None:
+        """Tolerate what was tolerated in an earlier fit of the same model."""
+        self.tolerated, self.nan_markers = earlier.tolerated, earlier.nan_markers
+
+    def tolerate(self, train_state: TrainState, model: Any) -> list[Any]:
+        """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
+        fit; return all of them.
+        """
+        constants = train_state.constants
+        bad = [v for v in constants if not keras_variables.is_finite(v)]
+        nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
+        self.nan_markers |= nan & keras_layers.states_of_own_layers(model) if nan else set()
+        self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
+        return [v for v in constants if id(v) in self.tolerated]
+
+    def scan(self, train_state: TrainState, before: bool = False) -> list[Finding]:
+        """Return a finding for each variable with NaN or Inf.
+
+        Args:
+            train_state: the state, which is read as a whole.
+            before: whether to report all findings as present before a step, at the site `"state"`,
+                and to include finite values so large that sums over them overflow. If not, each
+                finding is reported under its own site.
+        """
+        findings = []
+        # A step may leave any square of finite gradients there.
+        squares = {id(v) for v in keras_optimizers.second_moments(train_state.optimizers)}
+        for own, variable in checked(train_state):
+            nan, infs, size = finiteness.counts(keras_variables.view(variable))
+            place: Site = "state" if before else own
+            bad_nan = nan and id(variable) not in self.nan_markers
+            if bad_nan or (infs and id(variable) not in self.tolerated):
+                findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
+            elif before and not (nan or infs):
+                limit = self.limit(own, variable) or (inf if id(variable) in squares else HUGE)
+                if own != "statistics" or keras_variables.is_statistic(variable):
+                    findings += beyond(limit, place, variable)
+        return findings
+
+    def limit(self, site: Site, variable: Any) -> float | None:
+        """Return the limit of the policy on the magnitude of a variable. By default there is none.
+        """
+        return self._policy.max_abs(variable.path, site) if self._policy.limits else None
+
+
 # The run
 
 _SEED_STEP = 7919
@@ -206,10 +262,10 @@ class Run:
 
     Attributes:
         access, transaction: host access to the train state, and the guarded step, from the backend.
-        tolerated: the `id` of each variable that may be infinite, because it was at first.
-        nan_markers: the `id` of each of those that may be NaN as well.
+        state_check: finds bad variables in the train state.
         counts: the counters.
         recovery: the changes of the policy.
+        recording: what is recorded of the run, besides the steps.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.
@@ -241,8 +297,11 @@ class Run:
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.access, self.transaction = StateAccess(), Transaction()
-        self.tolerated, self.nan_markers = set[int](), set[int]()
+        self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
+        self.recording = RunRecording(
+            recorder, self.counts, self.recovery, policy, self.train_state
+        )
         self.history = History()
         self.recent = RecentBatches(lambda given: self.transaction.batch(given))
         together = current.host().trains_together(model, optimizers is not None)
@@ -256,7 +315,6 @@ class Run:
         self._short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
-        self._factor = 1.0  # the last recorded factor of the guard on learning rates
 
     def _ring(self) -> Ring:
         kept = self.policy.snapshot
@@ -275,6 +333,11 @@ class Run:
         return self.counts.step
 
     @property
+    def tolerated(self) -> frozenset[int]:
+        """The `id` of each variable that may be infinite."""
+        return self.state_check.tolerated
+
+    @property
     def refuses(self) -> bool:
         """Whether bad steps are refused; otherwise they are only reported."""
         return self.policy.refuse
@@ -283,93 +346,6 @@ class Run:
         """Set the step at which a task is due, infinity for never."""
         self.due[task] = step
         self.next_due = min(self.due.values())
-
-    # The recording
-
-    def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
-        """Record an event at the current step."""
-        self.recorder.event(kind, self.step, self.counts.epoch, text, data)
-
-    def record(self, verdict: Verdict, status: int = COMMITTED) -> None:
-        """Record the current step, with its verdict."""
-        measured = (verdict.loss, verdict.gradients, verdict.scale)
-        self.recorder.push(self.step, *measured, status)
-
-    def begin_recording(self, resumed: int | None) -> None:
-        """Begin the recording of the fit; `resumed` is the step of the snapshot that it resumes
-        from, if any.
-        """
-        writes = self.directory is not None and processes.index() == 0
-        meta = {
-            "model": str(getattr(self.model, "name", type(self.model).__name__)),
-            "backend": current.name(),
-            "versions": current.versions(),
-            "policy": self.policy.to_toml(),
-            "budgets": self._budgets(),
-        }
-        self.recorder.begin(
-            meta,
-            scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
-            path=Path(self.directory or "") / database.NAME if writes else None,
-            resumed=resumed,
-            epoch=self.counts.epoch,
-        )
-        self._factor = self.recovery.rate_factor
-
-    def record_rate(self, ahead: bool = False) -> None:
-        """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`). A rate that is a custom function is not read.
-        """
-        for optimizer in filter(keras_optimizers.rate_is_pure, self.train_state().optimizers[:1]):
-            try:
-                rate = keras_optimizers.learning_rate(optimizer)
-            except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
-                return
-            plain = keras_optimizers.rate_variable(optimizer) is not None
-            before = self.recorder.rate(rate, ahead or not plain)
-            if ahead:
-                return
-            if self._factor != self.recovery.rate_factor:
-                self._record_factor()
-            elif before is not None and plain:
-                data = {"before": before, "after": rate, "by": "callback"}
-                self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
-
-    def record_actions(self, outcomes: tuple[Outcome, ...]) -> None:
-        """Record the budgets after an incident, and a learning rate that its actions have
-        changed.
-        """
-        self.recorder.note(budgets=self._budgets())
-        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        if self._factor != self.recovery.rate_factor or lowered:
-            self._record_factor("; ".join(lowered))
-            self.record_rate(ahead=True)
-
-    def record_return(self) -> None:
-        """Record that a lowered rate has returned, and at intervals the factor on its way there."""
-        changed = self._factor != self.recovery.rate_factor
-        if changed and (self.recovery.lowering.returns is None or self.recorder.wants_rate):
-            self._record_factor()
-            self.record_rate(ahead=True)
-
-    def _record_factor(self, text: str = "") -> None:
-        """Record the current factor of the guard on learning rates."""
-        before, after = self._factor, self.recovery.rate_factor
-        self._factor = after
-        text = text or f"The learning rate is {after:.3g} times the configured rate."
-        data = {"factor_before": before, "factor": after, "by": "guard"}
-        self.event("learning_rate", text, data)
-
-    def _budgets(self) -> list[dict[str, Any]]:
-        """Return how often each change was made, and how often the policy allows it within a window
-        of steps.
-        """
-        state, times = self.recovery.policy_state, self.policy.action_budget
-        table = {"times": times, "per_steps": BUDGET_WINDOW}
-        return [
-            {"rule": name, "do": [name], "used": state.times(name), **table}
-            for name in state.action_steps
-        ]
 
     # The train state
 
@@ -403,44 +379,12 @@ class Run:
         self._created = None if ends else self._created
         return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 
-    def tolerate(self, train_state: TrainState) -> list[Any]:
-        """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
-        fit; return all of them.
-        """
-        constants = train_state.constants
-        bad = [v for v in constants if not keras_variables.is_finite(v)]
-        nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
-        self.nan_markers |= nan & keras_layers.states_of_own_layers(self.model) if nan else set()
-        self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
-        return [v for v in constants if id(v) in self.tolerated]
-
     def scan(self, before: bool = False) -> list[Finding]:
-        """Read the whole state and return a finding for each variable with NaN or Inf.
-
-        Args:
-            before: whether to report all findings as present before a step, at the site `"state"`,
-                and to include finite values so large that sums over them overflow. If not, each
-                finding is reported under its own site.
-        """
+        """Read the whole state and return its bad variables; for `before` see `StateCheck.scan`."""
         train_state = self.train_state()
         if not self.began:
-            self.tolerate(train_state)
-        findings = []
-        # A step may leave any square of finite gradients there.
-        squares = keras_optimizers.second_moments(train_state.optimizers)
-        limits = dict.fromkeys(map(id, squares), inf)
-        for own, variable in checked(train_state):
-            nan, infs, size = finiteness.counts(keras_variables.view(variable))
-            place: Site = "state" if before else own
-            bad_nan = nan and id(variable) not in self.nan_markers
-            if bad_nan or (infs and id(variable) not in self.tolerated):
-                findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
-            elif before and not (nan or infs):
-                huge = limits.get(id(variable), HUGE)
-                limit = self.policy.max_abs(variable.path, own) or huge
-                if own != "statistics" or keras_variables.is_statistic(variable):
-                    findings += beyond(limit, place, variable)
-        return findings
+            self.state_check.tolerate(train_state, self.model)
+        return self.state_check.scan(train_state, before)
 
     def moved_seeds(
         self, times: int = 1, snapshot: Snapshot | None = None

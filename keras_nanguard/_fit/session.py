@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -118,8 +118,7 @@ class Session:
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
-        self.run.tolerated = set(earlier.run.tolerated)
-        self.run.nan_markers = set(earlier.run.nan_markers)
+        self.run.state_check.follow(earlier.run.state_check)
         if earlier.guard_state is not None:
             self.run.adopt(earlier.guard_state, write=False)
 
@@ -141,9 +140,13 @@ class Session:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
         run, resumed = self.run, self.start.restore()
         run.began = True
-        run.begin_recording(resumed.record.step if resumed and resumed.with_state else None)
+        run.recording.begin(
+            run.model,
+            run.directory if processes.index() == 0 else None,
+            resumed.record.step if resumed and resumed.with_state else None,
+        )
         self.say_problem()
-        tolerated = run.tolerate(run.train_state())
+        tolerated = run.state_check.tolerate(run.train_state(), run.model)
         run.transaction.tolerate(tolerated)
         old = resumed or run.transaction.reused
         if (tolerated and old) or (resumed and run.recovery.adjustments()):
@@ -216,7 +219,7 @@ class Session:
                 break
             if verdict.halted:
                 counts.refuse()
-                run.record(verdict, REFUSED)
+                run.recording.step(verdict, REFUSED)
             else:
                 self._judge(verdict, reports.get(verdict.step), last=step == end - 1)
         counts.step = end
@@ -233,7 +236,7 @@ class Session:
             self._count_committed(verdict)
             if last and run.recovery.active:
                 run.recovery.after_good_step(run.counts.committed, run.train_state)
-                run.record_return()
+                run.recording.rate_returned()
         elif not run.refuses:
             self.incidents.observed(verdict, report)
         else:

@@ -48,7 +48,7 @@ class Tasks:
         run = self.run
         if run.began and not run.stopped:
             with run.access.variables_readable():
-                run.record_rate()
+                run.recording.rate()
         return inf
 
     def look_at_layers(self) -> float:
@@ -61,7 +61,7 @@ class Tasks:
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
-                run.record_rate()
+                run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, needed))
         if findings:
             self.incidents.handle(Detected.between_steps(run, findings))
@@ -84,7 +84,7 @@ class Tasks:
         """Take a snapshot at an interval."""
         run, step = self.run, self.run.step
         if self.take_snapshot():
-            run.event("snapshot")
+            run.recording.event("snapshot")
         run.plan("proof", self.promote())
         return step + run.policy.snapshot.every
 
