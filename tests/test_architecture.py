@@ -253,6 +253,21 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
     assert OF_CAUSES[what].place in section(CONTRIBUTING, "Add a cause")
 
 
+# Who changes what
+
+
+def test_the_counts_are_changed_by_their_methods_only():
+    """No other file assigns to an attribute of the counts of a run."""
+    targets = [
+        (path.name, ast.unparse(node))
+        for path in modules().values()
+        for node in ast.walk(ast.parse(text(path)))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    assert any(target == "self.counts" for _, target in targets)
+    assert [target for target in targets if re.search(r"\bcounts\.", target[1])] == []
+
+
 # The paths of a step
 
 

@@ -12,7 +12,7 @@ with one owner; all other files read them there. The files from top to bottom:
     lost runs     monitors, divergence (when to run trials), proof (what they show), trial
     data          bad_data (bad rows), batchnorm (moving statistics)
     callbacks     callbacks (what others receive, and results that are not finite)
-    the facts     run (with counters and recording), recovery (changes by the policy), rates
-                  snapshots, their files (snapshot_files), resume, recent_batches
+    the facts     run, run_recording, steps (counts, batches), recovery (policy), rates
+                  snapshots, their files (snapshot_files), resume
                   agreement (one decision in several processes)
 """

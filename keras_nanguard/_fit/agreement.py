@@ -25,8 +25,8 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Diagnosis, Finding, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import arrays as keras_arrays
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250

@@ -25,9 +25,9 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.perform import PERFORMERS, perform
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rollback import Found, Replay
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.decide import decide
@@ -174,16 +174,17 @@ class Incidents:
         """
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
-        counts.streak = counts.streak + 1 if scaled else 0
+        streak = counts.count_streak(scaled)
         if not scaled or _in_batch(report, run.model):
             return False
-        if counts.streak == 1 and run.scan(before=True):
+        if streak == 1 and run.scan(before=True):
             return False
-        if scaling.is_expected_overflow(counts.streak, verdict.scale, run.history.scale):
+        if scaling.is_expected_overflow(streak, verdict.scale, run.history.scale):
             return True
         ordinary = not scaling.is_too_high(verdict.scale * 0.5, run.history.scale)
         ordinary = ordinary and self._is_finite_at(MIN_LOSS_SCALE)
-        counts.streak = 0 if ordinary else counts.streak
+        if ordinary:
+            counts.end_streak()
         return ordinary
 
     def needs_low_scale(self) -> bool:

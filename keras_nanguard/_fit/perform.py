@@ -104,8 +104,7 @@ def _roll_back(response: Response, p: Parameters) -> str:
     rerun = response.since(snapshot) if p["replay_steps"] else None
     count = response.restore(snapshot, rerun, rerun is None and p["reseed"])
     skip = int(p["skip_batches"])
-    run.counts.skip_batches += skip
-    run.counts.rollbacks += 1
+    run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._fit.run import Counts
+from keras_nanguard._fit.steps import Counts
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import console, terminal
 

@@ -26,9 +26,9 @@ from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.evidence import MAX_RATE
 from keras_nanguard._fit.batchnorm import initial_statistics
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.optimizers import scheduled_iteration
@@ -199,13 +199,12 @@ class Response:
         spoilt = spoilt and any(f.kind == "nonfinite" for f in self.incident.findings)
         undone = run.counts.good - snapshot.good + spoilt
         run.ring.forget_after(snapshot.step)
+        run.counts.restore(snapshot.step, snapshot.good if rerun is None else None)
         if rerun is None:
-            run.counts.good = snapshot.good
             run.recent.restart()
         else:
             run.recent.return_to(snapshot.step)
         run.history.undo(snapshot.step)
-        run.counts.restored = snapshot.step
         batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
         again = frozenset(step for step, args in batches if args is not None)
         run.recorder.undo(snapshot.step, again)
@@ -254,7 +253,7 @@ class Replay:
                     break  # in the state that the policy has restored
         finally:
             self.rollbacks, self.pending = 0, None
-            run.counts.step, run.counts.last_refused = step, refused
+            run.counts.end_replay(step, refused)
             self._batches.clear()
         run.access.sync_variables()
         for variable, value in self._metrics:
@@ -276,7 +275,7 @@ class Replay:
         self.rollbacks += 1
         self._metrics = self._metrics_from(rerun)
         at, every = rerun.snapshot.step, run.policy.snapshot.every
-        run.counts.return_to(at, rerun.snapshot.good, rerun.refused)
+        run.counts.begin_replay(at, rerun.snapshot.good, rerun.refused)
         run.recovery.return_to(at, run.counts.committed)
         for task in ("checks", "proof"):  # they are due again
             run.plan(task, at + 1)
@@ -293,7 +292,7 @@ class Replay:
             self._after(run.access.run_again(args))
         else:
             run.recent.push(run.step, None, refused=True)
-            run.counts.step += 1
+            run.counts.advance()
 
     def _metrics_from(self, rerun: Rerun) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back

@@ -1,11 +1,10 @@
 """The facts of one guarded run on the host, each with one owner.
 
-`Run` has them; `Session` changes them step by step. `Counts` are its counters.
+`Run` has them; `Session` changes them step by step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -21,10 +20,10 @@ from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.recent_batches import MAX_BATCHES, RecentBatches
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.run_recording import RunRecording
 from keras_nanguard._fit.snapshots import Ring, Snapshot, SnapshotFolder, compact
+from keras_nanguard._fit.steps import Counts, RecentBatches
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
@@ -33,127 +32,6 @@ from keras_nanguard._keras import (
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._report.console import Totals
-
-# Counters
-
-_MAX_EPOCHS = 256
-"""Number of epochs whose first step is remembered, for replays."""
-
-
-class Counts:
-    """The counters of one fit.
-
-    Attributes:
-        step: complete train steps, including refused ones.
-        committed: committed steps.
-        good: committed steps that no rollback has undone.
-        refused: refused steps.
-        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
-        run_again: further steps that were refused, undone by a rollback, and replayed.
-        streak: float16 overflows in a row.
-        last_refused: whether the last step was refused.
-        rollbacks: number of rollbacks.
-        restored: the step of the last restored snapshot, `None` before the first rollback.
-        epoch, epoch_start: the current epoch, and its first step.
-        epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
-            one, which has ended.
-        epoch_passed: batches of this epoch without a step.
-        epoch_rollbacks: number of rollbacks before this epoch.
-        idle: whether no step of this epoch has committed yet, so that its metrics are empty.
-        skip_batches: number of batches still to skip.
-    """
-
-    def __init__(self) -> None:
-        self.step = self.committed = self.good = 0
-        self.refused = self.overflows = self.run_again = 0
-        self.streak = self.rollbacks = self.skip_batches = 0
-        self.epoch = self.epoch_start = 0
-        self.epoch_refused = self.epoch_overflows = 0
-        self.epoch_passed = self.epoch_rollbacks = 0
-        self.last_refused, self.idle = False, True
-        self.restored: int | None = None
-        self._began = 0
-        # The last overflows by step, as many as can be replayed.
-        self._overflowed: deque[int] = deque(maxlen=MAX_BATCHES)
-        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin counting batches and refused steps of an epoch."""
-        if self.step > self._began:
-            self._epochs.append((self._began, self.epoch, self.epoch_start))
-        self._began = self.step
-        self.epoch, self.epoch_start = epoch, self.step
-        self.epoch_refused = self.epoch_overflows = self.epoch_passed = 0
-        self.epoch_rollbacks = self.rollbacks
-        self.idle = True
-
-    def resume_epoch(self, batches: int) -> None:
-        """Skip the batches of this epoch that an earlier run has trained on; its metrics
-        continue.
-        """
-        self.skip_batches, self.epoch_passed = batches, -batches
-        self.idle = batches <= 0
-
-    def refuse(self, steps: int = 1) -> None:
-        """Count refused steps, from the current one on."""
-        self.refused += steps
-        self.epoch_refused += steps if self.step >= self._began else 0
-
-    def overflow(self) -> None:
-        """Count the current step, which is refused, as an ordinary overflow."""
-        self._overflowed.append(self.step)
-        self.overflows += 1
-        self.epoch_overflows += self.step >= self._began
-
-    def return_to(self, step: int, good: int, again: frozenset[int]) -> None:
-        """Continue counting from an earlier step, when there were fewer `good` ones; the given
-        refused steps since then are replayed.
-        """
-        self.step, self.committed, self.good = step, self.committed - self.good + good, good
-        overflows = again.intersection(self._overflowed)
-        for number in overflows:
-            self._overflowed.remove(number)
-        self.refused -= len(again)
-        self.overflows -= len(overflows)
-        self.run_again += len(again)
-        self.epoch_refused -= sum(number >= self._began for number in again)
-        self.epoch_overflows -= sum(number >= self._began for number in overflows)
-
-    def skip_batch(self) -> None:
-        """Count a batch of this epoch that is not trained on."""
-        self.skip_batches = max(self.skip_batches - 1, 0)
-        self.epoch_start -= 1
-        self.epoch_passed += 1
-
-    def batch(self, step: int) -> int:
-        """Return the batch of a step within the epoch, from 0."""
-        return max(step - self.epoch_start, 0)
-
-    def place(self, step: int) -> tuple[int, int]:
-        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
-        epoch.
-        """
-        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
-            if step >= began:
-                return epoch, step - start
-        return self.epoch, self.batch(step)
-
-    @property
-    def totals(self) -> Totals:
-        """The numbers of steps that a summary has."""
-        return Totals(self.step, self.refused, self.overflows, self.run_again)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the number of its batches that are complete or will be skipped."""
-        return self.epoch, self.step - self.epoch_start + self.skip_batches
-
-    @property
-    def epoch_committed(self) -> int:
-        """Number of committed steps of this epoch."""
-        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
-
 
 # Findings in the state
 
@@ -420,5 +298,5 @@ class Run:
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
-        self.counts.rollbacks = changes.rollbacks
+        self.counts.follow(changes.rollbacks)
         self.recovery.resume(changes, self.train_state().optimizers, self.model, write)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Outcome
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.steps import Counts
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
@@ -17,9 +18,6 @@ from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording.database import COMMITTED, NAME
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import EventKind
-
-if TYPE_CHECKING:
-    from keras_nanguard._fit.run import Counts
 
 
 class RunRecording:

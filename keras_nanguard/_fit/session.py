@@ -178,8 +178,7 @@ class Session:
                 return False
             return self.after(self.incidents.postponed(verdict), last=last)
         self._count_committed(verdict)
-        counts.last_refused = counts.idle = False
-        counts.step += 1
+        counts.advance()
         if counts.step >= run.next_due and last:
             self._run_due()
         return True
@@ -189,52 +188,53 @@ class Session:
         run = self.run
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
-        run.counts.last_refused = verdict.refused
         if run.transaction.counted:
             self._judge_many(verdict)
         else:
             bad = verdict.refused or not verdict.finite
             reports = run.transaction.take_reports() if bad else ()
             self._judge(verdict, reports[-1] if reports else None)
-            run.counts.step += 1
+            run.counts.advance()
             if run.agreement.news:
                 self.incidents.handle(Detected.between_steps(run, run.agreement.pick_up()))
         run.checks_fully = run.recovery.active or run.transaction.counted
         self._run_due()
 
-    def _judge_many(self, last: Verdict) -> None:
-        """Count the steps of one execution, or raise their incidents; `last` is the row of the last
+    def _judge_many(self, last_row: Verdict) -> None:
+        """Count the steps of one execution, or raise their incidents, given the verdict of the last
         one.
         """
         run, transaction, counts = self.run, self.run.transaction, self.run.counts
-        first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
+        first, end = counts.step, counts.step + (last_row.step + 1 - counts.step) % PERIOD
         run.state_replaced = False
         reports = {report.verdict.step: report for report in transaction.take_reports()}
-        for step, verdict in enumerate(transaction.verdicts(first, end), first):
-            counts.step = step
+        for verdict in transaction.verdicts(first, end):
             if run.state_replaced or run.stopped:  # later steps ran on a state that was replaced
-                counts.refuse(end - step)
-                for refused in range(step, end):
+                counts.refuse(end - counts.step)
+                for refused in range(counts.step, end):
                     run.recorder.push(refused, nan, nan, nan, REFUSED)
                 break
             if verdict.halted:
                 counts.refuse()
                 run.recording.step(verdict, REFUSED)
             else:
-                self._judge(verdict, reports.get(verdict.step), last=step == end - 1)
-        counts.step = end
+                report = reports.get(verdict.step)
+                self._judge(verdict, report, readable=counts.step == end - 1)
+            counts.advance()
+        counts.advance(end - counts.step)
         if run.transaction is not transaction:  # compiled again before all steps were counted
             run.transaction.recount(end)
 
-    def _judge(self, verdict: Verdict, report: Report | None, last: bool = True) -> None:
-        """Count one step or raise its incident. Only the state of the `last` one can be read."""
+    def _judge(self, verdict: Verdict, report: Report | None, readable: bool = True) -> None:
+        """Count one step or raise its incident; `readable`: whether it has left the current state.
+        """
         run = self.run
-        run.counts.idle &= verdict.refused
+        run.counts.judge(verdict.refused)
         if verdict.refused:
             self.incidents.refused(verdict, report)
         elif verdict.finite:
             self._count_committed(verdict)
-            if last and run.recovery.active:
+            if readable and run.recovery.active:
                 run.recovery.after_good_step(run.counts.committed, run.train_state)
                 run.recording.rate_returned()
         elif not run.refuses:
@@ -248,9 +248,7 @@ class Session:
         """Count a committed step. This runs in every step."""
         run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
-        counts.committed += 1
-        counts.good += 1
-        counts.streak = 0
+        counts.commit()
         run.history.push(step, loss, gradients, scale)
         run.recorder.push(step, loss, gradients, scale)
         run.recent.push(step, run.transaction.given)

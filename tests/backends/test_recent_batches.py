@@ -15,8 +15,8 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._fit.recent_batches import RecentBatches, bytes_of
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.steps import RecentBatches, bytes_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject

@@ -13,9 +13,9 @@ from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.steps import Counts, Rerun
 from keras_nanguard._fit.trial import clearly_lower, trial
 
 RNG = np.random.default_rng(0)
@@ -315,7 +315,8 @@ def test_generators_of_the_process_are_restored():
 
 def replayed(stops_at):
     """Return a run of five steps to replay, one of which ends training, and the replayed steps."""
-    counts = SimpleNamespace(step=5, committed=5, last_refused=False, epoch_start=0, return_to=lambda step, *more: None)
+    counts = Counts()
+    counts.advance(5)
     run = SimpleNamespace(
         model=None,
         policy=Policy.load("recover"),

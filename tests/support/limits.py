@@ -22,7 +22,7 @@ LIMITS = {
     "bytes of a bundle": "_files.bundles.MAX_BYTES",
     "seconds until a diagnosis is slow": "_diagnose.explain_step.SLOW",
     "bytes of remembered batches": "_backends.shared.batches.MAX_BYTES",
-    "remembered batches": "_fit.recent_batches.MAX_BATCHES",
+    "remembered batches": "_fit.steps.MAX_BATCHES",
     "reports of a TensorFlow program": "_backends.tensorflow.reports.CAPACITY",
     "bytes of a large TensorFlow update": "_backends.tensorflow.updates.LARGE",
     "entries of a sparse batch made dense": "_keras.arrays.MAX_SPREAD",

@@ -1,0 +1,325 @@
+"""The steps of one fit: their counts, and the batches of the last ones, to run these steps again.
+
+The batches are references that are released as new ones arrive. Remembering one costs an append and
+a check of the shapes of its arrays, because batches may differ in size. All of them together never
+exceed a fixed number of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from keras_nanguard._backends.shared import batches as step_data
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import arrays as keras_arrays
+from keras_nanguard._report.console import Totals
+
+MAX_BATCHES = 1024
+"""Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
+which a run may have to return to its first state.
+"""
+
+
+# Counts
+
+_MAX_EPOCHS = 256
+"""Number of epochs whose first step is remembered, for replays."""
+
+
+class Counts:
+    """The counters of one fit. All may read its attributes; its methods, one for each event, change
+    them.
+
+    Attributes:
+        step: complete train steps, including refused ones.
+        committed: committed steps.
+        good: committed steps that no rollback has undone.
+        refused: refused steps.
+        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback, and replayed.
+        streak: float16 overflows in a row.
+        last_refused: whether the last step was refused.
+        rollbacks: number of rollbacks.
+        restored: the step of the last restored snapshot, `None` before the first rollback.
+        epoch, epoch_start: the current epoch, and its first step.
+        epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
+            one, which has ended.
+        epoch_passed: batches of this epoch without a step.
+        epoch_rollbacks: number of rollbacks before this epoch.
+        idle: whether no step of this epoch has committed yet, so that its metrics are empty.
+        skip_batches: number of batches still to skip.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.committed = self.good = 0
+        self.refused = self.overflows = self.run_again = 0
+        self.streak = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = 0
+        self.epoch_refused = self.epoch_overflows = 0
+        self.epoch_passed = self.epoch_rollbacks = 0
+        self.last_refused, self.idle = False, True
+        self.restored: int | None = None
+        self._began = 0
+        # The last overflows by step, as many as can be replayed.
+        self._overflowed: deque[int] = deque(maxlen=MAX_BATCHES)
+        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
+
+    # Steps
+
+    def advance(self, steps: int = 1) -> None:
+        """Continue with a later step."""
+        self.step += steps
+
+    def judge(self, refused: bool) -> None:
+        """Note whether the current step was refused. Otherwise the metrics have a value."""
+        self.last_refused = refused
+        self.idle &= refused
+
+    def commit(self) -> None:
+        """Count the current step as committed, and its state as good. This runs in every step."""
+        self.committed += 1
+        self.good += 1
+        self.streak = 0
+        self.last_refused = self.idle = False
+
+    def refuse(self, steps: int = 1) -> None:
+        """Count refused steps, from the current one on."""
+        self.last_refused = True
+        self.refused += steps
+        self.epoch_refused += steps if self.step >= self._began else 0
+
+    def overflow(self) -> None:
+        """Count the current step, which is refused, as an ordinary overflow."""
+        self._overflowed.append(self.step)
+        self.overflows += 1
+        self.epoch_overflows += self.step >= self._began
+
+    def count_streak(self, scaled: bool) -> int:
+        """Return the number of float16 overflows in a row up to the current step, which may be one
+        only if the loss is `scaled`.
+        """
+        self.streak = self.streak + 1 if scaled else 0
+        return self.streak
+
+    def end_streak(self) -> None:
+        """Count the next overflow as the first one in a row."""
+        self.streak = 0
+
+    def restore(self, step: int, good: int | None) -> None:
+        """Note that the snapshot of a step was restored; `good` is the number of good steps until
+        then, `None` if the steps since then are replayed.
+        """
+        self.restored = step
+        self.good = self.good if good is None else good
+
+    def roll_back(self, skip_batches: int) -> None:
+        """Count a rollback, after which some batches are skipped."""
+        self.rollbacks += 1
+        self.skip_batches += skip_batches
+
+    def follow(self, rollbacks: int) -> None:
+        """Continue the count of rollbacks of an earlier fit."""
+        self.rollbacks = rollbacks
+
+    # Replays
+
+    def begin_replay(self, step: int, good: int, again: frozenset[int]) -> None:
+        """Continue counting from an earlier step, when there were fewer `good` ones; the given
+        refused steps since then are replayed.
+        """
+        self.step, self.committed, self.good = step, self.committed - self.good + good, good
+        overflows = again.intersection(self._overflowed)
+        for number in overflows:
+            self._overflowed.remove(number)
+        self.refused -= len(again)
+        self.overflows -= len(overflows)
+        self.run_again += len(again)
+        self.epoch_refused -= sum(number >= self._began for number in again)
+        self.epoch_overflows -= sum(number >= self._began for number in overflows)
+
+    def end_replay(self, step: int, refused: bool) -> None:
+        """Continue after the replays: with this step, after one that was refused or not."""
+        self.step, self.last_refused = step, refused
+
+    # Batches and epochs
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin counting batches and refused steps of an epoch."""
+        if self.step > self._began:
+            self._epochs.append((self._began, self.epoch, self.epoch_start))
+        self._began = self.step
+        self.epoch, self.epoch_start = epoch, self.step
+        self.epoch_refused = self.epoch_overflows = self.epoch_passed = 0
+        self.epoch_rollbacks = self.rollbacks
+        self.idle = True
+
+    def resume_epoch(self, batches: int) -> None:
+        """Skip the batches of this epoch that an earlier run has trained on; its metrics
+        continue.
+        """
+        self.skip_batches, self.epoch_passed = batches, -batches
+        self.idle = batches <= 0
+
+    def skip_batch(self) -> None:
+        """Count a batch of this epoch that is not trained on."""
+        self.skip_batches = max(self.skip_batches - 1, 0)
+        self.epoch_start -= 1
+        self.epoch_passed += 1
+
+    def batch(self, step: int) -> int:
+        """Return the batch of a step within the epoch, from 0."""
+        return max(step - self.epoch_start, 0)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
+        epoch.
+        """
+        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
+            if step >= began:
+                return epoch, step - start
+        return self.epoch, self.batch(step)
+
+    @property
+    def totals(self) -> Totals:
+        """The numbers of steps that a summary has."""
+        return Totals(self.step, self.refused, self.overflows, self.run_again)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the number of its batches that are complete or will be skipped."""
+        return self.epoch, self.step - self.epoch_start + self.skip_batches
+
+    @property
+    def epoch_committed(self) -> int:
+        """Number of committed steps of this epoch."""
+        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
+
+
+# Batches
+
+
+class Rerun(NamedTuple):
+    """The steps that a rollback has undone, to be replayed from its snapshot.
+
+    Attributes:
+        snapshot: the snapshot.
+        batches: the arguments of each step since then, `None` for one that is skipped.
+        refused: the replayed steps that had been refused.
+    """
+
+    snapshot: Snapshot
+    batches: tuple[Any, ...]
+    refused: frozenset[int]
+
+
+class _Entry(NamedTuple):
+    """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry
+    has the same ones.
+    """
+
+    step: int
+    given: Any
+    size: int
+    refused: bool
+
+
+class RecentBatches:
+    """The arguments of the last committed steps, and of refused ones whose batch was good.
+
+    Args:
+        batch: returns the arguments of a step as they were given, from the form in which its
+            transaction stores them; `None` if they are gone.
+    """
+
+    def __init__(self, batch: Callable[[Any], Any]):
+        self._batch = batch
+        self._entries: deque[_Entry] = deque()
+        self._bytes = 0
+
+    def push(self, step: int, given: Any, refused: bool = False) -> None:
+        """Store the arguments of a step, in the form of its transaction. Runs in every step.
+
+        Those of a `refused` step may be replayed after a rollback.
+        """
+        entries = self._entries
+        last = entries[-1] if entries else None
+        if last is not None and last.given is given:
+            size, entries[-1] = last.size, last._replace(size=0)
+        else:
+            size = bytes_of(getattr(given, "tensors", given))
+            self._bytes += size
+        entries.append(_Entry(step, given, size, refused))
+        while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
+            self._bytes -= entries.popleft().size
+
+    def blame(self, step: int) -> None:
+        """Remove the arguments of the last step, because it must not be replayed."""
+        if self._entries and self._entries[-1].step == step:
+            self._entries[-1] = self._entries[-1]._replace(given=None)
+
+    def restart(self) -> None:
+        """Remove everything, because the next step starts from another state."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def return_to(self, step: int) -> None:
+        """Remove the steps from this one on, which are to be replayed."""
+        entries = self._entries
+        while entries and entries[-1].step >= step:
+            size = entries.pop().size
+            if entries and entries[-1].given is not None and not entries[-1].size:
+                entries[-1] = entries[-1]._replace(size=size)  # it has the same arguments
+            else:
+                self._bytes -= size
+
+    def last(self, count: int) -> list[Any]:
+        """Return the arguments of the last committed steps, at most this many, oldest first."""
+        entries = [e for e in self._entries if e.given is not None and not e.refused]
+        return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
+
+    def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
+        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
+        known.
+        """
+        known = {entry.step: entry for entry in self._entries}
+        known.setdefault(step, _Entry(step, None, 0, False))
+        batches, refused = [], set()
+        for number in range(snapshot.step, step + 1):
+            entry = known.get(number)
+            args = self._args(entry) if entry is not None else None
+            if entry is None or (args is None and entry.given is not None):
+                return None
+            batches.append(args)
+            if entry.refused and args is not None:
+                refused.add(number)
+        return Rerun(snapshot, tuple(batches), frozenset(refused))
+
+    def _args(self, entry: _Entry) -> Any:
+        return None if entry.given is None else self._batch(entry.given)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the arrays in a structure. Runs in every step."""
+    if isinstance(value, (tuple, list)):
+        total = 0
+        for part in value:
+            total += bytes_of(part)
+        return total
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
+    count = getattr(shape, "num_elements", None)
+    if count is None:
+        if not keras_arrays.is_convertible(value):
+            return int(value.nbytes)
+        if hasattr(value, "todense"):
+            return bytes_of((value.data, value.indices))
+        return int(value._nnz() * (value.element_size() + 8 * value.ndim))  # at most
+    number = count()  # of TensorFlow
+    if hasattr(value, "flat_values"):  # ragged
+        return bytes_of((value.flat_values, value.nested_row_splits))
+    if number is None or not hasattr(value, "device"):  # sparse
+        return sum(bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
+    return int(number) * (int(value.dtype.size or 0) or 16)
