@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from campaigns.fuzz_recipes import json_text, plain
-from keras_nanguard._recording.database import APPLICATION, SCHEMA, VERSION
+from keras_nanguard._recording.database import APPLICATION, FORMAT, SCHEMA
 
 __all__ = ["archive", "data_of", "hdf5", "journal", "npy", "npz", "read_hdf5", "read_npz", "read_sqlite", "sqlite"]
 
@@ -196,7 +196,7 @@ def sqlite(tree: Any) -> bytes:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     try:
         connection.execute(f"PRAGMA application_id = {_number(tree.get('application'), APPLICATION) & 0x7FFFFFFF}")
-        connection.execute(f"PRAGMA user_version = {_number(tree.get('version'), VERSION) & 0x7FFFFFFF}")
+        connection.execute(f"PRAGMA user_version = {_number(tree.get('version'), FORMAT) & 0x7FFFFFFF}")
         if isinstance(tree.get("encoding"), str):
             _run(connection, f"PRAGMA encoding = '{tree['encoding']}'")
         left_out = tree.get("left_out") if isinstance(tree.get("left_out"), list) else []

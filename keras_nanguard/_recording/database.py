@@ -17,16 +17,12 @@ import numpy as np
 NAME = "recording.sqlite"
 """Name of the file within the guard's directory."""
 
-VERSION = 1
-"""`PRAGMA user_version` of the file: version of its tables, which readers check before they open
-it. It increases if a reader of the old tables would misread the new ones."""
-
 APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
 FORMAT = 1
-"""`Recording.meta["format"]`: version of the values, such as the numbers of `status`, which also a
-recording in memory has. It increases if a reader of the old values would misread the new ones."""
+"""Version of tables and values: `PRAGMA user_version` of the file, which readers check before they
+open it, and `Recording.meta["format"]`. It increases if a reader would misread the new ones."""
 
 COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
 """The result of a step, as in the column `status`. `OVERFLOW` is a refused step that dynamic loss
@@ -47,25 +43,8 @@ STEP_COLUMNS: dict[str, type] = {
 """The columns of `Recording.steps`. Steps, epochs and batches count from 0; `time` is in seconds
 since 1970."""
 
-BIN_COLUMNS: dict[str, type] = {
-    "first": np.int64,
-    "last": np.int64,
-    "count": np.int64,
-    "refused": np.int64,
-    "overflows": np.int64,
-    "undone": np.int64,
-    **{f"{name}_{end}": np.float64 for name in MEASURED for end in ("min", "max")},
-    "loss_mean": np.float64,
-    "time": np.float64,
-}
-"""The columns of `Recording.bins`. A row summarizes `count` consecutive steps, from `first` to
-`last`."""
-
-EXACT, MOVED = 8192, 2048
-"""The last `EXACT` steps are kept one by one; older ones move into bins, `MOVED` at a time."""
-
-BINS, WIDTH = 4096, 256
-"""Maximum number of bins, beyond which neighbours are merged; and steps of a bin at first."""
+MAX_STEPS = 32_768
+"""Maximum number of steps. The newest quarter of them is complete."""
 
 MAX_ROWS = 200_000
 """Maximum number of rows of a table that are read."""
@@ -78,24 +57,46 @@ Statement = tuple[str, Sequence[Row]]
 """An SQL statement, and the parameters of each of its executions."""
 
 
-def _columns(columns: Mapping[str, type]) -> str:
-    floats = {name for name, dtype in columns.items() if np.dtype(dtype).kind == "f"}
-    return ", ".join(f"{name} {'REAL' if name in floats else 'INTEGER'}" for name in columns)
+_ID = {"id": "INTEGER PRIMARY KEY"}
 
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
+    "steps": {
+        **_ID,
+        **{
+            name: "REAL" if issubclass(dtype, np.floating) else "INTEGER"
+            for name, dtype in STEP_COLUMNS.items()
+        },
+    },
+    "events": {
+        **_ID,
+        "step": "INTEGER",
+        "epoch": "INTEGER",
+        "time": "REAL",
+        "kind": "TEXT",
+        "text": "TEXT",
+        "data": "TEXT",
+    },
+    "layers": {**_ID, "step": "INTEGER", "path": "TEXT", "kind": "TEXT", "a": "REAL", "b": "REAL"},
+    "samples": {
+        **_ID,
+        "fingerprint": "TEXT",
+        "label": "TEXT",
+        "place": "INTEGER",
+        "times": "INTEGER",
+        "steps": "TEXT",
+        "why": "TEXT",
+    },
+}
+"""The columns of each table, and their types. NaN is stored as NULL; `meta.value`, `events.data`
+and `samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `samples.why` its `reason`.
+"""
 
 SCHEMA = {
-    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)",
-    "steps": f"CREATE TABLE steps (id INTEGER PRIMARY KEY, {_columns(STEP_COLUMNS)})",
-    "bins": f"CREATE TABLE bins (id INTEGER PRIMARY KEY, {_columns(BIN_COLUMNS)})",
-    "events": "CREATE TABLE events (id INTEGER PRIMARY KEY, step INTEGER, epoch INTEGER, "
-    "time REAL, kind TEXT, text TEXT, data TEXT)",
-    "layers": "CREATE TABLE layers (id INTEGER PRIMARY KEY, step INTEGER, path TEXT, kind TEXT, "
-    "a REAL, b REAL)",
-    "samples": "CREATE TABLE samples (fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, "
-    "steps TEXT, why TEXT, PRIMARY KEY (fingerprint, label))",
+    table: f"CREATE TABLE {table} ({', '.join(map(' '.join, columns.items()))})"
+    for table, columns in TABLES.items()
 }
-"""The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and
-`samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `samples.why` its `reason`."""
+"""The statement that makes each table."""
 
 
 def make(connection: sqlite3.Connection) -> None:
@@ -103,7 +104,7 @@ def make(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     for statement in SCHEMA.values():
         connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 @contextmanager
@@ -120,15 +121,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def insert(table: str) -> str:
     """Return the statement that inserts or replaces one row of a table."""
-    width = 1 + SCHEMA[table].partition(", PRIMARY KEY")[0].count(",")
-    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * width)})"
-
-
-UPSERT_SAMPLE = (
-    "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (fingerprint, label) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in ("place", "times", "steps", "why"))
-)
-"""Inserts a bad sample, or updates it in its place."""
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(TABLES[table]))})"
 
 
 def rows_of(connection: sqlite3.Connection, max_text: int = MAX_ALL_TEXT) -> dict[str, list[Row]]:
@@ -169,48 +162,7 @@ def as_json(value: Any) -> str:
     return as_text(json.dumps(value, ensure_ascii=False, default=plain))
 
 
-# Statements that summarize steps. They give the same result in memory and in the file.
-
-
-def finite(column: str) -> str:
-    """Return the SQL expression of a column without infinite values."""
-    return f"CASE WHEN abs({column}) <= 1.7976931348623157e308 THEN {column} END"
-
-
-_BIN_NAMES = ", ".join(BIN_COLUMNS)
-
-_STEPS_TO_BIN = ", ".join(
-    [
-        f"min(step), max(step), sum(status != {SKIPPED})",
-        f"sum(status = {REFUSED}), sum(status = {OVERFLOW}), sum(undone)",
-        *(f"{pick}({finite(name)})" for name in MEASURED for pick in ("min", "max")),
-        f"avg({finite('loss')}), max(time)",
-    ]
-)
-
-_BINS_TO_BIN = ", ".join(
-    [
-        "min(first), max(last), sum(count), sum(refused), sum(overflows), sum(undone)",
-        *(f"{pick}({name}_{pick})" for name in MEASURED for pick in ("min", "max")),
-        "sum(loss_mean * count) / sum(CASE WHEN loss_mean IS NOT NULL THEN count END), max(time)",
-    ]
-)
-
-ADD_BINS = (
-    f"INSERT INTO bins ({_BIN_NAMES}) SELECT {_STEPS_TO_BIN} FROM steps WHERE id < ?1 "
-    f"GROUP BY id / max({WIDTH}, coalesce((SELECT max(count) FROM bins), 0)) ORDER BY min(id)"
-)
-"""Summarizes all steps before an `id` in bins as wide as those that exist."""
-
-DELETE_STEPS = "DELETE FROM steps WHERE id < ?"
-
-MERGE_BINS = (
-    f"INSERT INTO bins ({_BIN_NAMES}) SELECT {_BINS_TO_BIN} FROM bins "
-    "GROUP BY (id - (SELECT min(id) FROM bins)) / 2 ORDER BY min(id)"
-)
-"""Adds one bin for each two neighbours; `DELETE_BINS` then removes these."""
-
-DELETE_BINS = "DELETE FROM bins WHERE id <= ?"
+# Statements that change steps. They have the same effect in memory and in the file.
 
 FILL_RATE = "UPDATE steps SET learning_rate = ? WHERE id >= ? AND id < ?"
 
@@ -223,12 +175,14 @@ UNDO_REFUSED = (
 )
 """Marks the refused steps of this number as undone."""
 
-UNDO_BINS = (
-    "UPDATE bins SET undone = max(undone, min(last - ?1 + 1, count - refused - overflows)) "
-    "WHERE last >= ?1"
-)
-"""Counts the committed steps from this number on as undone."""
 
+_OLDER = "SELECT id, row_number() OVER (ORDER BY id) AS place FROM steps WHERE id < ?"
+
+THIN_GOOD, THIN_ALL = (
+    f"DELETE FROM steps WHERE id IN (SELECT id FROM ({_OLDER} {which}) WHERE place % 2 = 0)"
+    for which in (f"AND status = {COMMITTED}", "")
+)
+"""Remove every second committed step, or every second step, before an `id`."""
 
 MAX_UNWRITTEN = 50_000
 """Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
@@ -252,6 +206,10 @@ _OLD = (
 """Events whose newer ones take half of the limit."""
 
 
+_NUMBERED = ("steps", "layers", "samples")
+"""Tables whose rows are numbered from 0 in order of time."""
+
+
 class Memory:
     """The tables of one recording, with these rows at first.
 
@@ -264,11 +222,10 @@ class Memory:
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
         self.connection = sqlite3.connect(":memory:", **options)
         make(self.connection)
-        self._unwritten: list[Statement] | None = None
-        self._waiting = self._first = 0
+        self.rewrite()
         with transaction(self.connection):
             for table, of_table in (rows or {}).items():
-                if table in ("steps", "bins", "layers"):  # the ids in a file can be anything
+                if table in _NUMBERED:  # the ids in a file can be anything
                     of_table = [(place, *row[1:]) for place, row in enumerate(of_table)]
                 self.connection.executemany(insert(table), of_table)
         self.end: int = self.one("SELECT count(*) FROM steps")
@@ -278,16 +235,22 @@ class Memory:
     def run(self, statement: str, rows: Sequence[Row]) -> None:
         """Change the recording here, and later in the file."""
         self.connection.executemany(statement, rows)
-        if self._unwritten is not None:
-            self._unwritten.append((statement, rows))
-            self._waiting += len(rows)
-            if self._waiting > MAX_UNWRITTEN:
-                self._unwritten = None
+        if self._rewrites:
+            return
+        self._unwritten.append((statement, rows))
+        self._waiting += len(rows)
+        if self._waiting > MAX_UNWRITTEN:
+            self.rewrite()
 
     def one(self, query: str, parameters: Row = ()) -> Any:
         """Return the first value that a query finds, or `None`."""
         found = self.connection.execute(query, parameters).fetchone()
         return None if found is None else found[0]
+
+    def rewrite(self) -> None:
+        """Note that it is unknown what the file lacks."""
+        self._rewrites, self._waiting = True, 0
+        self._unwritten: list[Statement] = []
 
     def unwritten(self) -> list[Statement]:
         """Return the statements that the file lacks; they then count as written.
@@ -295,29 +258,24 @@ class Memory:
         If it is unknown what the file lacks, they rewrite everything except older events.
         """
         found = self._unwritten
-        if found is None:
-            found = [(f"DELETE FROM {table}", [()]) for table in ("steps", "bins", "layers")]
+        if self._rewrites:
+            found = [(f"DELETE FROM {table}", [()]) for table in _NUMBERED]
             found += [(insert(table), rows) for table, rows in rows_of(self.connection).items()]
-        self._unwritten, self._waiting = [], 0
+        self._rewrites, self._unwritten, self._waiting = False, [], 0
         return found
 
-    def rewrite(self) -> None:
-        """Note that the file may have nothing of the recording."""
-        self._unwritten = None
-
     def add_steps(self, rows: Sequence[Row]) -> None:
-        """Append steps, each with the values of `STEP_COLUMNS`; move the oldest ones into bins."""
+        """Append steps, each with the values of `STEP_COLUMNS`. Above the limit every second good
+        step is removed, except in the newest quarter; every second step if most are bad."""
+        size = "SELECT count(*) FROM steps"
         with transaction(self.connection):
             self.run(insert("steps"), [(self.end + place, *row) for place, row in enumerate(rows)])
             self.end += len(rows)
-            while self.end - self._first > EXACT + MOVED:
-                self._first += MOVED
-                self.run(ADD_BINS, [(self._first,)])
-                self.run(DELETE_STEPS, [(self._first,)])
-                if self.one("SELECT count(*) FROM bins") >= BINS:
-                    last = self.one("SELECT max(id) FROM bins")
-                    self.run(MERGE_BINS, [()])
-                    self.run(DELETE_BINS, [(last,)])
+            while self.one(size) > MAX_STEPS:
+                older = [(self.end - MAX_STEPS // 4,)]
+                self.run(THIN_GOOD, older)
+                if self.one(size) > MAX_STEPS * 3 // 4:
+                    self.run(THIN_ALL, older)
 
     def add_event(self, row: Row) -> None:
         """Append an event, of which SQLite chooses the `id`."""

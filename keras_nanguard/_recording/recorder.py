@@ -17,29 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import gradient_norm
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
     COMMITTED,
     FORMAT,
+    MEASURED,
     SKIPPED,
-    UPSERT_SAMPLE,
     Memory,
     as_json,
     as_text,
     insert,
     rows_of,
 )
-from keras_nanguard._recording.recording import (
-    BadSample,
-    EventKind,
-    Recording,
-    from_rows,
-    read,
-    writer_of,
-)
-from keras_nanguard._recording.writer import Writer, unwritten
+from keras_nanguard._recording.recording import BadSample, EventKind, Recording, from_rows
+from keras_nanguard._recording.writer import RecordingFile, unwritten
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -51,6 +43,63 @@ MAX_PLACES = 4096
 
 _KEPT_META = ("began", "base", "since")
 """Entries of `meta` that are kept from an earlier process."""
+
+
+class RateColumn:
+    """Derives the learning rates of the recorded steps from occasional readings.
+
+    Attributes:
+        due: the time of the next reading, in seconds since 1970.
+    """
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self._last: tuple[int, float] | None = None
+        self._epoch: int | None = None
+
+    def begin_fit(self) -> None:
+        """Forget the reading of the last fit."""
+        self._last = None
+
+    def begin_epoch(self, end: int) -> None:
+        """Note that the next step, which will have the `id` `end`, begins an epoch."""
+        self._epoch = end
+
+    def read(
+        self, rate: float, at: int, ahead: bool
+    ) -> tuple[list[tuple[float, int, int]], float | None]:
+        """Take a reading, and return the ranges that are now known, and the last reading if it
+        differs.
+
+        If two successive readings are equal, all steps in between had that rate; else it is
+        unknown. Between the start of an epoch and its first reading, the rate does not change.
+
+        Args:
+            rate: the learning rate.
+            at: the `id` of the step that uses it.
+            ahead: whether this is the next step.
+
+        Returns:
+            `(rate, first, end)` for each range of `id`; later ranges replace earlier ones.
+        """
+        last, known = self._last, [(rate, at, at + 1)]
+        if last is not None:
+            known.insert(0, (last[1], last[0], at if last[1] == rate else last[0] + 1))
+        if not ahead and self._epoch is not None:
+            known.insert(0, (rate, self._epoch, at))
+        self._epoch, self._last = None, (at, rate)
+        return known, last[1] if last is not None and last[1] != rate else None
+
+
+def first_of_fit(recorded: int, base: int, resumed: int | None) -> int:
+    """Return the first step of a new fit, counted across all fits.
+
+    Args:
+        recorded: number of steps of all fits so far.
+        base: the first step of the last fit.
+        resumed: the step of the snapshot that the new fit resumes from, in the fit that took it.
+    """
+    return recorded if resumed is None else min(base + resumed, recorded)
 
 
 class Recorder:
@@ -70,11 +119,8 @@ class Recorder:
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._scaled = False
-        self._known: tuple[int, float] | None = None
-        self._boundary: int | None = None
-        self._due = self._rate_due = 0.0
-        self._writer: Writer | None = None
-        self._owners = set[str]()  # this guard has written a file of one of these
+        self._rates, self._due = RateColumn(), 0.0
+        self._file = RecordingFile(self.end_with_process)
         self._problem = self._reported = ""
         self._lock = threading.RLock()
         self._running = False
@@ -85,11 +131,12 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            return {**vars(self), "_lock": None, "_now": None, "_writer": None, "_memory": rows}
+            return {**vars(self), "_lock": None, "_now": None, "_file": None, "_memory": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time}
-        self.__dict__ |= {**state, **own, "_memory": Memory(state["_memory"])}
+        own |= {"_file": RecordingFile(self.end_with_process), "_memory": Memory(state["_memory"])}
+        self.__dict__ |= {**state, **own}
 
     # Steps
 
@@ -114,7 +161,8 @@ class Recorder:
         """Record a batch before this step that is not trained on."""
         with self._lock:
             self._fold()
-            row = (step + self.base, epoch, batch, *[None] * 4, self._now(), SKIPPED, 0)
+            measured = [None] * len(MEASURED)
+            row = (step + self.base, epoch, batch, *measured, self._now(), SKIPPED, 0)
             self._memory.add_steps([row])
 
     def place(self, step: int, epoch: int, start: int) -> None:
@@ -122,32 +170,25 @@ class Recorder:
         with self._lock:
             self._fold()
             self._places.append((step, epoch, start))
-            self._boundary = self._memory.end
+            self._rates.begin_epoch(self._memory.end)
 
     @property
     def wants_rate(self) -> bool:
         """Whether it is time to read the learning rate again."""
-        return self._now() >= self._rate_due
+        return self._now() >= self._rates.due
 
     def rate(self, rate: float, ahead: bool = False) -> float | None:
         """Record the learning rate of the last step, or of the next one (`ahead`).
 
-        Returns the previous rate if it differs. If two successive readings are equal, all steps in
-        between had that rate; else it is unknown. Between the start of an epoch and its first
-        reading, the rate does not change.
+        Returns the previous rate if it differs.
         """
         with self._lock:
             self._fold()
-            rate, before = float(rate), self._known
             at = self._memory.end - (not ahead)
-            fills = [(rate, at, at + 1)]
-            if before is not None:
-                fills.append((before[1], before[0], at if before[1] == rate else before[0] + 1))
-            if not ahead and self._boundary is not None:
-                fills.append((rate, self._boundary, at))
-            self._memory.run(database.FILL_RATE, fills[::-1])
-            self._boundary, self._known, self._rate_due = None, (at, rate), self._now() + INTERVAL
-            return before[1] if before is not None and before[1] != rate else None
+            known, before = self._rates.read(float(rate), at, ahead)
+            self._memory.run(database.FILL_RATE, known)
+            self._rates.due = self._now() + INTERVAL
+            return before
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
         """Mark the committed steps from this one on as undone.
@@ -158,9 +199,7 @@ class Recorder:
         """
         with self._lock:
             self._fold()
-            at = (step + self.base,)
-            self._memory.run(database.UNDO_STEPS, [at])
-            self._memory.run(database.UNDO_BINS, [at])
+            self._memory.run(database.UNDO_STEPS, [(step + self.base,)])
             replayed = [(number + self.base,) for number in again or ()]
             self._memory.run(database.UNDO_REFUSED, replayed)
 
@@ -188,21 +227,34 @@ class Recorder:
             self._fold()
             if path is not None:
                 self._open(path)
-            last = self._memory.one("SELECT max(step) FROM steps")
-            before, self.base, self._known = self.base, 0 if last is None else last + 1, None
-            if resumed is not None and self._memory.end:
-                self.base = min(before + resumed, self.base)
-                self.undo(0)
+            self.base = first_of_fit(self._steps, self.base, resumed)
+            self._rates.begin_fit()
             self._scaled, self._running = scaled, True
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
+            kind: EventKind = "begin"
             if resumed is None:
                 self._since = self.base
+            else:
+                kind = "resume"
+                self.undo(0)
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
             self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")
-            kind: EventKind = "begin" if resumed is None else "resume"
             self.event(kind, 0, epoch, data={"base": self.base})
-            self._hand_over()
+            self._write()
+
+    def _open(self, path: Path) -> None:
+        """Begin to write to a file, and continue the recording that an earlier process has written
+        there."""
+        found = self._file.open(path, self._memory)
+        if found is None:
+            return
+        earlier, rows = found
+        noted = rows_of(self._memory.connection)["meta"]
+        kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
+        self._memory = Memory({**rows, "meta": [*noted, *kept]})
+        self.base, self._since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
@@ -236,11 +288,12 @@ class Recorder:
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that it has occurred again."""
         with self._lock:
-            self.samples[sample.fingerprint, sample.label] = sample
+            key = (sample.fingerprint, sample.label)
+            self.samples[key] = sample
             index = None if sample.index is None else int(sample.index)
-            row = (sample.fingerprint, as_text(sample.label), index, int(sample.times))
+            row = (list(self.samples).index(key), sample.fingerprint, as_text(sample.label), index)
             steps, reason = as_json(list(sample.steps)), as_text(sample.reason)
-            self._memory.run(UPSERT_SAMPLE, [(*row, steps, reason)])
+            self._memory.run(insert("samples"), [(*row, int(sample.times), steps, reason)])
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write the remaining data, and close the file."""
@@ -251,23 +304,19 @@ class Recorder:
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._fold()
-            self._hand_over()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-            self._problem = self._problem or writer.problem
+            self._write()
+        self._file.close()
 
     def end_with_process(self) -> None:
         """End the steps without a fit when the process exits: failed if by an exception."""
         with self._lock:
             self._fold()
-            last = self._memory.one("SELECT coalesce(max(step), -1) FROM steps")
             status = "failed" if hasattr(sys, "last_value") else "finished"
-            self.end(status, max(last + 1 - self.base, 0), self._places[-1][1])
+            self.end(status, max(self._steps - self.base, 0), self._places[-1][1])
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        found = self._problem or (self._writer.problem if self._writer is not None else "")
+        found = self._problem or self._file.problem
         if found == self._reported:
             return ""
         self._reported = found or self._reported
@@ -279,16 +328,14 @@ class Recorder:
         """Return mean gradient norm of the committed steps of an epoch, and its last loss scale.
 
         The mean is NaN without such steps, and the loss scale is 1 if there is none. In a very long
-        epoch, only the steps that are kept one by one count.
+        epoch, only the steps that are kept count.
         """
-        own = "FROM steps WHERE epoch = ? AND step >= ? AND"
-        committed = f"status = {COMMITTED} AND NOT undone"
-        at = (epoch, self._since)
+        own, at = "FROM steps WHERE epoch = ? AND step >= ? AND", (epoch, self._since)
+        good = f"status = {COMMITTED} AND NOT undone AND abs(gradient_norm) < 9e999"
+        last = "loss_scale IS NOT NULL ORDER BY id DESC LIMIT 1"
         with self._lock:
             self._fold()
-            norm = database.finite("gradient_norm")
-            mean = self._memory.one(f"SELECT avg({norm}) {own} {committed}", at)
-            last = "loss_scale IS NOT NULL ORDER BY id DESC LIMIT 1"
+            mean = self._memory.one(f"SELECT avg(gradient_norm) {own} {good}", at)
             scale = self._memory.one(f"SELECT loss_scale {own} {last}", at)
         return math.nan if mean is None else mean, 1.0 if scale is None else scale
 
@@ -300,6 +347,11 @@ class Recorder:
             self.note(written=self._now())
             return from_rows(rows_of(self._memory.connection))
 
+    @property
+    def _steps(self) -> int:
+        """The number of steps of all fits so far that have been recorded."""
+        return int(self._memory.one("SELECT coalesce(max(step) + 1, 0) FROM steps"))
+
     def _work(self, now: float) -> None:
         """Put new steps into the database, and everything new into the file."""
         with self._lock:
@@ -309,8 +361,13 @@ class Recorder:
             except Exception as error:  # noqa: BLE001  such as no memory: training continues
                 self._problem = unwritten(error)
                 return
-            if self._writer is not None and self._writer.ready:
-                self._hand_over()
+            if self._file.ready:
+                self._write()
+
+    def _write(self) -> None:
+        """Have everything new written to the file."""
+        self.note(written=self._now())
+        self._file.write(self._memory)
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
@@ -334,41 +391,3 @@ class Recorder:
             np.zeros(count, np.int64),  # undone
         )
         self._memory.add_steps(list(zip(*(column.tolist() for column in columns))))
-
-    # The file
-
-    def _open(self, path: Path) -> None:
-        """Begin to write to a file, and continue what an earlier process has recorded in it."""
-        failed, self._problem = self._problem, ""
-        try:
-            there = path.exists() and path.stat().st_size > 0
-            if there and not self._memory.end:
-                self._owners.add(writer_of(path))
-                self._load(path)
-            elif there and writer_of(path) not in self._owners:
-                raise GuardError(f"{path} is in use by another run; use one directory per run")
-            elif failed or not there:
-                self._memory.rewrite()
-            self._writer = Writer(path, self.end_with_process)
-            self._owners.add(self._writer.name)
-        except Exception as error:  # noqa: BLE001  such as no thread: training continues
-            self._problem = unwritten(error)
-
-    def _load(self, path: Path) -> None:
-        """Continue the recording in a file."""
-        found, rows = read(path)
-        noted = rows_of(self._memory.connection)["meta"]
-        rows["meta"] = [*noted, *(row for row in rows["meta"] if row[0] in _KEPT_META)]
-        self._memory = Memory(rows)
-        self.base, self._since = (found.meta.get(name) or 0 for name in ("base", "since"))
-        self.samples = {(sample.fingerprint, sample.label): sample for sample in found.samples}
-
-    def _hand_over(self) -> None:
-        """Have everything new written; a failure ends the writing, not training."""
-        if self._writer is None:
-            return
-        try:
-            self.note(written=self._now())
-            self._writer.put(self._memory.unwritten())
-        except Exception as error:  # noqa: BLE001
-            self._writer.problem = self._writer.problem or unwritten(error)

@@ -1,18 +1,13 @@
 """`Recording`: the measurements and events of a run, from memory or from its file.
 
-The file may be damaged or malicious. Nothing in it is executed. Reading is limited in size and
-time, and every value is checked here, so code that shows or continues a recording needs no further
-checks.
+The file may be damaged or malicious. Every value is checked here, so code that shows or continues a
+recording needs no further checks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import sqlite3
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,32 +17,24 @@ import numpy as np
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording.database import (
-    APPLICATION,
-    BIN_COLUMNS,
     MAX_ALL_TEXT,
-    MAX_TEXT,
     MEASURED,
     NAME,
     OVERFLOW,
     REFUSED,
-    SCHEMA,
     SKIPPED,
     STEP_COLUMNS,
-    VERSION,
     Row,
     rows_of,
 )
+from keras_nanguard._recording.reading import opened
 
 MAX_SHARE = 4
 """Maximum number of characters per byte of the file: rows of a damaged one may share pages."""
 
 MAX_WHOLE = 1 << 53
 """Largest step, epoch or row number; two of them can be added in 64 bits."""
-
-SECONDS = 30.0
-"""Maximum time of reading."""
 
 _META: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "backend", "policy", "status", "writer"), (str,)),
@@ -57,181 +44,6 @@ _META: Mapping[str, tuple[type, ...]] = {
     "budgets": (list,),
 }
 """Types of the known entries of `meta`."""
-
-
-@contextlib.contextmanager
-def opened(file: Path) -> Iterator[sqlite3.Connection]:
-    """Open a recording for reading: all tables as of one moment, also during a run.
-
-    Raises:
-        GuardError: if the file is missing, is not a recording, is of a newer version or is damaged.
-            Errors within the block are converted to it, too.
-    """
-    check_header(file)
-    connection = None
-    try:
-        connection = _connected(file)
-        connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute("PRAGMA cell_size_check = ON")
-        if hasattr(connection, "setlimit"):  # Python 3.11
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
-        end = time.monotonic() + SECONDS
-        connection.set_progress_handler(lambda: int(time.monotonic() > end), 100_000)
-        connection.execute("BEGIN")
-        query = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100"
-        if set(connection.execute(query)) != {("table", *table) for table in SCHEMA.items()}:
-            raise ValueError("it has other tables")
-        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        yield connection
-    except GuardError:
-        raise
-    except _UNREADABLE as error:
-        reason = f"{file}, which cannot be read: {plain_text(error)}"
-        remedy = "Give the directory of a run."
-        raise GuardError(expected("a recording of NanGuard", reason, remedy)) from error
-    finally:
-        if connection is not None:
-            connection.close()
-
-
-_UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-
-
-def _connected(file: Path) -> sqlite3.Connection:
-    """Connect; without a lock if the folder cannot be written to and no run writes."""
-    uri = f"{file.resolve().as_uri()}?mode=ro"
-    how: dict[str, Any] = {"uri": True, "timeout": 10.0, "isolation_level": None}
-    connection: sqlite3.Connection = sqlite3.connect(uri, **how)
-    try:
-        connection.execute("PRAGMA schema_version").fetchone()
-    except sqlite3.OperationalError:
-        connection.close()
-        connection = sqlite3.connect(f"{uri}&immutable=1", **how)
-    return connection
-
-
-def check_header(file: Path) -> None:
-    """Check the first bytes of a recording.
-
-    Raises:
-        GuardError: if the file is not a recording that this version reads.
-    """
-    remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
-    if file.exists() and not file.is_file():
-        raise GuardError(expected(f"a recording at {file}", "no regular file", remedy))
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(100)
-    except OSError as error:
-        received = error.strerror or error
-        raise GuardError(expected(f"a recording at {file}", received, remedy)) from error
-    version, application = (int.from_bytes(head[n : n + 4], "big") for n in (60, 68))
-    if not head.startswith(b"SQLite format 3\x00") or application != APPLICATION:
-        received = f"{file}, which is another file"
-        raise GuardError(expected("a recording of NanGuard", received, remedy))
-    if version > VERSION:
-        received = f"{file} of format {version}"
-        remedy = "Read it with the version that wrote it."
-        raise GuardError(expected(f"a recording of format {VERSION}", received, remedy))
-
-
-def writer_of(file: Path) -> str:
-    """Return the identifier of the run that last opened a file for writing, or `""`.
-
-    Raises:
-        GuardError: if the file is not a recording, or cannot be read.
-    """
-    with opened(file) as connection:
-        found = connection.execute("SELECT value FROM meta WHERE key = 'writer'").fetchone()
-        return str(json.loads(found[0])) if found is not None else ""
-
-
-def read(file: Path) -> tuple[Recording, dict[str, list[Row]]]:
-    """Return the recording in a file, and its rows.
-
-    Raises:
-        GuardError: if the file is not a recording, or cannot be read.
-    """
-    with opened(file) as connection:
-        parts = (file, file.with_name(f"{file.name}-wal"))  # with its log during a run
-        size = sum(part.stat().st_size for part in parts if part.exists())
-        rows = rows_of(connection, min(MAX_ALL_TEXT, MAX_SHARE * size))
-        return from_rows(rows), rows
-
-
-def from_rows(rows: Mapping[str, Sequence[Row]]) -> Recording:
-    """Return the recording with these rows of each table.
-
-    Raises:
-        ValueError, TypeError, OverflowError: if the rows hold anything else.
-    """
-    return Recording(
-        meta=_meta({str(key): plain_values.loads(value) for key, value in rows["meta"]}),
-        steps=_numbers(rows["steps"], STEP_COLUMNS),
-        bins=_bins(_numbers(rows["bins"], BIN_COLUMNS)),
-        events=tuple(_event(*row) for row in rows["events"]),
-        layers=_layers(rows["layers"]),
-        samples=tuple(_sample(*row) for row in rows["samples"]),
-    )
-
-
-def _numbers(rows: Sequence[Row], columns: Mapping[str, type]) -> dict[str, Any]:
-    """Return the rows of a table of numbers as columns."""
-    values = [*zip(*rows)][1:] if rows else [()] * len(columns)
-    return {name: _column(column, dtype) for (name, dtype), column in zip(columns.items(), values)}
-
-
-def _column(values: Sequence[Any], dtype: type) -> Any:
-    if np.dtype(dtype).kind == "f":
-        return np.array(values, dtype)  # of NULL it makes NaN
-    found = np.array(values, np.int64)
-    for end in (found.min(initial=0), found.max(initial=0)):
-        _whole(end)
-    return found.astype(dtype)
-
-
-def _number(value: Any) -> float:
-    return np.nan if value is None else float(value)
-
-
-def _whole(value: Any) -> int:
-    found = int(value)
-    if not -MAX_WHOLE <= found <= MAX_WHOLE:
-        raise ValueError("a step number is out of range")
-    return found
-
-
-def _meta(found: dict[str, Any]) -> dict[str, Any]:
-    for key, kinds in _META.items():
-        value = found.get(key)
-        if key in found and (not isinstance(value, kinds) or isinstance(value, bool)):
-            raise ValueError(f"its {key} is a {type(value).__name__}")
-        if isinstance(value, (int, float)) and not abs(value) <= MAX_WHOLE:
-            raise ValueError(f"its {key} is {value}")
-    found.pop("writer", None)
-    return found
-
-
-def _bins(found: dict[str, Any]) -> dict[str, Any]:
-    for name in ("count", "refused", "overflows", "undone"):  # they are added up
-        if (found[name] < 0).any() or (found[name] > MAX_WHOLE >> 20).any():
-            raise ValueError(f"the table bins has an invalid {name}")
-    return found
-
-
-def _event(_: int, step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
-    details = plain_values.loads(data)
-    if not isinstance(details, dict):
-        raise ValueError("the data of an event is not an object")
-    return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
-
-
-def _sample(
-    fingerprint: Any, label: Any, index: Any, times: Any, steps: Any, reason: Any
-) -> BadSample:
-    index = None if index is None else _whole(index)
-    listed = tuple(_whole(step) for step in plain_values.loads(steps))
-    return BadSample(str(label), index, str(fingerprint), _whole(times), listed, str(reason))
 
 
 EventKind = Literal[
@@ -296,13 +108,10 @@ class BadSample:
 
 Array = np.ndarray[Any, Any]
 
-_TRAINABLE, _STATISTICS = ("weight_norm", "update_ratio"), ("low", "high")
-"""Names of the numbers of a trainable variable, and of any other."""
 
-
-def empty(columns: Mapping[str, type]) -> dict[str, Array]:
-    """Return columns without rows."""
-    return {name: np.zeros(0, dtype) for name, dtype in columns.items()}
+def no_steps() -> dict[str, Array]:
+    """Return the columns of `Recording.steps` without rows."""
+    return {name: np.zeros(0, dtype) for name, dtype in STEP_COLUMNS.items()}
 
 
 @dataclass(frozen=True)
@@ -316,24 +125,19 @@ class Recording:
             `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
             `"failed"`), `epochs`, `steps_per_epoch`, and `budgets` (for each limit of the policy
             `rule`, `do`, `used`, `times`, `per_steps`).
-        steps: at least the last 8,192 steps in the order in which they ran, as one array for each
-            of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`,
-            `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale handles,
-            3 skipped) and `undone` (by a rollback). A replayed step has a second row with the
-            same number.
-        bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the
-            smallest and largest value of each measured column (`loss_min`, `loss_max`, ...),
-            `loss_mean`, and the `time` of the last step.
+        steps: the steps in the order in which they ran, as one array for each of `step`, `epoch`,
+            `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status`
+            (0 committed, 1 refused, 2 overflow that the loss scale handles, 3 skipped) and `undone`
+            (by a rollback). A replayed step has a second row with the same number. Above 32,768
+            rows every second committed step is removed, except among the last 8,192 rows.
         events: events in order of time.
-        layers: for each variable path the arrays `step`, `weight_norm` and
-            `update_ratio` (trainable variables), or `step`, `low` and `high` (statistics of
-            BatchNormalization).
+        layers: for each variable path the arrays `step`, `weight_norm` and `update_ratio`
+            (trainable variables), or `step`, `low` and `high` (statistics of BatchNormalization).
         samples: bad rows of the data.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
-    steps: Mapping[str, Array] = field(default_factory=lambda: empty(STEP_COLUMNS))
-    bins: Mapping[str, Array] = field(default_factory=lambda: empty(BIN_COLUMNS))
+    steps: Mapping[str, Array] = field(default_factory=no_steps)
     events: tuple[Event, ...] = ()
     layers: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     samples: tuple[BadSample, ...] = ()
@@ -357,9 +161,8 @@ class Recording:
         return f"Recording({model!r}, status={status!r}, {counts})"
 
     def __len__(self) -> int:
-        """Number of steps that have run, including undone ones."""
-        ran = self.steps["status"] != SKIPPED
-        return int(self.bins["count"].sum() + ran.sum())
+        """Number of recorded steps, including undone ones and without skipped batches."""
+        return int((self.steps["status"] != SKIPPED).sum())
 
     def series(self, name: str, points: int = 2000) -> tuple[Array, Array, Array]:
         """Return one measured column over all steps, for a plot.
@@ -382,44 +185,101 @@ class Recording:
         if points < 1:
             remedy = "Pass a larger number."
             raise GuardError(expected("points to be at least 1", repr(points), remedy))
-        step, low, high, _ = measured(self, name)
+        step, values, _ = measured(self, name)
         if not len(step):
-            return step, low, high
+            return step, values, values
         first, group = thinned(step, points)
-        ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
-        np.minimum.at(ends[0], group, low)
-        np.maximum.at(ends[1], group, high)
-        return first, *ends
+        low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+        np.minimum.at(low, group, values)
+        np.maximum.at(high, group, values)
+        return first, low, high
 
 
-def measured(recording: Recording, name: str) -> tuple[Array, Array, Array, Array]:
-    """Return the finite values of a measured column, bins first: steps, smallest and largest
-    values, and whether a rollback has undone the step (unknown for bins)."""
-    bins, steps = recording.bins, recording.steps
-    step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
-    low = np.concatenate([bins[f"{name}_min"], steps[name]])
-    high = np.concatenate([bins[f"{name}_max"], steps[name]])
-    undone = np.concatenate([np.zeros(len(bins["first"]), bool), _undone(steps)])
-    finite = np.isfinite(low) & np.isfinite(high)
-    return step[finite], low[finite], high[finite], undone[finite]
+def read(file: Path) -> tuple[Recording, dict[str, list[Row]]]:
+    """Return the recording in a file, and the last rows of each table in order, without those with
+    a text that is too long.
+
+    Raises:
+        GuardError: if the file is not a recording, or cannot be read.
+    """
+    with opened(file) as connection:
+        parts = (file, file.with_name(f"{file.name}-wal"))  # with its log during a run
+        size = sum(part.stat().st_size for part in parts if part.exists())
+        max_text = min(MAX_ALL_TEXT, MAX_SHARE * size)
+        rows = rows_of(connection, max_text)
+        return from_rows(rows), rows
 
 
-def _undone(steps: Mapping[str, Any]) -> Any:
-    """Return which steps were undone. A refused step counts as undone if the step before it was
-    undone: its values belong to the abandoned run."""
-    refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
-    before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
-    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
+def from_rows(rows: Mapping[str, Sequence[Row]]) -> Recording:
+    """Return the recording with these rows of each table.
+
+    Raises:
+        ValueError, TypeError, OverflowError: if the rows hold anything else.
+    """
+    return Recording(
+        meta=_meta({str(key): plain_values.loads(value) for key, value in rows["meta"]}),
+        steps=_steps(rows["steps"]),
+        events=tuple(_event(*row) for row in rows["events"]),
+        layers=_layers(rows["layers"]),
+        samples=tuple(_sample(*row) for row in rows["samples"]),
+    )
 
 
-def thinned(step: Array, points: int) -> tuple[Array, Array]:
-    """Return the first steps of at most `points` groups of neighbours, in ascending order, and the
-    group of each step."""
-    width = max(-(-(int(step.max()) - int(step.min()) + 1) // points), 1)
-    groups, place = np.unique((step - step.min()) // width, return_inverse=True)
-    first = np.full(len(groups), MAX_WHOLE)
-    np.minimum.at(first, place, step)
-    return first, place
+def _steps(rows: Sequence[Row]) -> dict[str, Array]:
+    """Return the rows of `steps` as columns."""
+    values = [*zip(*rows)][1:] if rows else [()] * len(STEP_COLUMNS)
+    columns = zip(STEP_COLUMNS.items(), values)
+    return {name: _column(column, dtype) for (name, dtype), column in columns}
+
+
+def _column(values: Sequence[Any], dtype: type) -> Any:
+    if np.dtype(dtype).kind == "f":
+        return np.array(values, dtype)  # of NULL it makes NaN
+    found = np.array(values, np.int64)
+    for end in (found.min(initial=0), found.max(initial=0)):
+        _whole(end)
+    return found.astype(dtype)
+
+
+def _number(value: Any) -> float:
+    return np.nan if value is None else float(value)
+
+
+def _whole(value: Any) -> int:
+    found = int(value)
+    if not -MAX_WHOLE <= found <= MAX_WHOLE:
+        raise ValueError("a step number is out of range")
+    return found
+
+
+def _meta(found: dict[str, Any]) -> dict[str, Any]:
+    for key, kinds in _META.items():
+        value = found.get(key)
+        if key in found and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise ValueError(f"its {key} is a {type(value).__name__}")
+        if isinstance(value, (int, float)) and not abs(value) <= MAX_WHOLE:
+            raise ValueError(f"its {key} is {value}")
+    found.pop("writer", None)
+    return found
+
+
+def _event(_: int, step: Any, epoch: Any, moment: Any, kind: Any, text: Any, data: Any) -> Event:
+    details = plain_values.loads(data)
+    if not isinstance(details, dict):
+        raise ValueError("the data of an event is not an object")
+    return Event(_whole(step), _whole(epoch), float(moment), str(kind), str(text), details)
+
+
+def _sample(
+    _: int, fingerprint: Any, label: Any, index: Any, times: Any, steps: Any, reason: Any
+) -> BadSample:
+    index = None if index is None else _whole(index)
+    listed = tuple(_whole(step) for step in plain_values.loads(steps))
+    return BadSample(str(label), index, str(fingerprint), _whole(times), listed, str(reason))
+
+
+_TRAINABLE, _STATISTICS = ("weight_norm", "update_ratio"), ("low", "high")
+"""Names of the numbers of a trainable variable, and of any other."""
 
 
 def _layers(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
@@ -435,6 +295,32 @@ def _layers(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
         found[path] = {"step": np.array(steps, np.int64)}
         found[path] |= {name: np.array(column) for name, column in zip(names, columns)}
     return found
+
+
+def measured(recording: Recording, name: str) -> tuple[Array, Array, Array]:
+    """Return the steps with a finite value of a measured column, the values, and whether a rollback
+    has undone the step."""
+    steps = recording.steps
+    finite = np.isfinite(steps[name])
+    return steps["step"][finite], steps[name][finite], _undone(steps)[finite]
+
+
+def _undone(steps: Mapping[str, Any]) -> Any:
+    """Return which steps were undone. A refused step counts as undone if the step before it was
+    undone: its values belong to the abandoned run."""
+    refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
+    before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
+    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
+
+
+def thinned(step: Array, points: int) -> tuple[Array, Array]:
+    """Return the first steps of at most `points` groups of neighbours, in ascending order, and the
+    group of each step."""
+    width = max(-(-(int(step.max()) - int(step.min()) + 1) // points), 1)
+    groups, place = np.unique((step - step.min()) // width, return_inverse=True)
+    first = np.full(len(groups), np.iinfo(np.int64).max)
+    np.minimum.at(first, place, step)
+    return first, place
 
 
 def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident, int]]:

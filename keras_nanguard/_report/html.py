@@ -138,26 +138,27 @@ def _whole(value: Any, default: int) -> int:
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     """Return a chart for the script: at most `POINTS` points, each with its extremes.
 
-    Values that a rollback has undone are in a separate curve, unless they are in bins.
+    Values that a rollback has undone are in a separate curve.
     """
-    step, low, high, undone = measured(recording, name)
-    if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):
+    step, values, undone = measured(recording, name)
+    if not len(step) or (name == "loss_scale" and values.min() == values.max() == 1.0):
         return None
-    first, last = step.argmin(), step.argmax()
+    first, last, low, high = step.argmin(), step.argmax(), values.argmin(), values.argmax()
     x, group = thinned(step, POINTS)
 
-    def curve(pick: Any, values: Any, own: Any) -> Any:
+    def curve(pick: Any, own: Any) -> Any:
         found = np.full(len(x), np.nan)
         pick.at(found, group[own], values[own])
         return _short(found)
 
     title = name.replace("_", " ")
-    decades = math.log10(high.max()) - math.log10(low.min()) if low.min() > 0.0 else 0.0
+    positive = values[low] > 0.0
+    decades = math.log10(values[high]) - math.log10(values[low]) if positive else 0.0
     words = (
-        f"{title}: from {high[first]:.4g} at step {step[first] + 1} "
-        f"to {low[last]:.4g} at step {step[last] + 1}; "
-        f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, "
-        f"highest {high.max():.4g} at step {step[high.argmax()] + 1}."
+        f"{title}: from {values[first]:.4g} at step {step[first] + 1} "
+        f"to {values[last]:.4g} at step {step[last] + 1}; "
+        f"lowest {values[low]:.4g} at step {step[low] + 1}, "
+        f"highest {values[high]:.4g} at step {step[high] + 1}."
     )
     return {
         "name": name,
@@ -166,9 +167,9 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
         "log": decades > math.log10(50.0),
         "decades": decades,
         "x": (x + 1).tolist(),
-        "low": curve(np.fmin, low, ~undone),
-        "high": curve(np.fmax, high, ~undone),
-        **({"undone": curve(np.fmax, high, undone)} if undone.any() else {}),
+        "low": curve(np.fmin, ~undone),
+        "high": curve(np.fmax, ~undone),
+        **({"undone": curve(np.fmax, undone)} if undone.any() else {}),
     }
 
 
@@ -182,9 +183,8 @@ def _marks(run: ShownRun, shown: Sequence[Card], at: Sequence[int]) -> dict[str,
     count from 1, as on the console."""
     number = {id(incident): n for n, card in enumerate(shown) for incident in card.group}
     recording, refusals = run.recording, [int(incident.refused) for incident in run.incidents]
-    steps, bins = recording.steps, recording.bins
-    thinned = ((bins["first"] + bins["last"]) // 2)[bins["overflows"] > 0]
-    overflows = np.concatenate([thinned, steps["step"][steps["status"] == OVERFLOW]]) + 1
+    steps = recording.steps
+    overflows = steps["step"][steps["status"] == OVERFLOW] + 1
     known = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     rates = [event for event in recording.events if event.kind == "learning_rate"]

@@ -45,12 +45,12 @@ class ShownRun:
         """
         if not len(self.recording):
             return Totals(None, sum(incident.refused for incident in self.incidents))
-        steps, bins = self.recording.steps, self.recording.bins
+        steps = self.recording.steps
         status, undone = steps["status"], steps["undone"]
         again = undone & np.isin(status, (REFUSED, OVERFLOW))
-        ran = len(np.unique(steps["step"][status != SKIPPED])) + int(bins["count"].sum())
-        refused = int(((status == REFUSED) & ~again).sum() + bins["refused"].sum())
-        overflows = int(((status == OVERFLOW) & ~again).sum() + bins["overflows"].sum())
+        ran = int(steps["step"][status != SKIPPED].max()) + 1  # steps are numbered from 0
+        refused = int(((status == REFUSED) & ~again).sum())
+        overflows = int(((status == OVERFLOW) & ~again).sum())
         return Totals(ran, refused + overflows, overflows, int(again.sum()))
 
     @property

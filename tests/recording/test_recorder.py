@@ -1,19 +1,19 @@
-"""The recorder: exact for the last steps, with the right minimum and maximum for earlier ones, and
-limited in size.
+"""The recorder: complete for the last steps, with every second good one of earlier steps, and limited
+in size.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import recordings, zoo
+from support import limits, recordings, zoo
 from support.recordings import (
     COMMITTED,
-    EXACT,
     MEASURED,
     OVERFLOW,
     REFUSED,
     Recorder,
+    run_of,
 )
 
 from keras_nanguard import GuardError, Recording
@@ -38,67 +38,57 @@ def recorder(**settings):
     return made
 
 
-def pushed(made, count, seed=0):
+def pushed(made, count, bad, seed=0):
     """Push steps with all kinds of values, and return their columns."""
     random = np.random.default_rng(seed)
     loss, squares = random.standard_normal(count), random.random(count)
     loss[random.random(count) < 0.05] = np.nan
     squares[random.random(count) < 0.05] = np.inf
-    status = random.choice([COMMITTED, REFUSED, OVERFLOW], count, p=[0.9, 0.07, 0.03])
+    status = random.choice([COMMITTED, REFUSED, OVERFLOW], count, p=[1 - bad, 0.7 * bad, 0.3 * bad])
     for step in range(count):
         made.push(step, loss[step], squares[step], 1.0, int(status[step]))
     return {"step": np.arange(count), "loss": loss, "gradient_norm": np.sqrt(2 * squares), "status": status}
 
 
-class TestSteps:
-    @pytest.mark.parametrize("total", [0, 1, EXACT, EXACT + 2048, EXACT + 2049, 50_000])
-    def test_last_steps_are_exact_and_bins_summarize_the_others(self, total, set_limit):
-        """Each bin summarizes exactly its steps; bins and exact steps together are all steps."""
-        set_limit("bins of a recording", 64)
-        made = recorder()
-        whole = pushed(made, total)
-        steps, bins = made.recording.steps, made.recording.bins
-        first = total - len(steps["step"])
-        for name, column in whole.items():
-            np.testing.assert_array_equal(steps[name], column[first:], err_msg=name)
-        assert len(steps["step"]) >= min(total, EXACT) and len(bins["first"]) < 64
-        assert bins["count"].sum() == first
-        assert bins["first"].tolist() == [0, *np.cumsum(bins["count"]).tolist()][:-1]
-        for number, (start, last) in enumerate(zip(bins["first"], bins["last"])):
-            part = {name: column[start : last + 1] for name, column in whole.items()}
-            assert bins["refused"][number] == (part["status"] == REFUSED).sum()
-            assert bins["overflows"][number] == (part["status"] == OVERFLOW).sum()
-            for name in ("loss", "gradient_norm"):
-                finite = part[name][np.isfinite(part[name])]
-                limits = bins[f"{name}_min"][number], bins[f"{name}_max"][number]
-                assert limits == (finite.min(), finite.max())
-            mean = np.nanmean(part["loss"])
-            assert bins["loss_mean"][number] == pytest.approx(mean, abs=1e-2)
+MAX_STEPS = limits.limit("steps of a recording")
 
-    def test_undone_in_bins(self):
-        """Bins after the snapshot count all of their committed steps as undone, earlier bins none.
+
+class TestSteps:
+    @pytest.mark.parametrize("total", [0, 1, MAX_STEPS, MAX_STEPS + 1, 3 * MAX_STEPS])
+    @pytest.mark.parametrize("bad", [0.01, 0.9])
+    def test_every_second_of_the_older_good_steps_is_removed(self, total, bad):
+        """The kept steps have their values, the last quarter is complete, and all bad steps stay
+        unless most are bad.
         """
         made = recorder()
-        for step in range(EXACT + 3000):
+        whole = pushed(made, total, bad=bad)
+        steps = made.recording.steps
+        kept = steps["step"]
+        assert len(kept) <= MAX_STEPS and np.all(np.diff(kept) > 0)
+        assert len(kept) == total or len(kept) > MAX_STEPS // 2
+        for name, column in whole.items():
+            np.testing.assert_array_equal(steps[name], column[kept], err_msg=name)
+        assert kept[-(MAX_STEPS // 4) :].tolist() == list(range(total))[-(MAX_STEPS // 4) :]
+        if bad < 0.5:
+            assert set(np.flatnonzero(whole["status"] != COMMITTED)) <= set(kept.tolist())
+        assert run_of(made.recording).totals.steps == (total or None)
+
+    def test_undone_steps_are_removed_like_others(self):
+        """Among the kept steps those after the snapshot are undone, earlier ones are not."""
+        made = recorder()
+        for step in range(MAX_STEPS + 3000):
             made.push(step, 1.0, 1.0, 1.0)
         made.undo(300)
-        bins, steps = made.recording.bins, made.recording.steps
-        assert bins["undone"][:3].tolist() == [0, 212, 256]
-        assert bins["undone"].sum() + steps["undone"].sum() == EXACT + 3000 - 300
-
+        steps = made.recording.steps
+        np.testing.assert_array_equal(steps["undone"], steps["step"] >= 300)
 
     def test_skipped_batches_are_not_steps(self):
-        """They count neither one by one nor in bins."""
-        made, total = recorder(), EXACT + 3000
+        made, total = recorder(), 3000
         for step in range(total):
             if step % 8 == 0:
                 made.skip(step, 0, step)
             made.push(step, 1.0, 1.0, 1.0)
-        found = made.recording
-        assert len(found) == total and len(found.bins["count"]) > 0
-        assert (found.bins["count"] <= found.bins["last"] - found.bins["first"] + 1).all()
-        made.undo(0)
-        assert made.recording.bins["undone"].tolist() == found.bins["count"].tolist()
+        assert len(made.recording) == run_of(made.recording).totals.steps == total
 
 
 class TestRecorder:
@@ -141,7 +131,7 @@ class TestRecorder:
         query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
         assert made._memory.connection.execute(query).fetchone()[0] < 16e6
         found = made.recording
-        assert len(found) == 100_000 and found.events[-1].kind == "snapshot"
+        assert len(found) > MAX_STEPS // 2 and found.events[-1].kind == "snapshot"
         assert sum(event.kind == "incident" for event in found.events) > 1000
 
     def test_a_recording_is_a_copy(self):
@@ -156,14 +146,14 @@ class TestRecorder:
 
 class TestRecording:
     def test_series_of_all_steps_together(self):
-        """Bins and steps are in ascending order; values that are not finite are omitted; points
-        have a lower and an upper value.
+        """They are in ascending order; values that are not finite are omitted; points have a lower
+        and an upper value.
         """
         recording = recordings.synthetic(30_000, 20)
         for name in MEASURED:
             step, low, high = recording.series(name, 100)
             assert 0 < len(step) <= 100 and np.all(np.diff(step) > 0) and np.all(low <= high) and np.isfinite([low, high]).all()
-        assert recording.series("loss")[2].max() == np.nanmax(recording.bins["loss_max"])
+        assert recording.series("loss")[2].max() == np.nanmax(recording.steps["loss"])
         assert [len(part) for part in Recording().series("loss")] == [0, 0, 0]
 
     @pytest.mark.parametrize(("call", "says"), [(("los",), "name to be one of"), (("loss", 0), "points to be at least 1")])
@@ -172,11 +162,10 @@ class TestRecording:
         with pytest.raises(GuardError, match=says):
             recordings.synthetic(10).series(*call)
 
-    @pytest.mark.parametrize("table", ["steps", "bins"])
-    def test_frames(self, table):
-        """A table becomes a data frame with the same columns and values."""
+    def test_frames(self):
+        """The steps become a data frame with the same columns and values."""
         pandas = pytest.importorskip("pandas")
-        columns = getattr(recordings.synthetic(20_000, 5), table)
+        columns = recordings.synthetic(20_000, 5).steps
         frame = pandas.DataFrame(columns)
         assert list(frame.columns) == list(columns) and len(frame) > 0
         for name, values in columns.items():

@@ -23,7 +23,7 @@ import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._core.literals import CAUSES
-from keras_nanguard._recording.database import STEP_COLUMNS
+from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event, incidents as recorded
 from keras_nanguard._report import cards, compare, files, html
@@ -195,17 +195,14 @@ def test_undone_values_in_a_long_run():
     assert undone == list(range(750, 1250)) and kept == [*range(750), *range(1250, 2000)]
 
 
-def test_overflows_of_all_steps_are_marked():
-    """Also those that are only known by their bin: one mark per bin, and the legend counts all of
-    them.
-    """
+def test_overflows_are_marked():
+    """Each has a mark, and the legend counts them."""
     recording = synthetic(30_000, 0)
-    recording.bins["overflows"][3] = 5
+    recording.steps["status"][[3, 800, 29_000]] = OVERFLOW
     raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
-    first, last = recording.bins["first"][3], recording.bins["last"][3]
     assert "every step was finite" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
-    assert marks["overflow_count"] == 5 and len(marks["overflows"]) == 1 and first < marks["overflows"][0] <= last
+    assert marks["overflow_count"] == 3 and marks["overflows"] == [4, 801, 29_001]
 
 
 def test_a_directory_that_several_fits_share():

@@ -13,7 +13,7 @@ LIMITS = {
     "values of a chunk of the row search": "_core.data._CHUNK",
     "share of the time for looks": "_fit.monitors.SHARE",
     "steps between two looks": "_fit.monitors.MIN_STEPS",
-    "bins of a recording": "_recording.database.BINS",
+    "steps of a recording": "_recording.database.MAX_STEPS",
     "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
     "seconds that a fit waits for its recording": "_recording.writer.WAIT",
     "rows that wait for the disk": "_recording.database.MAX_UNWRITTEN",

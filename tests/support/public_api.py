@@ -151,8 +151,7 @@ def logs() -> Iterator[str]:
 def recording() -> Iterator[str]:
     """The columns of a recording and the tables of its file."""
     records = importlib.import_module("keras_nanguard._recording.database")
-    for table, columns in (("steps", records.STEP_COLUMNS), ("bins", records.BIN_COLUMNS)):
-        yield from (f"recording {table}.{name}" for name in columns)
+    yield from (f"recording steps.{name}" for name in records.STEP_COLUMNS)
     statuses = {getattr(records, name): name.lower() for name in ("COMMITTED", "REFUSED", "OVERFLOW", "SKIPPED")}
     yield from (f"recording status {number}: {name}" for number, name in sorted(statuses.items()))
     yield f"bad samples: {', '.join(importlib.import_module('keras_nanguard._report.files').SAMPLE_COLUMNS)}"
@@ -174,7 +173,6 @@ FORMATS = {
     "guard state": ("_fit.recovery", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.database", "FORMAT"),
-    "recording.sqlite": ("_recording.database", "VERSION"),
     "scan report": ("_files.scan_report", "FORMAT"),
     "repair report": ("_files.repair_report", "FORMAT"),
     "recalibrate report": ("_files.recalibrate", "FORMAT"),

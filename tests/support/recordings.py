@@ -14,9 +14,8 @@ import numpy as np
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Recording
 from keras_nanguard._recording import writer as writing
 from keras_nanguard._recording.database import (
-    BIN_COLUMNS,
     COMMITTED,
-    MEASURED,
+    MEASURED,  # noqa: F401
     NAME,
     OVERFLOW,
     REFUSED,
@@ -29,9 +28,6 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Event
 from keras_nanguard._recording.writer import File
 from keras_nanguard._report.shown import ShownRun
-
-EXACT = 8192
-BIN = 256
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 """A name that would become markup if it were not escaped."""
@@ -67,8 +63,6 @@ def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: in
         "status": status,
         "undone": np.isin(step, [n for b in bad[::2] for n in range(b - 3, b)]),
     }
-    thin = max(steps - EXACT, 0) // BIN * BIN
-    exact = {key: column[thin:] for key, column in columns.items()}
     meta = {
         "format": 1,
         "model": name,
@@ -82,27 +76,7 @@ def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: in
         "steps_per_epoch": epoch,
     }
     events = _events(columns, bad, name, epoch)
-    bins = _bins({key: column[:thin] for key, column in columns.items()})
-    return Recording(meta, exact, bins, events, _layers(steps, name), _samples(bad, name))
-
-
-def _bins(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    rows = {key: column.reshape(-1, BIN) for key, column in columns.items()}
-    status = rows["status"]
-    found = {
-        "first": rows["step"][:, 0],
-        "last": rows["step"][:, -1],
-        "count": np.full(len(status), BIN),
-        "refused": (status == REFUSED).sum(1),
-        "overflows": (status == OVERFLOW).sum(1),
-        "undone": rows["undone"].sum(1),
-        "loss_mean": np.nanmean(rows["loss"], 1) if len(status) else np.zeros(0),
-        "time": rows["time"][:, -1],
-    }
-    for key in MEASURED:
-        found[f"{key}_min"] = np.nanmin(rows[key], 1) if len(status) else np.zeros(0)
-        found[f"{key}_max"] = np.nanmax(rows[key], 1) if len(status) else np.zeros(0)
-    return {key: found[key].astype(dtype) for key, dtype in BIN_COLUMNS.items()}
+    return Recording(meta, columns, events, _layers(steps, name), _samples(bad, name))
 
 
 def _events(columns: dict[str, np.ndarray], bad: np.ndarray, name: str, epoch: int) -> tuple[Event, ...]:
@@ -182,7 +156,7 @@ def begun(folder, **how):
 
 def flushed(recorder):
     """Have everything so far written to the file, for a limited time; return whether it is there."""
-    writer, end = recorder._writer, time.monotonic() + writing.WAIT
+    writer, end = recorder._file._writer, time.monotonic() + writing.WAIT
     if writer is None:
         return False
     for _ in range(2):  # what is being written now, then the rest
@@ -218,10 +192,9 @@ def push(made, steps, start=0):
 def same(one, other):
     """Check that two recordings are equal, except for their time of writing."""
     assert {**one.meta, "written": 0} == {**other.meta, "written": 0}
-    for table in ("steps", "bins"):
-        a, b = getattr(one, table), getattr(other, table)
-        assert list(a) == list(b)
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-            assert a[name].dtype == b[name].dtype
+    a, b = one.steps, other.steps
+    assert list(a) == list(b)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+        assert a[name].dtype == b[name].dtype
     assert [str(e) for e in one.events] == [str(e) for e in other.events] and one.samples == other.samples
