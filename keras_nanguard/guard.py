@@ -33,7 +33,8 @@ from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files
-from keras_nanguard._report.shown import ShownRun, curves
+from keras_nanguard._report.figure import curves
+from keras_nanguard._report.shown import ShownRun
 
 __all__ = ["NanGuard"]
 

@@ -11,7 +11,6 @@ import base64
 import shlex
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
@@ -27,6 +26,7 @@ from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
+from keras_nanguard._report.console import Kind
 from keras_nanguard._report.shown import ShownRun
 
 MAX_BYTES = 64 << 20
@@ -215,6 +215,7 @@ class Card:
     Attributes:
         title: cause and place.
         group: the incidents of this kind.
+        steps: the step of each of them.
         first: the first of them that still has its bundle, or the first of all.
         outcomes: the most frequent outcomes, each with how often it occurred.
         code: code to paste, or `""`.
@@ -228,6 +229,7 @@ class Card:
 
     title: str
     group: Sequence[Incident]
+    steps: Sequence[int]
     first: Incident
     outcomes: Sequence[tuple[Outcome, int]]
     code: str
@@ -246,34 +248,31 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
         run: the run.
         steps: the step of each incident, counted as in the samples and layers of the recording.
     """
-    at = dict(zip(map(id, run.incidents), steps))
-    groups = console.kinds(run.incidents)
-    kept = sorted(groups[:MAX_CARDS], key=lambda group: (group[0].step, group[0].epoch))
+    groups = console.kinds(run.incidents, steps)
+    kept = sorted(groups[:MAX_CARDS], key=lambda kind: (kind.first.step, kind.first.epoch))
     others = groups[MAX_CARDS:]
+    found = [_card(run, kind) for kind in kept]
     if others:
-        kept.append([incident for group in others for incident in group])
-    found = [_card(run, group, at) for group in kept]
-    if others:
+        together = Kind(*([one for part in parts for one in part] for parts in zip(*others)))
         title = f"{len(others)} more kinds of incidents; this is the first of them"
-        found[-1] = replace(found[-1], title=title)
+        found.append(replace(_card(run, together), title=title))
     return found
 
 
-def _card(run: ShownRun, group: Sequence[Incident], at: Mapping[int, int]) -> Card:
-    """Return one card, given the step of each incident by its `id`."""
-    recording = run.recording
+def _card(run: ShownRun, kind: Kind) -> Card:
+    """Return the card of incidents."""
+    recording, group = run.recording, kind.incidents
     folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
-    first, folder = group[place], folders[place]
+    first, folder, step = group[place], folders[place], kind.steps[place]
     diagnosis = first.diagnosis or Diagnosis()
-    step = at[id(first)]
     bundle = "" if folder is None and run.directory is not None else first.bundle or ""
-    done = Counter(outcome for incident in group for outcome in incident.outcomes)
     return Card(
-        title=console.why(group[0]),
+        title=str(kind),
         group=group,
+        steps=kind.steps,
         first=first,
-        outcomes=done.most_common(_MAX_OUTCOMES),
+        outcomes=kind.outcomes.most_common(_MAX_OUTCOMES),
         code=snippet(diagnosis),
         layers="" if folder is None else layer_table(folder),
         rows=shown(folder, diagnosis.samples, diagnosis.culprit),

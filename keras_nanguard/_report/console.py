@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, moment_of, needs_user
+from keras_nanguard._core.incident import (
+    Diagnosis,
+    Finding,
+    Incident,
+    Outcome,
+    moment_of,
+    needs_user,
+)
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import printable as printable
 from keras_nanguard._policy.actions import ACTIONS
@@ -24,7 +31,11 @@ WIDTH = 120
 MAX_PLACE = 44
 """Maximum number of characters of a path in it."""
 
+ENDS = {"raise_error": "stopped", "stop": "stopped", "rollback": "rolled back"}
+"""The word for a step in which an action was done, the most important one first."""
+
 CHANGES = {
+    "lower_lr": "learning rate {rates}",
     "fix_loss_scale": "loss scale reset",
     "clip": "gradients clipped",
     "repair": "values repaired",
@@ -32,8 +43,12 @@ CHANGES = {
     "recalibrate_batchnorm": "BatchNormalization recalibrated",
     "reset_slots": "optimizer state reset",
     "call": "function called",
+    "warn": "{detail}",
 }
-"""The change of an action in words."""
+"""The change of an action in words, with the learning rates that it has lowered or its detail."""
+
+NOT_DONE = {"rollback": "no rollback"}
+"""The words for an action that was not done."""
 
 
 class Lowered(NamedTuple):
@@ -93,12 +108,9 @@ def shortened(place: str, width: int = MAX_PLACE) -> str:
 
 def _head(incident: Incident) -> str:
     """Return the action and the step: `skipped step 30 (epoch 1)`."""
-    done = set(incident.changes)
     moment = moment_of(incident)
-    if done & {"stop", "raise_error"}:
-        return f"stopped at {moment}" if moment.startswith("step") else f"stopped {moment}"
-    if "rollback" in done:
-        return f"rolled back at {moment}"
+    for word in (ENDS[action] for action in ENDS if action in incident.changes):
+        return f"{word} at {moment}" if moment.startswith("step") else f"{word} {moment}"
     if incident.refused and incident.decision is None:
         return f"error in {moment}"
     return f"skipped {moment}" if incident.refused else moment
@@ -158,17 +170,12 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
 
 def _changes(incident: Incident, lowered: Sequence[Lowered]) -> str:
     """Return other changes, a rollback that failed, and the user's own warning."""
-    found = []
+    rates, found = ", ".join(one.rates for one in lowered), []
     for outcome in incident.outcomes:
-        if outcome.status != "done":
-            found += ["no rollback"] if outcome.action == "rollback" else []
-        elif outcome.action == "lower_lr":
-            found.append(f"learning rate {', '.join(one.rates for one in lowered)}")
-        elif outcome.action == "warn" and outcome.detail:
-            found.append(outcome.detail)
-        elif outcome.action in CHANGES:
-            found.append(CHANGES[outcome.action])
-        elif ACTIONS[outcome.action].terminal:
+        words = CHANGES if outcome.status == "done" else NOT_DONE
+        text = words.get(outcome.action, "").format(rates=rates, detail=outcome.detail)
+        found += [text] if text else []
+        if outcome.status == "done" and ACTIONS[outcome.action].terminal:
             found += [text for text in outcome.detail.split("; ") if text.startswith("the state ")]
     return "".join(f"; {text}" for text in dict.fromkeys(found))
 
@@ -195,7 +202,7 @@ class Lines:
 
     def line(self, incident: Incident, context: Context, every: bool = False) -> str:
         """Return the line of an incident, or `""` if it is only counted."""
-        kind = _kind(incident)
+        kind = (*_kind(incident), incident.changes)
         self._seen[kind] += 1
         count = self._seen[kind]
         round_number = count >= 10 and str(count).strip("0") == "1"
@@ -301,17 +308,44 @@ def summary(incidents: Sequence[Incident], totals: Totals) -> str:
     return printable("\n".join(lines))
 
 
-def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:
-    """Return incidents by cause and place, the most frequent first."""
-    groups: dict[tuple[Any, ...], list[Incident]] = {}
-    for incident in incidents:
-        groups.setdefault(_kind(incident)[:2], []).append(incident)
-    return sorted(groups.values(), key=len, reverse=True)
+class Kind(NamedTuple):
+    """The incidents with the same cause and place, and the step of each."""
+
+    incidents: list[Incident]
+    steps: list[int]
+
+    def __str__(self) -> str:
+        return why(self.incidents[0])
+
+    @property
+    def first(self) -> Incident:
+        """The first of them."""
+        return self.incidents[0]
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """How often each outcome occurred."""
+        return Counter(outcome for incident in self.incidents for outcome in incident.outcomes)
+
+
+def kinds(incidents: Sequence[Incident], steps: Sequence[int] = ()) -> list[Kind]:
+    """Return incidents by cause and place, the most frequent first.
+
+    Args:
+        incidents: the incidents.
+        steps: the step of each; by default as it counts them itself.
+    """
+    groups: dict[tuple[Any, ...], Kind] = {}
+    for incident, step in zip(incidents, steps or [incident.step for incident in incidents]):
+        kind = groups.setdefault(_kind(incident), Kind([], []))
+        kind.incidents.append(incident)
+        kind.steps.append(step)
+    return sorted(groups.values(), key=lambda kind: len(kind.steps), reverse=True)
 
 
 def _kind(incident: Incident) -> tuple[Any, ...]:
     """Return the key that incidents of the same kind share."""
-    return (incident.refused, why(incident), incident.changes)
+    return (incident.refused, why(incident))
 
 
 def why(incident: Incident) -> str:

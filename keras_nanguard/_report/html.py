@@ -77,7 +77,7 @@ def page(run: ShownRun) -> str:
     meta = recording.meta
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
-        "marks": _marks(run, found, steps),
+        "marks": _marks(run, found),
         "layers": layers,
     }
     return rendered(
@@ -178,19 +178,22 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
-def _marks(run: ShownRun, shown: Sequence[Card], at: Sequence[int]) -> dict[str, Any]:
+def _marks(run: ShownRun, shown: Sequence[Card]) -> dict[str, Any]:
     """Return the marks on the timeline, those of incidents with the number of their card. Steps
     count from 1, as on the console."""
-    number = {id(incident): n for n, card in enumerate(shown) for incident in card.group}
-    recording, refusals = run.recording, [int(incident.refused) for incident in run.incidents]
+    incidents = sorted(
+        (step + 1, number, int(incident.refused))
+        for number, card in enumerate(shown)
+        for step, incident in zip(card.steps, card.group)
+    )
+    known, recording = {step for step, _, _ in incidents}, run.recording
     steps = recording.steps
+    refused = (steps["step"][steps["status"] == REFUSED] + 1).tolist()
     overflows = steps["step"][steps["status"] == OVERFLOW] + 1
-    known = set(at)
-    refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     rates = [event for event in recording.events if event.kind == "learning_rate"]
     return {
-        "incidents": [[step + 1 for step in at], [number[id(i)] for i in run.incidents], refusals],
-        "refused": refused,
+        "incidents": [*zip(*incidents)] or [[], [], []],
+        "refused": [step for step in refused if step not in known],
         "overflows": overflows.tolist(),
         "overflow_count": run.totals.overflows,
         "rollbacks": _rollbacks(recording),

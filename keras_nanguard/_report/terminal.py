@@ -46,13 +46,13 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
     found.add_column("incident", max_width=cell)
     found.add_column("what to do", max_width=width - OVERHEAD - cell)
     groups = console.kinds(incidents)
-    for group in groups[:MAX_ROWS]:
-        first = group[0]
+    for kind in groups[:MAX_ROWS]:
+        first = kind.first
         advice = first.diagnosis.advice[:1] if first.diagnosis is not None else ()
-        lines = (console.why(first), f"first: {first.moment}", f"action: {_done(group)}")
+        lines = (str(kind), f"first: {first.moment}", f"action: {_done(kind)}")
         words = "\n".join(lines), *(advice or ("",))
         cells = (_fitted(console.printable(text), cell) for text in words)
-        found.add_row(str(len(group)), *map(Text, cells))
+        found.add_row(str(len(kind.incidents)), *map(Text, cells))
     if len(groups) > MAX_ROWS:
         found.caption = Text(f"and {len(groups) - MAX_ROWS} more kinds of incidents")
     return found
@@ -66,15 +66,16 @@ def _fitted(text: str, width: int) -> str:
     )
 
 
-def _done(group: Sequence[Incident]) -> str:
+def _done(kind: console.Kind) -> str:
     """Return the actions for incidents, with counts if they differ."""
-    counts = Counter(
-        outcome.action
-        for incident in group
-        for outcome in incident.outcomes
-        if outcome.status == "done"
+    counts = Counter[str]()
+    for outcome, count in kind.outcomes.items():
+        counts[outcome.action] += count if outcome.status == "done" else 0
+    named = (
+        action if count == len(kind.incidents) else f"{count} x {action}"
+        for action, count in counts.most_common()
+        if count
     )
-    named = (action if n == len(group) else f"{n} x {action}" for action, n in counts.most_common())
     return ", ".join(named) or "none"
 
 
@@ -218,11 +219,11 @@ def _incidents(incidents: Sequence[Incident]) -> Any:
     if not incidents:
         return _text("none", "green")
     table = Table.grid(padding=(0, 2))
-    for group in console.kinds(incidents)[:_MAX_KINDS]:
-        last = group[-1]
+    for kind in console.kinds(incidents)[:_MAX_KINDS]:
+        last = kind.incidents[-1]
         skipped = last.refused and last.decision is not None  # without one the step has raised
         done = ", ".join(last.changes) or ("skipped" if skipped else "reported")
-        cells = (f"{len(group)} x", console.why(last), f"last at {last.moment}", done)
+        cells = (f"{len(kind.incidents)} x", str(kind), f"last at {last.moment}", done)
         table.add_row(*map(_text, cells))
     lines = [_text(str(incident), "dim") for incident in incidents[-_MAX_LAST:]]
     for line in lines:

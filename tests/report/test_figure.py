@@ -12,7 +12,7 @@ import pytest
 from support.recordings import synthetic
 
 from keras_nanguard import GuardError, NanGuard
-from keras_nanguard._report.shown import curves
+from keras_nanguard._report.figure import curves
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 

@@ -24,7 +24,6 @@ from keras_nanguard._report.console import (
     brief_line,
     kinds,
     summary,
-    why,
 )
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
@@ -272,7 +271,7 @@ def test_kinds():
     """Incidents by kind, the most frequent first."""
     back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
     reported = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
-    assert [(len(group), why(group[0]), group[0].step) for group in reported] == [
+    assert [(len(kind.incidents), str(kind), kind.first.step) for kind in reported] == [
         (2, "input_nonfinite in 'x/age'", 3),
         (1, "nonfinite loss", 7),
     ]
