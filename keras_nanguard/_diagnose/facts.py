@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median_low
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
 
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
@@ -270,6 +271,51 @@ def exponents(model: Any) -> tuple[tuple[str, str, float], ...]:
         for name in EXPONENTS
         if isinstance(value := getattr(loss, name, None), (int, float))
     )
+
+
+class LossTargets(NamedTuple):
+    """The targets of one loss.
+
+    Attributes:
+        output: name of the output, `""` if it has none.
+        loss: the loss.
+        part: the targets in the batch, `None` if unknown.
+        shape: shape of the output, with the rows; `()` if unknown.
+    """
+
+    output: str
+    loss: Any
+    part: batches.Part | None
+    shape: tuple[int | None, ...]
+
+
+def targets_by_loss(
+    model: Any, batch: Any, outputs: Sequence[tuple[str, tuple[int | None, ...]]]
+) -> list[LossTargets]:
+    """Return each compiled loss with its targets and the shape of its output.
+
+    Losses, targets and outputs in dicts can be in three different orders, so they are matched by
+    name, and only without names by place.
+
+    Args:
+        model: the model.
+        batch: the arguments of the step; `None` if unknown.
+        outputs: path and shape of each output.
+    """
+    entries = keras_losses.losses_by_output(model)
+    targets = [(part.path, part) for part in batches.parts(batch) if part.role == "targets"]
+
+    def of(items: Sequence[tuple[str, Any]], name: str, place: int) -> Any:
+        named = {path.rpartition("/")[2]: item for path, item in items}
+        if name in named:
+            return named[name]
+        known = len(items) in (1, len(entries)) and place < len(items)
+        return items[place][1] if known else None
+
+    return [
+        LossTargets(name, loss, of(targets, name, place), of(outputs, name, place) or ())
+        for place, (name, loss) in enumerate(entries)
+    ]
 
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:

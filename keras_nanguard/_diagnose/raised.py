@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
+from keras_nanguard._diagnose.facts import targets_by_loss
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 LABEL = re.compile(
@@ -42,17 +43,22 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
         message: the message of the exception.
         batch: the arguments of the step, if they are known.
     """
+    outputs = _outputs(model, batch)
     if found := LABEL.search(message):
         listed = LABELS.search(message)
         labels = [int(word) for word in listed[1].split()] if listed else []
-        return _label(model, labels, int(found[1]), int(found[2]))
+        high = int(found[2])
+        fitting = [out._replace(labels=labels) for out in outputs if out.classes == high]
+        return _label(model, fitting, int(found[1]), high)
     if found := OUT_OF_BOUNDS.search(message):
-        return _label(model, _class_indices(batch), int(found[1]), _classes(model))
+        value = int(found[1])
+        return _label(
+            model, [o for o in outputs if value in o.wrong.values()][:1] or outputs, value
+        )
     if found := UNNAMED.search(message):
-        labels = _class_indices(batch) if _labels_per_row(model) else []
-        wrong = [label for label in labels if not 0 <= label < int(found[1])]
+        wrong = [out for out in outputs if out.wrong and out.classes == int(found[1])]
         if wrong:
-            return _label(model, labels, wrong[0], _classes(model))
+            return _label(model, wrong[:1], next(iter(wrong[0].wrong.values())))
         return _lookup(model, batch)
     if OUT_OF_TABLE.search(message):
         return _lookup(model, batch)
@@ -63,17 +69,67 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
     return None
 
 
-def _label(model: Any, labels: Sequence[int], value: int, high: int) -> Explained:
-    """A class index outside of `[0, high)`, among the labels of the batch if they are known. `high`
-    is 0 if it is unknown.
+class _Output(NamedTuple):
+    """An output whose targets are class indices.
+
+    Attributes:
+        loss: name of its loss.
+        classes: number of classes, 0 if unknown.
+        per_row: number of labels per row of the batch, 0 if unknown.
+        labels: the labels of the batch, none if unknown.
     """
-    width = _labels_per_row(model)
-    known = high and width
-    wrong = [i for i, label in enumerate(labels) if not 0 <= label < high] if known else []
-    rows = tuple(dict.fromkeys(i // width for i in wrong))
+
+    loss: str
+    classes: int
+    per_row: int
+    labels: Sequence[int]
+
+    @property
+    def wrong(self) -> dict[int, int]:
+        """The labels that are no class, by their place."""
+        return {i: n for i, n in enumerate(self.labels) if not 0 <= n < self.classes}
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows with such labels."""
+        return tuple(dict.fromkeys(i // self.per_row for i in self.wrong)) if self.per_row else ()
+
+
+def _outputs(model: Any, batch: Any) -> list[_Output]:
+    """Return the outputs of a functional model whose targets are class indices: those with a loss
+    of that kind, and the only output of a model.
+    """
+    found = targets_by_loss(model, batch, keras_layers.output_shapes(model))
+    return [
+        _Output(
+            str(loss.name),
+            int(shape[-1] or 0),
+            math.prod(length or 0 for length in shape[1:-1]),
+            () if part is None else _labels(part.array),
+        )
+        for _, loss, part, shape in found
+        if shape and (len(found) == 1 or "sparse" in loss.name)
+    ]
+
+
+def _labels(targets: np.ndarray[Any, Any]) -> list[int]:
+    known = np.isfinite(targets).all()
+    return [int(label) for label in targets.reshape(-1)] if known else []
+
+
+def _label(model: Any, outputs: Sequence[_Output], value: int, high: int = 0) -> Explained:
+    """A class index outside of `[0, high)`, in the targets of one of these outputs. `high` is 0 if
+    it is unknown.
+    """
     names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
     only = names[0] if len(names) == 1 else "loss"
     culprit = next((name for name in names if "sparse" in name), only)
+    rows: tuple[int, ...] = ()
+    size: int | None = None
+    if len(outputs) == 1:
+        found = outputs[0]
+        high, rows, size = high or found.classes, found.rows, len(found.labels) or None
+        culprit = found.loss
     valid = f"from 0 to {high - 1}" if high else "from 0 to classes - 1"
     classes = f"the model has {high} classes, {valid}" if high else "the model has no such class"
     seen = (
@@ -81,31 +137,13 @@ def _label(model: Any, labels: Sequence[int], value: int, high: int) -> Explaine
         "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
     )
     advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."
-    finding = Finding("targets", "out_of_range", size=len(labels) or None, value=float(value))
+    finding = Finding("targets", "out_of_range", size=size, value=float(value))
     return finding, Diagnosis("target_out_of_range", culprit, rows, seen, (advice,), 0.97)
-
-
-def _classes(model: Any) -> int:
-    """Return the number of classes of a model with one output, 0 if unknown."""
-    shapes = keras_layers.output_shapes(model)
-    return int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
-
-
-def _class_indices(batch: Any) -> list[int]:
-    targets = _arrays(batch, "targets")
-    known = len(targets) == 1 and np.isfinite(targets[0]).all()
-    return [int(label) for label in targets[0].reshape(-1)] if known else []
 
 
 def _arrays(batch: Any, role: str) -> list[np.ndarray[Any, Any]]:
     found = [] if batch is None else batches.parts(batch)
     return [part.array for part in found if part.role == role]
-
-
-def _labels_per_row(model: Any) -> int:
-    """Return the number of labels per row of the batch, 0 if unknown."""
-    shapes = keras_layers.output_shapes(model)
-    return math.prod(length or 0 for length in shapes[0][1:-1]) if len(shapes) == 1 else 0
 
 
 def _lookup(model: Any, batch: Any) -> Explained:

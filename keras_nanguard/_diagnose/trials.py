@@ -23,7 +23,7 @@ from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
 from keras_nanguard._diagnose.changes import Start, in_float32, restore, standardized, train_from
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
-from keras_nanguard._diagnose.facts import negative_loss
+from keras_nanguard._diagnose.facts import negative_loss, targets_by_loss
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -98,17 +98,14 @@ class Case:
         its replay, if it has any, and the proof that it is the reason for the failure.
         """
         model = self.step.model
-        shapes = [array.shape for _, array in self.run.outputs] or keras_layers.output_shapes(model)
-        widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
-        targets = [p for p in batches.parts(self.batch) if p.role == "targets"]
-        entries = keras_losses.losses_by_output(model)
-        if len(entries) != len(targets):
-            entries = entries[:1] if len(targets) == 1 else []
-        widths += [0] * len(entries)
-        for (output, loss), part, width in zip(entries, targets, widths):
-            if (found := keras_losses.rejected(loss, part.array, width)) is not None:
-                output, proof = output if len(entries) > 1 else "", self._proof(part, found.valid)
-                fault = TargetFault(str(loss.name), output, found.rows, found.clause, proof)
+        outputs = [(path, array.shape) for path, array in self.run.outputs]
+        found = targets_by_loss(model, self.batch, outputs or keras_layers.output_shapes(model))
+        for output, loss, part, shape in found:
+            width = int(shape[-1] or 0) if shape else 0
+            wrong = None if part is None else keras_losses.rejected(loss, part.array, width)
+            if part is not None and wrong is not None:
+                output, proof = output if len(found) > 1 else "", self._proof(part, wrong.valid)
+                fault = TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
                 return self.with_(target_fault=fault)
         return self.with_(target_fault=None)
 

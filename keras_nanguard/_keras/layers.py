@@ -188,12 +188,6 @@ def class_of(thing: Any) -> str:
     return next((kind.__name__ for kind in own), "")
 
 
-def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
-    """Return the shape of each output of a functional model; none for other models."""
-    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    return [tuple(t.shape) for t in outputs if isinstance(t, keras.KerasTensor)]
-
-
 def output_names(model: Any) -> list[str]:
     """Return the name of each output of a functional or sequential model, by which `compile` and
     `fit` know it: its key in a dict, or the name of its layer.
@@ -202,6 +196,16 @@ def output_names(model: Any) -> list[str]:
     named = structure.items() if isinstance(structure, dict) else ()
     keys = {id(tensor): str(key) for key, tensor in named}
     return [keys.get(id(t), str(t._keras_history.operation.name)) for t in model.outputs]
+
+
+def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:
+    """Return name and shape of each output of a functional model; none for other models."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    if not all(isinstance(t, keras.KerasTensor) for t in outputs):
+        return []
+    return (
+        [(name, tuple(t.shape)) for name, t in zip(output_names(model), outputs)] if outputs else []
+    )
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:

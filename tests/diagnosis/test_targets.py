@@ -72,3 +72,39 @@ def test_mixtures_in_the_dtype_of_the_targets_are_accepted(dtype):
 def test_a_class_index_is_exact():
     found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 3, -1, 2]), 3)
     assert found.rows == (1, 2) and found.valid.tolist() == [0, 0, 0, 2]
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_class_index_is_found_in_the_output_that_has_it(keys):
+    """Of a model with two outputs of class indices and one of numbers."""
+    inputs = keras.Input((8,))
+    heads = {"many": 7, "number": 1, "few": 3}
+    outputs = {name: keras.layers.Dense(n, name=name)(inputs) for name, n in heads.items()}
+    sparse = keras.losses.SparseCategoricalCrossentropy
+    losses = {"few": sparse(from_logits=True, name="sparse_few"), "number": "mse"}
+    losses["many"] = sparse(from_logits=True, name="sparse_many")  # another order than above
+    y = {"few": np.zeros(32, int), "many": np.full(32, 5), "number": np.zeros(32)}
+    y["many"][[20, 22]] = 7
+    if not keys:
+        outputs, losses, y = ([parts[name] for name in heads] for parts in (outputs, losses, y))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", losses)
+    guard = NanGuard(verbose=0)
+    with pytest.raises(Exception, match="7"):
+        model.fit(np.ones((32, 8)), y, batch_size=16, shuffle=False, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    assert incident.diagnosis.culprit == "sparse_many" and incident.diagnosis.samples == (4, 6)
+    assert "7 classes" in incident.diagnosis.evidence[0]
+
+
+def test_targets_in_a_dict_belong_to_the_loss_of_their_name():
+    """In any order: numbers are not judged by the loss of the probabilities."""
+    inputs = keras.Input((8,))
+    heads = {"share": keras.layers.Dense(1, "sigmoid"), "count": keras.layers.Dense(1)}
+    model = keras.Model(inputs, {name: layer(inputs) for name, layer in heads.items()})
+    model.compile("sgd", {"count": "mse", "share": "binary_crossentropy"})
+    x, ones = np.ones((16, 8), "float32"), np.ones((16, 1), "float32")
+    assert diagnose(model, x, {"share": ones, "count": 5 * ones}).diagnosis.cause == "unknown"
+    found = diagnose(model, x, {"share": 5 * ones, "count": ones}).diagnosis
+    assert (found.cause, found.culprit) == ("target_out_of_range", "binary_crossentropy")

@@ -400,7 +400,7 @@ def test_operations_losses_and_inputs_are_found():
     assert "log" in found and set(found) <= {"log", "cast"}  # the lowest Keras casts inputs by operations
     assert [name for name, _ in keras_losses.losses_by_output(built)] == ["x", "y"]
     assert [str(t.dtype) for t in keras_layers.symbolic_inputs(built)] == ["float16"]
-    assert keras_layers.output_shapes(built) == [(None, 1), (None, 1)]
+    assert keras_layers.output_shapes(built) == [("x", (None, 1)), ("y", (None, 1))]
     assert keras_layers.output_names(built) == ["x", "y"]
 
 
