@@ -18,8 +18,10 @@ from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment, loop_step
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, GuardInUseError, require_path
-from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.incident import Incident, Lowered
 from keras_nanguard._core.literals import Preset
+from keras_nanguard._core.plain_values import times
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit import arguments
 from keras_nanguard._fit.attached import Attached, guardable
 from keras_nanguard._fit.bad_data import BadRows
@@ -118,7 +120,7 @@ class NanGuard(keras.callbacks.Callback):
         self._reporter, self._recorder = Reporter(arguments.verbosity(verbose)), Recorder()
         self._bad_rows = BadRows(self._recorder, self.sample_ids)
         self._unnamed = self._resumed = self._watching = False
-        self._counts = console.Totals()  # of the fits before the last one
+        self._counts = Totals()  # of the fits before the last one
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
@@ -448,7 +450,7 @@ class NanGuard(keras.callbacks.Callback):
         """The `Recording` of all steps and events so far. It is a copy from memory."""
         return self._recorder.recording
 
-    def _counted(self) -> console.Totals:
+    def _counted(self) -> Totals:
         """Return the numbers of steps of all fits so far."""
         last = None if self.session is None else self.session.run.counts.totals
         return self._counts if last is None else self._counts.plus(last)
@@ -476,7 +478,7 @@ class NanGuard(keras.callbacks.Callback):
             files.write_samples(found, path)
         return found
 
-    def _announce(self, incident: Incident, lowered: Sequence[console.Lowered]) -> None:
+    def _announce(self, incident: Incident, lowered: Sequence[Lowered]) -> None:
         """Record and print an incident, with the learning rates that it has lowered."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             for place, earlier in enumerate(self.incidents):
@@ -499,7 +501,7 @@ class NanGuard(keras.callbacks.Callback):
         return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
 
     def __repr__(self) -> str:
-        return f"NanGuard({self.policy.preset!r}, {console.times(len(self.incidents), 'incident')})"
+        return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
 
     def __str__(self) -> str:
         return self.summary()

@@ -90,6 +90,9 @@ def onset(series: Sequence[tuple[int, float]]) -> int:
     return began
 
 
+MAX_RATE = 1e3
+"""Learning rate of a schedule above which the schedule is wrong."""
+
 BEFORE = 128
 """Number of the last steps that a diagnosis compares."""
 

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.data import argument_path
@@ -354,6 +354,19 @@ def needs_user(incident: Incident) -> bool:
     """Return whether training ends, or a result of `evaluate` or `predict` is bad."""
     terminal = incident.decision is not None and incident.decision.terminal
     return terminal or bool({"validation", "predictions"} & set(incident.sites))
+
+
+class Lowered(NamedTuple):
+    """A learning rate that was lowered: its optimizer, and the rate before and after."""
+
+    optimizer: str
+    before: float
+    after: float
+
+    @property
+    def rates(self) -> str:
+        """Both rates as text."""
+        return f"{self.before:.3g} -> {self.after:.3g}"
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):

@@ -29,6 +29,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def times(count: int, word: str) -> str:
+    """Return a count with its word: `1 step`, `2 steps`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def loads(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keras_nanguard._core.history import Growth
+from keras_nanguard._core.history import MAX_RATE, Growth
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
 from keras_nanguard._core.verdict import LayerRow
@@ -23,9 +23,6 @@ HUGE_DATA = 1e4
 
 LARGE_DATA = 1e3
 """Magnitude above which a trial tests whether they explain it."""
-
-MAX_RATE = 1e3
-"""Learning rate of a schedule above which the schedule is wrong."""
 
 FEW = 0.25
 """Share of the rows of a batch up to which they are few."""

@@ -8,7 +8,7 @@ with one owner; all other files read them there. The files from top to bottom:
     a step        session (before and after it), tasks (what is due between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
                   perform (one function for each action)
-                  rollback (which snapshot, replays of undone steps)
+                  rollback (which snapshot, replays of undone steps), poles (of schedules)
     lost runs     monitors, divergence (when to run trials), proof (what they show), trial
     data          bad_data (bad rows), batchnorm (moving statistics)
     callbacks     callbacks (what others receive, and results that are not finite)

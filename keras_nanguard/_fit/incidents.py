@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
@@ -17,6 +17,7 @@ from keras_nanguard._core.incident import (
     Diagnosis,
     Finding,
     Incident,
+    Lowered,
     NonFiniteError,
     Outcome,
 )
@@ -24,8 +25,9 @@ from keras_nanguard._core.literals import SITES, Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.perform import PERFORMERS, perform
-from keras_nanguard._fit.rollback import Found, Replay
+from keras_nanguard._fit.perform import Response, perform
+from keras_nanguard._fit.poles import Found, Poles
+from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, tried
@@ -33,7 +35,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.state import is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
-from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
@@ -88,6 +89,30 @@ class Detected:
         return cls(max(run.step - 1, 0), findings, **about)
 
 
+Refusal = Literal["left_by_previous", "overflow", "incident"]
+"""Why a step was refused: for the state that the step before has left; for an ordinary overflow
+under dynamic loss scaling; for anything else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _LastSteps:
+    """The last bad steps that matter for the next one, each `None` before the first.
+
+    Attributes:
+        postponed: the last step that has left NaN in the state of this process alone.
+        observed: the last bad step under a policy that refuses nothing.
+        unexplained: the last step that was refused with a finite batch.
+        diverged: the numbers of committed steps and rollbacks at which a step was last refused for
+            a divergence. As long as they are the same, the state is still bad, for any batch.
+    """
+
+    postponed: int | None = None
+    observed: int | None = None
+    unexplained: int | None = None
+    diverged: tuple[int, int] | None = None
+
+
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
@@ -114,13 +139,10 @@ class Incidents:
         after: Callable[[Verdict], object],
     ):
         self._run, self._report_now, self._explain = run, report, explain
-        self._bad_rows, self.replay = bad_rows, Replay(run, after)
+        self._bad_rows, self._poles = bad_rows, Poles(run)
+        self.replay = Replay(run, self._poles, after)
         self._waiting: list[tuple[Incident, Sequence[Lowered]]] = []
-        self._postponed = -2  # the last step that has left NaN in the state of this process alone
-        self._last_observed = -2  # the last bad step under a policy that refuses nothing
-        self._last_unexplained = -2  # the last step that was refused with a finite batch
-        # The counts of steps and rollbacks at which a step was refused for a divergence.
-        self._diverged: tuple[int, int] | None = None
+        self._last = _LastSteps()
 
     # Detect
 
@@ -128,44 +150,69 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, step = self._run, self._run.step
         run.counts.refuse()
-        left = report is not None and report.left_by_previous
-        left = left or self._postponed == step - 1
-        extraordinary = not self._count_overflow(verdict, report)
-        left, extraordinary = run.agreement.any_of(left, extraordinary)
-        overflow = not (left or extraordinary)
-        run.recording.step(verdict, OVERFLOW if overflow else REFUSED)
-        if left:
+        refusal = self._classify(verdict, report)
+        run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
+        if refusal == "left_by_previous":
             self.handle(Detected(step - 1, run.scan(), verdict))
             self.replay.leave_out(step)
             return
         run.recent.push(step, run.transaction.given, refused=True)
-        if overflow:
+        if refusal == "overflow":
             run.counts.overflow()
             return
+        args, state = self._arguments(), (run.counts.committed, run.counts.rollbacks)
+        findings = self._findings(verdict, report)
+        incident = self.handle(Detected(step, findings, verdict, report, refused=True))
+        self._after_refusal(incident, step, args, state)
+
+    def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
+        """Count the overflows in a row; return why a step was refused, in any of the processes."""
+        by_previous = report is not None and report.left_by_previous
+        by_previous |= self._last.postponed == self._run.step - 1
+        ordinary = self._is_ordinary_overflow(verdict, report)
+        by_previous, incident = self._run.agreement.any_of(by_previous, not ordinary)
+        if by_previous:
+            return "left_by_previous"
+        return "incident" if incident else "overflow"
+
+    def _findings(self, verdict: Verdict, report: Report | None) -> list[Finding]:
+        """Return the findings of a refused step: in its batch, its state and its loss scale."""
+        run, scaling = self._run, self._run.policy.loss_scale
         of_batch, of_state = _in_batch(report, run.model), run.scan(before=True)
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
-        scaling = run.policy.loss_scale
         scaled = verdict.scale != 1.0  # it is 1 without a loss scale
         if scaled and scaling.is_too_high(verdict.scale, run.history.scale):
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        args, state = self._given(), (run.counts.committed, run.counts.rollbacks)
-        incident = self.handle(Detected(step, findings, verdict, report, refused=True))
+        return findings
+
+    def _after_refusal(
+        self, incident: Incident, step: int, args: Any, state: tuple[int, int]
+    ) -> None:
+        """Prepare for the next step after the incident of a refused one: without the random numbers
+        or the batch that are to blame.
+
+        Args:
+            incident: the incident.
+            step: the step.
+            args: its arguments, `None` if they are gone.
+            state: the numbers of committed steps and rollbacks before the incident.
+        """
+        run, last = self._run, self._last
         back = "rollback" in incident.changes
         if not is_of_data(incident) or "bad_at_start" in incident.values:
-            again = step - 1 == self._last_unexplained
+            again = step - 1 == last.unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
                 run.advance_generators()  # else the next step draws the same noise once more
-            self._last_unexplained = step
-        same_state = self._diverged == state  # which is still bad, for any batch
+            self._last = replace(self._last, unexplained=step)
         if "divergence" in incident.causes:
-            self._diverged = state
-        elif not back and (is_of_data(incident) or not same_state):
+            self._last = replace(self._last, diverged=state)
+        elif not back and (is_of_data(incident) or last.diverged != state):
             run.recent.blame(incident.step)  # after a rollback it is gone, or good in a replay
 
-    def _count_overflow(self, verdict: Verdict, report: Report | None) -> bool:
+    def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
         """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
         its gradients are bad.
 
@@ -201,10 +248,10 @@ class Incidents:
 
     def _is_finite_at(self, loss_scale: float) -> bool:
         """Return whether the last step is finite at another loss scale, as far as is known."""
-        given = self._given()
-        return self._tried(lambda trying, args: trying.is_finite_at(loss_scale, args), given)
+        args = self._arguments()
+        return self._holds(lambda trying, args: trying.is_finite_at(loss_scale, args), args)
 
-    def _given(self) -> Any:
+    def _arguments(self) -> Any:
         """Return the arguments of this step, `None` if they are gone, or if it cannot be
         replayed.
         """
@@ -215,9 +262,9 @@ class Incidents:
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
         seeds = keras_variables.seeds(self._run.train_state().other)
-        return bool(seeds) and self._tried(Trial.is_bad_by_noise, args)
+        return bool(seeds) and self._holds(Trial.is_bad_by_noise, args)
 
-    def _tried(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
+    def _holds(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
         """Whether a method of `Trial` finds that something holds for a step on these arguments."""
         return args is not None and tried(self._run, lambda trying: holds(trying, args), False)
 
@@ -238,7 +285,7 @@ class Incidents:
 
         It acts once the others see it, too.
         """
-        self._postponed = self._run.step
+        self._last = replace(self._last, postponed=self._run.step)
         return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
 
     def observed(self, verdict: Verdict, report: Report | None) -> None:
@@ -247,8 +294,8 @@ class Incidents:
         """
         run = self._run
         run.recording.step(verdict)
-        again, self._last_observed = run.step - 1 == self._last_observed, run.step
-        if again:
+        before, self._last = self._last.observed, replace(self._last, observed=run.step)
+        if run.step - 1 == before:
             return
         reported = report.findings() if report else ()
         findings = [*_in_batch(report, run.model), *reported, *run.scan()]
@@ -268,15 +315,16 @@ class Incidents:
     def handle(self, detected: Detected) -> Incident:
         """Explain what was detected, decide, act, report the incident, and return it."""
         run = self._run
-        incident, poles = self._explained(detected, run.agreement)
+        incident, poles = self._explain_incident(detected, run.agreement)
         decision, state = decide(run.policy, run.recovery.policy_state, incident)
         if self._is_of_batch(incident, decision, detected.report):
             incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
             decision, state = decide(run.policy, run.recovery.policy_state, incident)
         run.recovery.policy_state = state
         incident = incident.with_(decision=decision)
-        incident, lowered = self._answered(incident, detected.report, poles)
-        self._report(incident, lowered)
+        response = perform(run, incident, detected.report, self.replay.rollbacks)
+        incident = self._apply(response, incident, poles)
+        self._report(incident, response.lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
@@ -298,7 +346,7 @@ class Incidents:
 
     def report(self, detected: Detected) -> None:
         """Explain what was detected and report it, without an action or another process."""
-        self._report(self._explained(detected, Agreement())[0])
+        self._report(self._explain_incident(detected, Agreement())[0])
 
     def _measured(self, detected: Detected) -> dict[str, float]:
         """Return the measurements of a step for its incident."""
@@ -316,7 +364,7 @@ class Incidents:
             measured["loss_scale"] = verdict.scale
         return measured
 
-    def _explained(self, detected: Detected, agreement: Agreement) -> tuple[Incident, Found]:
+    def _explain_incident(self, detected: Detected, agreement: Agreement) -> tuple[Incident, Found]:
         """Return the incident without a decision, and the poles of schedules that it is about.
 
         Args:
@@ -345,7 +393,7 @@ class Incidents:
         self._bad_rows.note(incident, own)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(run.history.series))
-        poles = self.replay.poles.find(incident)
+        poles = self._poles.find(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
@@ -354,33 +402,28 @@ class Incidents:
             incident = incident.with_(bundle=self._explain.bundle(incident, own, evidence))
         return incident, poles
 
-    def _answered(
-        self, incident: Incident, report: Report | None, poles: Found
-    ) -> tuple[Incident, Sequence[Lowered]]:
-        """Perform the decision of an incident; return it with the outcomes of its actions, and the
-        learning rates that they have lowered.
+    def _apply(self, response: Response, incident: Incident, poles: Found) -> Incident:
+        """Apply to the run what the actions of an incident have done, and replay the undone steps;
+        return the incident with the outcomes.
         """
-        run, decision = self._run, incident.decision
-        assert decision is not None
-        outcomes, response = perform(run, incident, report, self.replay.rollbacks)
-        outcomes, rerun = run.agreement.outcomes(outcomes), response.rerun
-        run.stopped |= decision.terminal
-        run.failed |= any(action.get("log_worst_metrics", False) for action in decision.actions)
+        run = self._run
+        outcomes = run.agreement.outcomes(response.outcomes)
+        run.stopped |= response.stops
+        run.failed |= response.log_worst_metrics
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         run.recording.actions(outcomes)
-        if rerun is not None and self.replay.rollbacks:
-            self.replay.pending = rerun  # its steps reach the poles again
+        if response.rerun is not None and self.replay.rollbacks:
+            self.replay.pending = response.rerun  # its steps reach the poles again
         else:
-            if rerun is not None:
-                outcomes = self._replayed(rerun, incident.with_(outcomes=outcomes))
-            outcomes = self.replay.poles.passed(poles, outcomes)
-        written = {PERFORMERS[o.action].writes for o in outcomes if o.status == "done"}
-        run.state_replaced |= not written.isdisjoint(("snapshot", "parts"))
+            if response.rerun is not None:
+                outcomes = self._replay_undone(response.rerun, incident.with_(outcomes=outcomes))
+            outcomes = self._poles.passed(poles, outcomes)
+        run.state_replaced |= response.state_replaced
         run.checks_fully |= run.recovery.active
         run.ring.save_changes(run.changes)
-        return incident.with_(outcomes=outcomes), response.lowered
+        return incident.with_(outcomes=outcomes)
 
-    def _replayed(self, rerun: Rerun, incident: Incident) -> tuple[Outcome, ...]:
+    def _replay_undone(self, rerun: Rerun, incident: Incident) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
         history, result = self._run.history, ""
         before = level_of(history.undone)

@@ -3,34 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.incident import Incident, Lowered, Outcome
 from keras_nanguard._core.literals import SITES
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Lowering
-from keras_nanguard._fit.rollback import Response
+from keras_nanguard._fit.rollback import ActionContext, Restored
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.variables import write_all
-from keras_nanguard._report.console import Lowered, times
 
 Parameters = Mapping[str, Any]
 
 
 class NotDoneError(Exception):
     """An action was not done, and why."""
+
+
+class Done(NamedTuple):
+    """The result of an action that was done.
+
+    Attributes:
+        text: what was done, in words.
+        restored: what restoring a snapshot has undone, `None` if none was restored.
+        lowered: the learning rates that were lowered.
+        rebuild: whether the step has to be compiled again.
+    """
+
+    text: str
+    restored: Restored | None = None
+    lowered: Sequence[Lowered] = ()
+    rebuild: bool = False
 
 
 class Performer(NamedTuple):
@@ -43,15 +61,33 @@ class Performer(NamedTuple):
             action that ends training writes `"nothing"`, because no step follows.
     """
 
-    perform: Callable[[Response, Parameters], str]
+    perform: Callable[[ActionContext, Parameters], Done]
     writes: Literal["nothing", "snapshot", "parts", "estimates"]
 
 
-def perform(
-    run: Run, incident: Incident, report: Report | None, replays: int
-) -> tuple[tuple[Outcome, ...], Response]:
-    """Perform every action of the incident's decision; return the result of each, and the response
-    with what else they have led to.
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the actions of a decision have done.
+
+    Attributes:
+        outcomes: the result of each action.
+        rerun: the steps to replay from the snapshot that was restored last, or `None`.
+        lowered: the learning rates that were lowered.
+        state_replaced: whether an action has written the state.
+        stops: whether training ends.
+        log_worst_metrics: whether the epoch logs the worst metrics.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    rerun: Rerun | None
+    lowered: Sequence[Lowered]
+    state_replaced: bool
+    stops: bool
+    log_worst_metrics: bool
+
+
+def perform(run: Run, incident: Incident, report: Report | None, replays: int) -> Response:
+    """Perform every action of the incident's decision.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
 
@@ -61,24 +97,41 @@ def perform(
         report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began.
     """
-    assert incident.decision is not None
-    actions, outcomes = incident.decision.actions, []
-    lowers = any(action["action"] == "lower_lr" for action in actions)
-    response = Response(run, incident, report, replays, _rates(run) if lowers else {})
-    for action in actions:
-        name = action["action"]
-        performer = PERFORMERS[name]
-        try:
-            outcomes.append(Outcome(name, "done", performer.perform(response, action)))
-        except StateLostError:
-            raise
-        except NotDoneError as reason:
-            outcomes.append(Outcome(name, "skipped", str(reason)))
-        except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
-            outcomes.append(Outcome(name, "skipped", f"{type(error).__name__}: {error}"))
-        if outcomes[-1].status == "done" and performer.writes in ("parts", "estimates"):
-            run.recent.restart()
-    return tuple(outcomes), response
+    decision = incident.decision
+    assert decision is not None
+    lowers = any(action["action"] == "lower_lr" for action in decision.actions)
+    context = ActionContext(run, incident, report, replays, _rates(run) if lowers else {})
+    results = [_attempt(context, action) for action in decision.actions]
+    done = [one for _, one in results if one is not None]
+    if any(one.rebuild for one in done):
+        run.access.rebuild()
+    restored = [one.restored for one in done if one.restored is not None]
+    written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
+    return Response(
+        outcomes=tuple(outcome for outcome, _ in results),
+        rerun=restored[-1].rerun if restored else None,
+        lowered=[lowered for one in done for lowered in one.lowered],
+        state_replaced=not written.isdisjoint(("snapshot", "parts")),
+        stops=decision.terminal,
+        log_worst_metrics=any(a.get("log_worst_metrics", False) for a in decision.actions),
+    )
+
+
+def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
+    """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
+    name = action["action"]
+    performer = PERFORMERS[name]
+    try:
+        done = performer.perform(context, action)
+    except StateLostError:
+        raise
+    except NotDoneError as reason:
+        return Outcome(name, "skipped", str(reason)), None
+    except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
+        return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
+    if performer.writes in ("parts", "estimates"):
+        context.run.recent.restart()
+    return Outcome(name, "done", done.text), done
 
 
 def _rates(run: Run) -> dict[int, float]:
@@ -95,43 +148,38 @@ def _rates(run: Run) -> dict[int, float]:
 # The actions
 
 
-def _roll_back(response: Response, p: Parameters) -> str:
-    run, depth = response.run, p["depth"]
-    wanted = response.before_onset() if p["before_onset"] else response.newest(depth)
+def _roll_back(context: ActionContext, p: Parameters) -> Done:
+    run, depth = context.run, p["depth"]
+    wanted = context.before_onset() if p["before_onset"] else context.newest(depth)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
-    rerun = response.since(snapshot) if p["replay_steps"] else None
-    count = response.restore(snapshot, rerun, rerun is None and p["reseed"])
+    rerun = context.since(snapshot) if p["replay_steps"] else None
+    restored = context.restore(snapshot, rerun, rerun is None and p["reseed"])
     skip = int(p["skip_batches"])
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
-        return f"{back}{also}; {times(len(rerun.batches), 'later step')} replayed"
-    lost = f"{times(count, 'committed step')} undone" if count else "no step had committed since"
-    return f"{back}; {lost}{also}"
+        return Done(f"{back}{also}; {times(len(rerun.batches), 'later step')} replayed", restored)
+    undone = restored.undone
+    lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
+    return Done(f"{back}; {lost}{also}", restored)
 
 
-def _lower_lr(response: Response, p: Parameters) -> str:
-    run, incident, least = response.run, response.incident, p["min_lr"]
-    before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
-    tried = run.counts.committed > max(run.recovery.lowered_at, 0)
-    if incident.refused and before_update and not tried:
+def _lower_lr(context: ActionContext, p: Parameters) -> Done:
+    run, incident, least = context.run, context.incident, p["min_lr"]
+    if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
-    changed = []
-    retrace = False
+    factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
+    changed, rebuild = [], False
     for optimizer in run.train_state().optimizers:
-        rate = run.recovery.rate(optimizer)
-        factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
-        failed = response.rates.get(id(optimizer), 0.0)
-        before, after, again = rate.lower(factor, least, failed)
-        retrace |= again
+        failed = context.rates_before.get(id(optimizer), 0.0)
+        before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
+        rebuild |= retrace
         if after < before:
             changed.append(Lowered(optimizer.name, before, after))
-    if retrace:
-        run.access.rebuild()
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
     diverged = any(f.kind == "divergence" for f in incident.findings)
@@ -139,12 +187,21 @@ def _lower_lr(response: Response, p: Parameters) -> str:
     returns = (p["recover_after"], p["ramp"]) if p["recover_after"] else None
     at = (run.step, run.counts.committed)
     run.recovery.lowering = Lowering(diverged, at, None if diverged else returns)
-    response.lowered = (*response.lowered, *changed)
-    return "learning rate of " + ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
+    rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
+    return Done(f"learning rate of {rates}", lowered=changed, rebuild=rebuild)
 
 
-def _clip(response: Response, p: Parameters) -> str:
-    run = response.run
+def _lowered_in_vain(run: Run, incident: Incident) -> bool:
+    """Whether a lower rate cannot have an effect: a step was refused before its update, and none
+    has committed since the rate was last lowered.
+    """
+    before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
+    tried = run.counts.committed > max(run.recovery.lowered_at, 0)
+    return incident.refused and before_update and not tried
+
+
+def _clip(context: ActionContext, p: Parameters) -> Done:
+    run = context.run
     changed, reasons = [], []
     first, least = p["global_clipnorm"], p["min_clipnorm"]
     for optimizer in run.train_state().optimizers:
@@ -161,12 +218,11 @@ def _clip(response: Response, p: Parameters) -> str:
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if not changed:
         raise NotDoneError(", ".join(reasons) or "there is no optimizer")
-    run.access.rebuild()
-    return ", ".join([*changed, *reasons])
+    return Done(", ".join([*changed, *reasons]), rebuild=True)
 
 
-def _fix_loss_scale(response: Response, p: Parameters) -> str:
-    run, growth = response.run, p["growth_steps"]
+def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
+    run, growth = context.run, p["growth_steps"]
     changed = []
     for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
@@ -185,18 +241,16 @@ def _fix_loss_scale(response: Response, p: Parameters) -> str:
     if not changed:
         raise NotDoneError("the model does not scale its loss")
     run.recovery.scale_bounds = (p["floor"], p["ceiling"])
-    if growth:
-        run.access.rebuild()
-    return ", ".join(changed)
+    return Done(", ".join(changed), rebuild=bool(growth))
 
 
-def _repair(response: Response, p: Parameters) -> str:
-    run, source, state = response.run, p["source"], response.run.train_state()
+def _repair(context: ActionContext, p: Parameters) -> Done:
+    run, source, state = context.run, p["source"], context.run.train_state()
     whole = (*state.trainable, *state.statistics, *state.slots)
     bad = [v for v in whole if id(v) not in run.tolerated and not keras_variables.is_finite(v)]
     if not bad:
         raise NotDoneError("no entry is bad")
-    good = _source(response, source, bad)
+    good = _source(context, source, bad)
     missing = [v.path for v in bad if good.get(id(v)) is None]
     if missing:
         raise NotDoneError(f"{', '.join(missing)}: no value in source={source!r}")
@@ -208,19 +262,19 @@ def _repair(response: Response, p: Parameters) -> str:
         repaired.append((variable, value))
         count += int(places.sum())
     write_all(repaired)
-    return f"{count} entries of {', '.join(v.path for v in bad)} from {source}"
+    return Done(f"{count} entries of {', '.join(v.path for v in bad)} from {source}")
 
 
-def _source(response: Response, source: str, variables: list[Any]) -> dict[int, Any]:
+def _source(context: ActionContext, source: str, variables: list[Any]) -> dict[int, Any]:
     """Return the values to write into variables, by `id`; `None` for a variable without a value in
     the source.
     """
     if source == "last_good":
-        snapshot = response.newest()
+        snapshot = context.newest()
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        first = {id(v): keras_layers.initial_value(response.run.model, v) for v in variables}
-        return first | _first_slots(response.run)
+        first = {id(v): keras_layers.initial_value(context.run.model, v) for v in variables}
+        return first | _first_slots(context.run)
     return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
 
 
@@ -239,32 +293,32 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     return first
 
 
-def _reset_batchnorm(response: Response, p: Parameters) -> str:
-    values = initial_statistics(keras_layers.batchnorms(response.run.model))
+def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
+    values = initial_statistics(keras_layers.batchnorms(context.run.model))
     if not values:
         raise NotDoneError("the model has no BatchNormalization")
     if p["source"] == "last_good":
-        good = _source(response, "last_good", [v for v, _ in values])
+        good = _source(context, "last_good", [v for v, _ in values])
         values = [(v, good.get(id(v))) for v, _ in values]
         if any(value is None for _, value in values):
             raise NotDoneError("there is no last good state")
     write_all(values)
-    return f"{len(values)} statistics reset"
+    return Done(f"{len(values)} statistics reset")
 
 
-def _recalibrate_batchnorm(response: Response, p: Parameters) -> str:
-    run, batches = response.run, p["batches"]
+def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
+    run, batches = context.run, p["batches"]
     layers = learning(run.model)
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
     write_all(initial_statistics(layers))
     run.recovery.estimate(run.model, batches)
     what = f"the statistics of {len(layers)} layers"
-    return f"re-estimating {what} over the next {batches} batches"
+    return Done(f"re-estimating {what} over the next {batches} batches")
 
 
-def _reset_slots(response: Response, p: Parameters) -> str:
-    run = response.run
+def _reset_slots(context: ActionContext, p: Parameters) -> Done:
+    run = context.run
     slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # no step counts
     if p["scope"] == "bad":
         slots = [v for v in slots if not keras_variables.is_finite(v)]
@@ -272,43 +326,45 @@ def _reset_slots(response: Response, p: Parameters) -> str:
         raise NotDoneError("no slot is bad" if p["scope"] == "bad" else "there is no slot")
     first = _first_slots(run)
     write_all([(variable, first[id(variable)]) for variable in slots])
-    return f"{len(slots)} slots reset"
+    return Done(f"{len(slots)} slots reset")
 
 
-def _stop(response: Response, p: Parameters) -> str:
-    response.run.model.stop_training = True
-    return _ended(response, p, "training stops")
+def _stop(context: ActionContext, p: Parameters) -> Done:
+    context.run.model.stop_training = True
+    return _ended(context, p, "training stops")
 
 
-def _raise(response: Response, p: Parameters) -> str:
-    return _ended(response, p, "NonFiniteError is raised")
+def _raise(context: ActionContext, p: Parameters) -> Done:
+    return _ended(context, p, "NonFiniteError is raised")
 
 
-def _ended(response: Response, p: Parameters, how: str) -> str:
-    """End training; return a description of the final state and learning rates."""
-    restore = p["restore"]
-    state = _last_good(response) if restore else "no state is restored"
-    return "; ".join([how, state, *_rates_left(response.run, restore)])
+def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
+    """End training, with the last good state if the action restores it."""
+    restores = p["restore"]
+    state, restored = _last_good(context) if restores else ("no state is restored", None)
+    return Done("; ".join([how, state, *_rates_left(context.run, restores)]), restored)
 
 
-def _last_good(response: Response) -> str:
-    """Restore the last good state at the end of training; return it in words."""
-    run, diverged = response.run, "divergence" in response.incident.causes
-    good, wanted = response.last_good()
+def _last_good(context: ActionContext) -> tuple[str, Restored | None]:
+    """Restore the last good state at the end of training; return it in words, and what that has
+    undone.
+    """
+    run, diverged = context.run, "divergence" in context.incident.causes
+    good, wanted = context.last_good()
     if good:
-        return "the model still has the last good state"
+        return "the model still has the last good state", None
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
-        return "there is no good state to restore"
-    state, rerun = f"the state {snapshot.moment}", None if diverged else response.since(snapshot)
+        return "there is no good state to restore", None
+    state, rerun = f"the state {snapshot.moment}", None if diverged else context.since(snapshot)
     try:
-        response.restore(snapshot, rerun)
+        restored = context.restore(snapshot, rerun)
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        return f"{state} not restored: {type(problem).__name__}: {problem}"
+        return f"{state} not restored: {type(problem).__name__}: {problem}", None
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
-    return f"{state} restored{again}"
+    return f"{state} restored{again}", restored
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -330,18 +386,18 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
     return changed
 
 
-def _call(response: Response, p: Parameters) -> str:
-    name, functions = p["function"], response.run.functions
+def _call(context: ActionContext, p: Parameters) -> Done:
+    name, functions = p["function"], context.run.functions
     if name not in functions:
         known = ", ".join(sorted(functions)) or "none"
         raise NotDoneError(f"no function is registered as {name!r} (registered: {known})")
-    result = functions[name](response.incident)
-    return "" if result is None else str(result)
+    result = functions[name](context.incident)
+    return Done("" if result is None else str(result))
 
 
 PERFORMERS: dict[str, Performer] = {
     "skip": Performer(
-        lambda response, p: "the step was skipped; the state did not change", "nothing"
+        lambda context, p: Done("the step was skipped; the state did not change"), "nothing"
     ),
     "rollback": Performer(_roll_back, "snapshot"),
     "lower_lr": Performer(_lower_lr, "nothing"),
@@ -351,7 +407,7 @@ PERFORMERS: dict[str, Performer] = {
     "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
     "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
     "reset_slots": Performer(_reset_slots, "parts"),
-    "warn": Performer(lambda response, p: str(p.get("message", "")), "nothing"),
+    "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
     "stop": Performer(_stop, "nothing"),
     "raise_error": Performer(_raise, "nothing"),
     "call": Performer(_call, "nothing"),

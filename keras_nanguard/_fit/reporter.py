@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.incident import Incident, Lowered
 from keras_nanguard._fit.steps import Counts
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import console, terminal
@@ -31,7 +31,7 @@ class Reporter:
         self._of_run, self._details = [], _details(directory)
 
     def incident(
-        self, incident: Incident, samples: Sequence[BadSample], lowered: Sequence[console.Lowered]
+        self, incident: Incident, samples: Sequence[BadSample], lowered: Sequence[Lowered]
     ) -> None:
         """Print the line of an incident, if it has one.
 

@@ -3,73 +3,62 @@
 If the batch of a step is remembered, the step can run again from a snapshot with the same compiled
 function, batch and seeds. It gives the same numbers unless something was changed in between, such
 as the learning rate. So a rollback loses no steps.
-
-A schedule can have a pole, as `rsqrt(step - warmup)` at the end of the warmup. No weights are
-finite after a step at such a rate. So the step is skipped and the iteration counter moves past the
-pole; otherwise the next step would have the same rate.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._diagnose.evidence import MAX_RATE
 from keras_nanguard._fit.batchnorm import initial_statistics
+from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.optimizers import scheduled_iteration
-from keras_nanguard._report.console import Lowered
+from keras_nanguard._keras import variables as keras_variables
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
-MAX_PASSED = 10
-"""Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run
-by the bounds of the policy.
-"""
+class Restored(NamedTuple):
+    """What restoring a snapshot has undone.
 
-_UPDATED = frozenset({"state", "weights", "slots"})
+    Attributes:
+        undone: number of committed steps.
+        rerun: the steps to replay from the snapshot, or `None`.
+    """
 
-Found = Mapping[int, tuple[int, float]]
-"""Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
+    undone: int
+    rerun: Rerun | None
 
 
-@dataclass(slots=True)
-class Response:
-    """The response to one incident, which its actions share.
+@dataclass(frozen=True, slots=True)
+class ActionContext:
+    """What the actions of one decision have in common.
 
     Attributes:
         run: the run.
         incident: the incident, with its decision.
         report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began; 0 outside.
-        rates: the learning rate of each optimizer before the first action, by `id`; empty unless
-            an action lowers it.
-        rerun: the steps to replay from the snapshot that was restored last, or `None`.
-        lowered: the learning rates that an action has lowered.
+        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
+            unless an action lowers it.
     """
 
     run: Run
     incident: Incident
     report: Report | None
     replays: int
-    rates: Mapping[int, float]
-    rerun: Rerun | None = None
-    lowered: Sequence[Lowered] = ()
+    rates_before: Mapping[int, float]
 
     # Which snapshot
 
@@ -165,9 +154,10 @@ class Response:
 
     # Restoring it
 
-    def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
-        """Write a snapshot into the model, and continue to count from it; return how many committed
-        steps this has undone.
+    def restore(
+        self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False
+    ) -> Restored:
+        """Write a snapshot into the model, and continue to count from it.
 
         Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
@@ -182,37 +172,50 @@ class Response:
                 completely.
             Exception: if the snapshot could not be written; the model has the previous state.
         """
+        self._write(snapshot, replays=rerun is not None, reseed=reseed)
+        return Restored(self._undo_steps(snapshot, rerun), rerun)
+
+    def _write(self, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
+        """Write a snapshot, and restore or advance the random generators."""
         run, train_state = self.run, self.run.train_state()
-        variables = train_state.restorable if rerun is None else train_state.kept
         estimate = run.recovery.recalibration
         changed = initial_statistics(estimate.layers) if estimate is not None else []
         if reseed:
             changed += run.moved_seeds(run.counts.rollbacks + 1, snapshot)
-        snapshot.write(variables, changed)
-        if rerun is not None and snapshot.generator is not None:
+        snapshot.write(train_state.kept if replays else train_state.restorable, changed)
+        if replays and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)
-        elif rerun is None and reseed:
+        elif reseed:
             current.host().advance_generator()
         if estimate is not None:
             estimate.restart()
-        spoilt = not self.incident.refused and self.report is not None  # committed, but not good
-        spoilt = spoilt and any(f.kind == "nonfinite" for f in self.incident.findings)
-        undone = run.counts.good - snapshot.good + spoilt
-        run.ring.forget_after(snapshot.step)
-        run.counts.restore(snapshot.step, snapshot.good if rerun is None else None)
+
+    def _undo_steps(self, snapshot: Snapshot, rerun: Rerun | None) -> int:
+        """Remove the steps since a snapshot from counts, batches, measurements and recording;
+        return how many of them had committed.
+        """
+        run, step, undone = self.run, snapshot.step, self._committed_since(snapshot)
+        run.ring.forget_after(step)
+        run.counts.restore(step, snapshot.good if rerun is None else None)
         if rerun is None:
             run.recent.restart()
         else:
-            run.recent.return_to(snapshot.step)
-        run.history.undo(snapshot.step)
-        batches = enumerate(rerun.batches, snapshot.step) if rerun is not None else ()
-        again = frozenset(step for step, args in batches if args is not None)
-        run.recorder.undo(snapshot.step, again)
-        data = {"to": snapshot.step, "undone": undone, "run_again": len(again)}
+            run.recent.return_to(step)
+        run.history.undo(step)
+        batches = enumerate(rerun.batches, step) if rerun is not None else ()
+        again = frozenset(number for number, args in batches if args is not None)
+        run.recorder.undo(step, again)
+        data = {"to": step, "undone": undone, "run_again": len(again)}
         then = f"; {len(again)} steps replayed" if again else ""
         run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
-        self.rerun = rerun
         return undone
+
+    def _committed_since(self, snapshot: Snapshot) -> int:
+        """Return how many steps have committed since a snapshot."""
+        findings, refused = self.incident.findings, self.incident.refused
+        bad = any(finding.kind == "nonfinite" for finding in findings)
+        uncounted = not refused and self.report is not None and bad  # committed, but not good
+        return self.run.counts.good - snapshot.good + uncounted
 
 
 class Replay:
@@ -220,17 +223,17 @@ class Replay:
 
     Args:
         run: the run.
+        poles: the poles of its schedules, which are passed over.
         after: handles the verdict of a replayed step. This may lead to another rollback, whose
             steps are then replayed first.
 
     Attributes:
         rollbacks: number of rollbacks since the first of these replays began; 0 outside.
-        poles: the iterations that are passed over.
         pending: the steps since the last rollback, until their replay begins.
     """
 
-    def __init__(self, run: Run, after: Callable[[Verdict], object]):
-        self._run, self.poles, self._after = run, Poles(run), after
+    def __init__(self, run: Run, poles: Poles, after: Callable[[Verdict], object]):
+        self._run, self._poles, self._after = run, poles, after
         self._batches: deque[Any] = deque()
         self._metrics: list[tuple[Any, Any]] = []
         self.rollbacks = 0
@@ -287,7 +290,7 @@ class Replay:
         run = self._run
         if run.step == run.counts.epoch_start and not self._metrics:
             self._begin_metrics()
-        self.poles.pass_over()
+        self._poles.pass_over()
         if args is not None:
             self._after(run.access.run_again(args))
         else:
@@ -314,81 +317,3 @@ class Replay:
         if hasattr(self._run.model, "reset_metrics"):
             self._run.access.sync_variables()
             self._run.model.reset_metrics()
-
-
-class Poles:
-    """The poles of the schedules of one run."""
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._known: dict[int, set[int]] = {}
-
-    def find(self, incident: Incident) -> Found:
-        """Return the poles that an incident is about.
-
-        If the state was bad before the step, it is about the step that left it so. A rate that is
-        finite counts only if the diagnosis blames it.
-        """
-        if not incident.refused and _UPDATED.isdisjoint(incident.sites):
-            return {}
-        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
-        highest = MAX_RATE if culprit.endswith("/learning_rate") else math.inf
-        ago = 1 if not incident.refused or "state" in incident.sites else 0
-        found = {}
-        for optimizer in self._run.train_state().optimizers:
-            iteration = scheduled_iteration(optimizer, ago)
-            rate = 0.0 if iteration is None else _rate(optimizer, iteration)
-            if iteration is not None and not (math.isfinite(rate) and abs(rate) <= highest):
-                found[id(optimizer)] = iteration, rate
-                self._known.setdefault(id(optimizer), set()).add(iteration)
-        return found
-
-    def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        """Pass over the poles of an incident; return its outcomes, one of which reports this."""
-        run = self._run
-        if not found or run.stopped or not run.refuses:
-            return outcomes
-        last = {key: iteration for key, (iteration, _) in found.items()}
-        self.pass_over(last)  # if the replay has not
-        optimizers = [o for o in run.train_state().optimizers if id(o) in found]
-        after = [(o, scheduled_iteration(o)) for o in optimizers]
-        past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
-        words = ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
-        main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
-        if not words or main is None:
-            return outcomes
-        told = replace(main, detail=f"{main.detail}; {words}")
-        return tuple(told if o is main else o for o in outcomes)
-
-    def pass_over(self, beyond: Mapping[int, int] | None = None) -> None:
-        """Move the iteration counters of optimizers past the poles that are known.
-
-        Args:
-            beyond: the iteration that a counter has to be past, by `id` of the optimizer.
-        """
-        for optimizer in self._run.train_state().optimizers if self._known else ():
-            known = self._known.get(id(optimizer), set())
-            first = scheduled_iteration(optimizer) if known else None
-            if first is None:
-                continue
-            # Accumulated gradients are applied at each of these.
-            every = keras_optimizers.accumulation_steps(optimizer)
-            last = (beyond or {}).get(id(optimizer), -1)
-            iteration = first + every * max(math.ceil((last + 1 - first) / every), 0)
-            poles = 0
-            while poles <= MAX_PASSED and (
-                iteration in known or not math.isfinite(_rate(optimizer, iteration))
-            ):
-                poles, iteration = poles + 1, iteration + every
-            if iteration > first and poles <= MAX_PASSED:
-                counter = keras_optimizers.iterations(optimizer)
-                value = np.asarray(iteration, str(counter.dtype))
-                keras_variables.write_all([(counter, value)])
-
-
-def _rate(optimizer: Any, iteration: int) -> float:
-    """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
-    try:
-        return keras_optimizers.scheduled_rate(optimizer, iteration)
-    except Exception:  # noqa: BLE001  a custom schedule may raise anything
-        return 0.0

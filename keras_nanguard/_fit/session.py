@@ -14,7 +14,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
@@ -24,7 +24,6 @@ from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.tasks import TASKS, Tasks
 from keras_nanguard._recording.database import REFUSED
-from keras_nanguard._report.console import Lowered
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import arrays as keras_arrays
-from keras_nanguard._report.console import Totals
 
 MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after

@@ -16,12 +16,14 @@ from keras_nanguard._core.incident import (
     Diagnosis,
     Finding,
     Incident,
+    Lowered,
     Outcome,
     moment_of,
     needs_user,
 )
 from keras_nanguard._core.literals import CAUSE_WORDS
-from keras_nanguard._core.plain_values import printable as printable
+from keras_nanguard._core.plain_values import printable as printable, times
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._recording.recording import BadSample
 
@@ -49,19 +51,6 @@ CHANGES = {
 
 NOT_DONE = {"rollback": "no rollback"}
 """The words for an action that was not done."""
-
-
-class Lowered(NamedTuple):
-    """A learning rate that was lowered: its optimizer, and the rate before and after."""
-
-    optimizer: str
-    before: float
-    after: float
-
-    @property
-    def rates(self) -> str:
-        """Both rates as text."""
-        return f"{self.before:.3g} -> {self.after:.3g}"
 
 
 class Context(NamedTuple):
@@ -252,37 +241,6 @@ class Lines:
 def incident_line(incident: Incident) -> str:
     """Return the full line of an incident."""
     return printable(f"NanGuard: {incident}")
-
-
-def times(count: int, word: str) -> str:
-    """Return a count with its word: `1 step`, `2 steps`."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-class Totals(NamedTuple):
-    """Numbers of steps of one or several fits.
-
-    Attributes:
-        steps: complete train steps, including refused ones; `None` if unknown.
-        refused: refused steps.
-        overflows: those of them that were ordinary float16 overflows, which are not incidents.
-        run_again: further steps that were refused, undone by a rollback, and replayed.
-    """
-
-    steps: int | None = 0
-    refused: int = 0
-    overflows: int = 0
-    run_again: int = 0
-
-    def plus(self, other: Totals) -> Totals:
-        """Return the sums."""
-        return Totals(*(sum(filter(None, both)) for both in zip(self, other)))
-
-    @property
-    def replayed(self) -> str:
-        """The further steps in words, after a comma; `""` without any."""
-        again = times(self.run_again, "step")
-        return f", {again} replayed after a rollback" if self.run_again else ""
 
 
 def closing_line(totals: Totals, incidents: int, details: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._recording.database import OVERFLOW, REFUSED, SKIPPED
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report.console import Totals, summary, why
+from keras_nanguard._report.console import summary, why
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from support import zoo
 from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
+from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.snapshots import Snapshot
@@ -333,7 +334,7 @@ def replayed(stops_at):
     def after(verdict):
         run.stopped = run.stopped or len(ran) == stops_at
 
-    replay = Replay(run, after)
+    replay = Replay(run, Poles(run), after)
     replay.run(Rerun(Snapshot(0, 0, (0, 0)), tuple("abcde"), frozenset()))
     return replay, ran
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
+from keras_nanguard._core.incident import Lowered
 from keras_nanguard._core.literals import CAUSES
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport
@@ -19,8 +21,6 @@ from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import (
     Context,
     Lines,
-    Lowered,
-    Totals,
     brief_line,
     kinds,
     summary,

@@ -1,0 +1,33 @@
+"""Numbers of steps. Imports no backend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from keras_nanguard._core.plain_values import times
+
+
+class Totals(NamedTuple):
+    """Numbers of steps of one or several fits.
+
+    Attributes:
+        steps: complete train steps, including refused ones; `None` if unknown.
+        refused: refused steps.
+        overflows: those of them that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback, and replayed.
+    """
+
+    steps: int | None = 0
+    refused: int = 0
+    overflows: int = 0
+    run_again: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the sums."""
+        return Totals(*(sum(filter(None, both)) for both in zip(self, other)))
+
+    @property
+    def replayed(self) -> str:
+        """The further steps in words, after a comma; `""` without any."""
+        again = times(self.run_again, "step")
+        return f", {again} replayed after a rollback" if self.run_again else ""

@@ -1,0 +1,109 @@
+"""Poles of learning rate schedules: iterations without a usable rate.
+
+A schedule can have a pole, as `rsqrt(step - warmup)` at the end of the warmup. No weights are
+finite after a step at such a rate. So the step is skipped and the iteration counter moves past the
+pole; otherwise the next step would have the same rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.history import MAX_RATE
+from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._fit.run import Run
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.optimizers import scheduled_iteration
+
+MAX_PASSED = 10
+"""Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run
+by the bounds of the policy.
+"""
+
+_UPDATED = frozenset({"state", "weights", "slots"})
+
+Found = Mapping[int, tuple[int, float]]
+"""Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
+
+
+class Poles:
+    """The poles of the schedules of one run."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._known: dict[int, set[int]] = {}
+
+    def find(self, incident: Incident) -> Found:
+        """Return the poles that an incident is about.
+
+        If the state was bad before the step, it is about the step that left it so. A rate that is
+        finite counts only if the diagnosis blames it.
+        """
+        if not incident.refused and _UPDATED.isdisjoint(incident.sites):
+            return {}
+        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
+        highest = MAX_RATE if culprit.endswith("/learning_rate") else math.inf
+        ago = 1 if not incident.refused or "state" in incident.sites else 0
+        found = {}
+        for optimizer in self._run.train_state().optimizers:
+            iteration = scheduled_iteration(optimizer, ago)
+            rate = 0.0 if iteration is None else _rate(optimizer, iteration)
+            if iteration is not None and not (math.isfinite(rate) and abs(rate) <= highest):
+                found[id(optimizer)] = iteration, rate
+                self._known.setdefault(id(optimizer), set()).add(iteration)
+        return found
+
+    def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Pass over the poles of an incident; return its outcomes, one of which reports this."""
+        run = self._run
+        if not found or run.stopped or not run.refuses:
+            return outcomes
+        last = {key: iteration for key, (iteration, _) in found.items()}
+        self.pass_over(last)  # if the replay has not
+        optimizers = [o for o in run.train_state().optimizers if id(o) in found]
+        after = [(o, scheduled_iteration(o)) for o in optimizers]
+        past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
+        words = ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
+        main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
+        if not words or main is None:
+            return outcomes
+        told = replace(main, detail=f"{main.detail}; {words}")
+        return tuple(told if o is main else o for o in outcomes)
+
+    def pass_over(self, beyond: Mapping[int, int] | None = None) -> None:
+        """Move the iteration counters of optimizers past the poles that are known.
+
+        Args:
+            beyond: the iteration that a counter has to be past, by `id` of the optimizer.
+        """
+        for optimizer in self._run.train_state().optimizers if self._known else ():
+            known = self._known.get(id(optimizer), set())
+            first = scheduled_iteration(optimizer) if known else None
+            if first is None:
+                continue
+            # Accumulated gradients are applied at each of these.
+            every = keras_optimizers.accumulation_steps(optimizer)
+            last = (beyond or {}).get(id(optimizer), -1)
+            iteration = first + every * max(math.ceil((last + 1 - first) / every), 0)
+            poles = 0
+            while poles <= MAX_PASSED and (
+                iteration in known or not math.isfinite(_rate(optimizer, iteration))
+            ):
+                poles, iteration = poles + 1, iteration + every
+            if iteration > first and poles <= MAX_PASSED:
+                counter = keras_optimizers.iterations(optimizer)
+                value = np.asarray(iteration, str(counter.dtype))
+                keras_variables.write_all([(counter, value)])
+
+
+def _rate(optimizer: Any, iteration: int) -> float:
+    """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
+    try:
+        return keras_optimizers.scheduled_rate(optimizer, iteration)
+    except Exception:  # noqa: BLE001  a custom schedule may raise anything
+        return 0.0
