@@ -367,23 +367,20 @@ class Session(Protocol):
     def may_run_ahead(self) -> bool:
         """Whether a healthy next step would only have to be counted."""
 
-    def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: other code may write
-        them.
-        """
-
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
 
-    def before(self) -> None:
-        """Run the tasks before an execution."""
+    def before(self, written: bool = True) -> None:
+        """Run the tasks before an execution; `written`: other code may have written the variables
+        since the last one.
+        """
 
-    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
+    def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
         """Act on the verdict of a step; return whether it was healthy and no task was due.
 
         Args:
             verdict: its numbers.
-            last: whether no other step was started since.
+            state_is_current: whether no other step was started since.
         """
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:

@@ -84,13 +84,6 @@ class Session:
             return False
         return self._undisturbed and self.run.step + 1 < self.run.next_due
 
-    def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: other code may write
-        them.
-        """
-        recovery, began = self.run.recovery, self.run.began
-        return not began or recovery.recalibration is not None or (written and bool(recovery.rates))
-
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
         counts, recorder = self.run.counts, self.run.recorder
@@ -104,16 +97,26 @@ class Session:
         recorder.place(counts.step, counts.epoch, counts.epoch_start)
         return True
 
-    def before(self) -> None:
-        """Run before each execution. It acts before the first, and after a change by the policy."""
+    def before(self, written: bool = True) -> None:
+        """Run before each execution. It acts before the first, and after a change by the policy.
+
+        Args:
+            written: whether other code may have written the variables since the last one.
+        """
         if self.nothing_pending:
             return
-        if not self.run.began:
+        run, recovery = self.run, self.run.recovery
+        reads = not run.began or recovery.recalibration is not None
+        reads |= written and bool(recovery.rates)
+        if reads:
+            run.access.sync_variables()
+        if not run.began:
             self._begin()
         elif self._generators is not None:
             current.host().set_generator_state(self._generators)
             self._generators = None
-        self.run.recovery.before_execution(self.run.counts.committed)
+        if reads:
+            recovery.before_execution(run.counts.committed)
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
@@ -154,12 +157,13 @@ class Session:
 
     # After a step
 
-    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
+    def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
         """Read the verdict of the last step and act on it.
 
         Args:
             verdict: its numbers.
-            last: whether no other step was started since, so that the state is the one it left.
+            state_is_current: whether the state is the one that it has left: no other step was
+                started since.
 
         Returns:
             Whether the step was healthy and no task was due.
@@ -175,10 +179,11 @@ class Session:
             if run.agreement.all_see(verdict):
                 self._attend(verdict)
                 return False
-            return self.after(self.incidents.postponed(verdict), last=last)
+            verdict = self.incidents.postponed(verdict)
+            return self.after(verdict, state_is_current=state_is_current)
         self._count_committed(verdict)
         counts.advance()
-        if counts.step >= run.next_due and last:
+        if counts.step >= run.next_due and state_is_current:
             self._run_due()
         return True
 

@@ -106,10 +106,7 @@ class ModelAttachment(attach.Attachment):
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due, with the state in the variables."""
-        session = self.session
-        if session.needs_variables(self._gathered):
-            self.sync_variables()
-            session.before()
+        self.session.before(written=self._gathered)
 
     def _skips(self, data: Any) -> bool:
         return bool(self.session.skips_batches(iter((data,)), 1))
@@ -160,7 +157,7 @@ class ModelAttachment(attach.Attachment):
         self.run.state_replaced = False
         result = self._finished(pending)
         self.pending = None
-        return self.session.after(result.verdict, last=last) and result is pending
+        return self.session.after(result.verdict, state_is_current=last) and result is pending
 
     def _rescue(self) -> None:
         for state, *_ in getattr(self.run.transaction, "unpublished", ()):
@@ -213,9 +210,7 @@ class LoopStep(attach.LoopStep):
         if self.variables is None:
             self.variables = _owners(state, self.run)
         self.state, self.synced = state, False
-        if session.needs_variables(state is not given):
-            self.sync_variables()
-            session.before()
+        session.before(written=state is not given)
         outputs, verdict = self._execute(batch, {})
         session.after(verdict)
         return outputs, self._taken()
