@@ -93,7 +93,7 @@ class Spread:
         std: standard deviation.
         constant: number of features with the same value in all rows.
         outliers: rows whose largest magnitude is far above that of the others.
-        integer: whether its dtype is an integer dtype.
+        integer: whether its entries are integers that may be ids, and not numbers.
         counts: whether all entries are whole numbers and none is negative.
     """
 

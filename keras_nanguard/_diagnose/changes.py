@@ -62,21 +62,29 @@ def restore(variables: Sequence[Any], start: Start) -> None:
             keras_variables.write(variable, value)
 
 
-def standardized(role: str, value: Any) -> Any:
+def standardized(role: str, value: Any, ids: bool = True) -> Any:
     """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are
     large, no sparse or ragged ones.
+
+    Args:
+        role: the role of the array in the batch.
+        value: the array.
+        ids: whether integers in the inputs are ids, which are not scaled.
     """
     if keras_arrays.is_sparse(value) or hasattr(value, "nested_row_splits"):
         return value
     array = finiteness.widen(keras_variables.dense(value))
-    if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
+    is_float = array.dtype.kind == "f"
+    counts = array.dtype.kind in "iu" and role == "inputs" and not ids
+    if not (is_float or counts) or role == "sample_weight" or not array.ndim:
         return value
     array = array.astype(np.float64)
     if role == "targets" and np.abs(array).max() <= 10.0:
         return value
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    return keras.ops.cast(scaled, keras.backend.standardize_dtype(value.dtype))
+    dtype = value.dtype if is_float else keras.backend.floatx()
+    return keras.ops.cast(scaled, keras.backend.standardize_dtype(dtype))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ answers one question. A trial runs only if its result can decide the cause.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Case:
     def with_batch(self) -> Case:
         """Return the case with the evidence from its batch alone."""
         batch, names = self.batch, input_names(self.step.model)
+        ids = not keras_layers.takes_floats(self.step.model)
 
         def shown(parts: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(dataclasses.replace(p, name=named(p.name, names)) for p in parts)
@@ -74,7 +76,10 @@ class Case:
             count=batches.row_count(batch),
             inputs_bad=shown(batches.bad(batch, ("inputs",))),
             targets_bad=batches.bad(batch, ("targets", "sample_weight")),
-            inputs=shown(batches.spreads(batch, "inputs")),
+            inputs=tuple(
+                dataclasses.replace(p, integer=p.integer and ids)
+                for p in shown(batches.spreads(batch, "inputs"))
+            ),
             targets=batches.spreads(batch, "targets"),
         )
 
@@ -286,7 +291,8 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
         finite = math.isfinite(losses[-1]) and losses[0]
         return abs(losses[-1]) / abs(losses[0]) if finite else math.inf
 
-    plain, scaled = growth(case.batch), growth(batches.mapped(case.batch, standardized))
+    scale = functools.partial(standardized, ids=not keras_layers.takes_floats(case.step.model))
+    plain, scaled = growth(case.batch), growth(batches.mapped(case.batch, scale))
     cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
     return {"rescaled": "finite" if cured else "bad"}
 

@@ -180,6 +180,14 @@ def symbolic_inputs(model: Any) -> list[Any]:
     return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
 
 
+def takes_floats(model: Any) -> bool:
+    """Whether a model casts all its inputs to a float dtype: integers in them are then numbers, not
+    ids or tokens.
+    """
+    inputs = getattr(model, "inputs", None) or ()
+    return bool(inputs) and all("float" in str(t.dtype) for t in keras.tree.flatten(inputs))
+
+
 def class_of(thing: Any) -> str:
     """Return the name of the first class of Keras that an object is an instance of, or `""`. A
     custom class may have the name of one of Keras and none of its attributes.

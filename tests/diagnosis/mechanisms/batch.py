@@ -84,6 +84,14 @@ def unnormalised_input(bad: bool) -> Case:
 
 
 @program
+def unnormalised_integers(bad: bool) -> Case:
+    """The model casts them to float32: they are numbers, not ids."""
+    x, y = data()
+    x = (x * (2e8 if bad else 2.0)).astype("int64")
+    return Case(linear(), x, y, ("input_scale",), "inputs")
+
+
+@program
 def huge_targets(bad: bool) -> Case:
     x, y = data()
     return Case(linear(), x, y * (1e25 if bad else 1.0), ("input_scale",), "targets")
