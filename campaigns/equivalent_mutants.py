@@ -101,11 +101,4 @@ EXPLAINED: tuple[Explained, ...] = (
         ("if scale is None and counter is None:",),
         "A state has both of an optimizer, or neither.",
     ),
-    Explained(
-        "_backends/torch/step.py",
-        "StepRun.close",
-        "vars(self).clear()",
-        ("pass",),
-        "The garbage collector releases the same memory later.",
-    ),
 )

@@ -186,6 +186,12 @@ class Replay:
         """Restore these variables, and the random generators, at the end."""
         raise NotImplementedError
 
+    def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
+        """Return functions that restore what the optimizers of a step keep outside of Keras, those
+        in attributes of the model's layers included.
+        """
+        return []
+
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return the given rows of a tensor or an array; a kind without rows is returned unchanged.
         """

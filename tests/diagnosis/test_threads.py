@@ -121,7 +121,7 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
         return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
 
     step(0)
-    with Replay().preserved(list(modules[0].parameters())), Replay().intercepted(None, [], False):
+    with preserved(list(modules[0].parameters()), None, optimizers[:1]), Replay().intercepted(None, [], False):
         assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
         step(0)
         assert in_thread(other) == [1.0, 1.0]

@@ -72,7 +72,9 @@ _ONE_REPLAY = threading.RLock()
 
 
 @contextlib.contextmanager
-def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
+def preserved(
+    variables: Sequence[Any], model: Any = None, optimizers: Sequence[Any] = ()
+) -> Iterator[None]:
     """Restore all of these variables, and every random generator, at the end.
 
     Replays of several threads run one after the other.
@@ -80,16 +82,18 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     Args:
         variables: the variables.
         model: it and its layers may keep tensors and numbers in attributes, which a call replaces.
+        optimizers: those that may update them.
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
         called = [] if model is None else keras_attributes.called_by_step(model)
-        restore_attributes = keras_attributes.restorer(called)
+        restores = [*current.replay().held(model, optimizers), keras_attributes.restorer(called)]
         try:
             with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
                 yield
         finally:
-            restore_attributes()
+            for restore in restores:
+                restore()
             random.setstate(python)
             np.random.set_state(numpy)
 
@@ -131,7 +135,7 @@ class ReplayableStep:
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         """Restore at the end everything that the step may change."""
-        return preserved(self.variables(), self.model)
+        return preserved(self.variables(), self.model, self.optimizers)
 
     def run(
         self, args: Sequence[Any], *, observe: bool = False, update: bool = False

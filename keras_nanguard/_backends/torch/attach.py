@@ -84,10 +84,10 @@ class ModelAttachment(attach.Attachment):
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         transaction = self.run.transaction
-        before = transaction.carried.steps
+        before = transaction.learned.steps
         with self._guarded_step():
             logs = self._function(data)
-        if transaction.carried.steps == before:
+        if transaction.learned.steps == before:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
             found = f"Keras {keras.__version__}, which ran a different step"
             raise GuardError(expected("Keras to run the guarded step", found, remedy))

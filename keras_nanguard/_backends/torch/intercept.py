@@ -73,6 +73,7 @@ class Intercept:
 
     records: list[Update]
     losses: list[Any]
+    _on_update: Callable[[Update], None]
 
     def __init__(
         self, model: Any, optimizers: Iterable[Any], body: Callable[..., Any] | None = None
@@ -92,11 +93,14 @@ class Intercept:
             on_update: called with each record in place of the update.
         """
         self.release()
-        self.on_update = on_update
-        with Overrides() as overrides:
-            for target, name, function in self._replacements:
-                overrides.set(target, name, function)
-            yield self
+        self._on_update = on_update
+        try:
+            with Overrides() as overrides:
+                for target, name, function in self._replacements:
+                    overrides.set(target, name, function)
+                yield self
+        finally:
+            del self._on_update  # it refers to the run of the step, which refers to this
 
     def release(self) -> None:
         """Release what the last step has recorded."""
@@ -164,7 +168,7 @@ class Intercept:
     def _take(self, record: Update) -> None:
         if not record.is_immediate:
             self.records.append(record)
-        self.on_update(record)
+        self._on_update(record)
         if record.is_immediate:  # its gradients are known only now
             self.records.append(record)
 

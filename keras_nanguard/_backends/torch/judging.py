@@ -5,7 +5,7 @@ step, and the decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -17,7 +17,7 @@ from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import TorchOptimizer, local
+from keras_nanguard._backends.torch.modules import local, loose_optimizers
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
@@ -36,29 +36,29 @@ class Decision(IntEnum):
     COMMIT = 2
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Carried:
     """What the steps of one body have shown, and later ones need.
 
     Attributes:
-        steps: their number.
-        stale: whether the train state has to be read again before the next one.
-        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
-            read with the verdict of the next step.
         untracked: tensors that the body writes in place outside of Keras, by `id`; they are kept
             before each step.
         tolerated: the `id` of tensors that may be infinite or NaN.
         keeps_undo: whether an update had to run before the verdict.
+        steps: their number.
+        stale: whether the train state has to be read again before the next one.
+        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
+            read with the verdict of the next step.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
             kept before each step.
     """
 
+    untracked: Mapping[int, Any] = field(default_factory=dict)
+    tolerated: frozenset[int] = frozenset()
+    keeps_undo: bool = False
     steps: int = 0
     stale: bool = True
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    untracked: dict[int, Any] = field(default_factory=dict)
-    tolerated: set[int] = field(default_factory=set)
-    keeps_undo: bool = False
     adds_to_gradients: bool = False
 
 
@@ -99,9 +99,7 @@ class Parts:
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         attributes = keras_attributes.attributes_of(train_state.layers)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
-        known = [getattr(optimizer, "of", None) for optimizer in train_state.optimizers]
-        found = [held for _, _, held in attributes if isinstance(held, torch.optim.Optimizer)]
-        self.loose = [TorchOptimizer(held, {}) for held in found if held not in known]
+        self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
 
     @property
     def by_site(self) -> dict[str, list[Any]]:
@@ -132,137 +130,36 @@ def _is_buffer(variable: Any) -> bool:
     return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
 
 
-class Judgement:
-    """The verdict on one step, and the decision that follows from it.
-
-    Args:
-        carried: what earlier steps have shown.
-        parts: the train state before the step.
-        agreement: the agreement of processes that train together.
-        find_losses: returns the losses among the outputs of a body that calls no `compute_loss`.
-        seen: the calls of optimizers and loss.
-        log: the undo log of the step.
+@dataclass(frozen=True)
+class Ran:
+    """What a body has done until it is judged.
 
     Attributes:
-        decision: `None` before it was made.
-        verdict: the numbers so far; means over all processes, if there are several.
-        own: the numbers of this process alone, at the time of the decision.
-        statistics: what the step has written besides its updates, as far as it is judged.
-        unrecorded: the weights and slots that it has written without an optimizer, by site.
-        raised: whether the body has ended in an exception about a bad number.
-        updated: whether updates had run before the decision.
-        left_by_previous: whether the previous step has left bad numbers in the state.
-        is_shared: whether several processes decide together.
+        seen: the calls of optimizers and loss.
+        log: what it has written.
+        losses: its losses.
+        raised: whether it has ended in an exception about a bad number.
+        updated: whether updates have run before the decision.
     """
 
-    def __init__(
-        self,
-        carried: Carried,
-        parts: Parts,
-        agreement: Agreement,
-        find_losses: Callable[[Any], list[Any]],
-        seen: Intercept,
-        log: UndoLog,
-    ):
-        self.carried, self.agreement, self.find_losses = carried, agreement, find_losses
-        self.seen, self.log = seen, log
-        self.decision: Decision | None = None
-        self.verdict = self.own = NO_VERDICT
-        self.statistics: list[Any] = []
-        self.unrecorded: dict[str, list[Any]] = {}
-        self.left_by_previous = self.raised = self.updated = False
-        self.is_shared = agreement.count > 1
+    seen: Intercept
+    log: UndoLog
+    losses: Sequence[Any]
+    raised: bool
+    updated: bool
 
-    def judge(self, parts: Parts, outputs: Any, *, raised: bool, updated: bool) -> None:
-        """Read all numbers and decide. The only place where the host waits for the device.
+    def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
+        """Return what it has written besides its updates, as far as that is judged."""
+        return [
+            tensor
+            for tensor in self.log.written
+            if id(tensor) not in parts.judged_elsewhere
+            and id(tensor) not in tolerated
+            and reductions.can_be_bad(tensor)
+        ]
 
-        Args:
-            parts: the train state.
-            outputs: what the body has returned, `None` so far.
-            raised, updated: see the attributes.
-        """
-        seen, unread = self.seen, self.carried.unread
-        self.raised, self.updated = raised, updated
-        losses = [loss.detach() for loss in seen.losses or self.find_losses(outputs)]
-        gradients = [gradient for record in seen.records for gradient in record.gradients]
-        if raised and not seen.records:  # what was left before the first update
-            gradients = [gradient for _, gradient in parts.gradients()]
-        self.statistics = self._written_statistics(parts)
-        self.unrecorded = state = self._unrecorded(parts)
-        if updated and seen.records:
-            state = parts.by_site
-        scales = [scale.value for scale, _ in parts.train_state.scales]
-        read = reductions.read(
-            {
-                "losses": [loss.sum() if loss.ndim else loss for loss in losses],
-                "gradients": reductions.norms(gradients),
-                "statistics": reductions.norms(self.statistics),
-                "scales": [self.log.before(scale) for scale in scales],
-                **{site: reductions.norms(tensors) for site, tensors in state.items()},
-                **{f"previous {site}": norms for site, norms in unread.items()},
-            }
-        )
-        if not math.isfinite(sum(read["statistics"])):
-            self._tolerate_constants(parts)
-            read |= reductions.read({"statistics": reductions.norms(self.statistics)})
-        loss = reductions.sum_of(read["losses"], losses)
-        squares = reductions.squares_of(read["gradients"], gradients)
-        norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
-        both = parts.weights_and_slots
-        previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in unread}
-        if not all(map(math.isfinite, previous.values())):
-            self.left_by_previous, norms = True, previous
-        self.verdict = self.own = Verdict(
-            False,
-            loss=math.nan if raised and math.isfinite(squares) else loss,
-            gradients=squares,
-            statistics=reductions.norm_of(read["statistics"], self.statistics),
-            weights=norms.get("weights", 0.0),
-            slots=norms.get("slots", 0.0),
-            scale=min(read["scales"], default=1.0),
-        )
-        finite = self.verdict.finite and not raised
-        # Gradients whose squares overflow are so large that the update may overflow, too.
-        overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-        if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
-            self._decide(Decision.REFUSE)
-        else:
-            self._decide(Decision.CHECK if overflows and not updated else Decision.COMMIT)
-
-    def read_update(self, parts: Parts) -> Mapping[str, Sequence[Any]]:
-        """Read the norms of the updated state, or return them by site if they are better read with
-        the verdict of the next step: if the host would wait for the device again, or if other
-        processes need them.
-        """
-        state = parts.by_site
-        norms = {site: reductions.norms(tensors) for site, tensors in state.items()}
-        if self.is_shared or reductions.is_away(parts.weights):
-            return norms
-        read = reductions.read(norms)
-        weights, slots = (reductions.norm_of(read[site], t) for site, t in state.items())
-        self.verdict = self.verdict._replace(weights=weights, slots=slots)
-        return {}
-
-    def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report of the step counts."""
-        seen, state = self.seen, parts.train_state
-        paths = {key: variable.path for key, variable in self.log.writers.items()}
-        paths |= {id(v.value): v.path for v in (*state.trainable, *state.other)}
-        found = [("outputs", name, t) for name, t in seen.outputs]
-        found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
-        if self.raised and not seen.records:
-            found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
-        found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
-        written = {id(tensor) for tensors in self.unrecorded.values() for tensor in tensors}
-        for site, variables in (("weights", state.trainable), ("slots", state.slots)):
-            shown = [v for v in variables if self.updated or id(v.value) in written]
-            found += [(site, v.path, v.value) for v in shown]
-        return found
-
-    def _unrecorded(self, parts: Parts) -> dict[str, list[Any]]:
-        """Return the `weights` and `slots` that the step has written, and none of its updates
-        writes.
-        """
+    def unrecorded(self, parts: Parts) -> dict[str, list[Any]]:
+        """Return the `weights` and `slots` that it has written, and none of its updates writes."""
         if parts.updated.isdisjoint(self.log.old):  # the healthy step of a Keras optimizer
             return {}
         recorded = {id(tensor) for record in self.seen.records for tensor in record.state()}
@@ -271,37 +168,161 @@ class Judgement:
             site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()
         }
 
-    def _decide(self, decision: Decision) -> None:
-        """Decide as all processes do: the most careful one counts. The numbers of the verdict
-        become the means over all of them. One message.
-        """
-        if self.is_shared:
-            agreement, verdict = self.agreement, self.verdict
-            careful = [decision is Decision.REFUSE, decision is Decision.CHECK]
-            flags = [*careful, agreement.has_news]
-            numbers = [*map(float, flags), *verdict[1:7]]
-            sums = host.summed(numbers, "the verdict on a step")
-            *careful, agreement.news = (number > 0 for number in sums[:3])
-            means = (number / agreement.count for number in sums[3:])
-            self.verdict = Verdict.of((0.0, *means, 0.0, 0.0))
-            decision = Decision([*careful, True].index(True))
-        self.decision = decision
-
-    def _written_statistics(self, parts: Parts) -> list[Any]:
-        apart = parts.judged_elsewhere | self.carried.tolerated
-        written = self.log.written
-        return [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
-
-    def _tolerate_constants(self, parts: Parts) -> None:
-        """Exclude unwritten buffers that are infinite on purpose.
+    def constants(self, statistics: Iterable[Any], parts: Parts) -> frozenset[int]:
+        """Return the `id` of the unwritten buffers among these that are infinite on purpose.
 
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
         this would hide the fault.
         """
-        log = self.log
-        for tensor in self.statistics:
-            if id(tensor) in log.uncounted and not torch.isfinite(tensor).all():
-                before, nan = log.before(tensor), id(tensor) in parts.results
+        found = set()
+        for tensor in statistics:
+            if id(tensor) in self.log.uncounted and not torch.isfinite(tensor).all():
+                before, nan = self.log.before(tensor), id(tensor) in parts.results
                 if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
-                    self.carried.tolerated.add(id(tensor))
-        self.statistics = self._written_statistics(parts)
+                    found.add(id(tensor))
+        return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one step, and what decided it.
+
+    Attributes:
+        ran: what was judged.
+        decision: the decision.
+        verdict: the numbers; means over all processes, if there are several.
+        own: the numbers of this process alone.
+        statistics: what the step has written besides its updates, as far as it is judged.
+        unrecorded: the weights and slots that it has written without an optimizer, by site.
+        left_by_previous: whether the previous step has left bad numbers in the state.
+        constants: the `id` of buffers that turned out to be infinite on purpose.
+    """
+
+    ran: Ran
+    decision: Decision
+    verdict: Verdict
+    own: Verdict
+    statistics: Sequence[Any]
+    unrecorded: Mapping[str, Sequence[Any]]
+    left_by_previous: bool
+    constants: frozenset[int]
+
+    def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that a report of the step counts."""
+        ran, state = self.ran, parts.train_state
+        records = ran.seen.records
+        paths = {key: variable.path for key, variable in ran.log.writers.items()}
+        paths |= {id(v.value): v.path for v in (*state.trainable, *state.other)}
+        found = [("outputs", name, t) for name, t in ran.seen.outputs]
+        found += [("gradients", v.path, g) for record in records for g, v in record.pairs]
+        if ran.raised and not records:
+            found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
+        found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
+        written = {id(tensor) for tensors in self.unrecorded.values() for tensor in tensors}
+        for site, variables in (("weights", state.trainable), ("slots", state.slots)):
+            shown = [v for v in variables if ran.updated or id(v.value) in written]
+            found += [(site, v.path, v.value) for v in shown]
+        return found
+
+
+def judge(ran: Ran, parts: Parts, carried: Carried, agreement: Agreement) -> Judged:
+    """Read all numbers of a step and decide. The only place where the host waits for the device.
+
+    Args:
+        ran: what its body has done.
+        parts: the train state.
+        carried: what earlier steps have shown.
+        agreement: the agreement of processes that train together.
+    """
+    records, constants = ran.seen.records, frozenset[int]()
+    gradients = [gradient for record in records for gradient in record.gradients]
+    if ran.raised and not records:  # what was left before the first update
+        gradients = [gradient for _, gradient in parts.gradients()]
+    statistics, unrecorded = ran.statistics(parts, carried.tolerated), ran.unrecorded(parts)
+    state = parts.by_site if ran.updated and records else unrecorded
+    scales = [scale.value for scale, _ in parts.train_state.scales]
+    read = reductions.read(
+        {
+            "losses": [loss.sum() if loss.ndim else loss for loss in ran.losses],
+            "gradients": reductions.norms(gradients),
+            "statistics": reductions.norms(statistics),
+            "scales": [ran.log.before(scale) for scale in scales],
+            **{site: reductions.norms(tensors) for site, tensors in state.items()},
+            **{f"previous {site}": norms for site, norms in carried.unread.items()},
+        }
+    )
+    if not math.isfinite(sum(read["statistics"])):
+        constants = ran.constants(statistics, parts)
+        statistics = [tensor for tensor in statistics if id(tensor) not in constants]
+        read |= reductions.read({"statistics": reductions.norms(statistics)})
+    both = parts.weights_and_slots
+    previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in carried.unread}
+    left_by_previous = not all(map(math.isfinite, previous.values()))
+    norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
+    own = _verdict(ran, read, gradients, statistics, previous if left_by_previous else norms)
+    decision, verdict = _agreed(_decision(ran, read, own), own, agreement)
+    return Judged(
+        ran, decision, verdict, own, statistics, unrecorded, left_by_previous, constants
+    )
+
+
+def _verdict(
+    ran: Ran,
+    read: Mapping[str, Sequence[float]],
+    gradients: Sequence[Any],
+    statistics: Sequence[Any],
+    norms: Mapping[str, float],
+) -> Verdict:
+    """Return the verdict from the numbers that were read, and the norms of weights and slots."""
+    loss = reductions.sum_of(read["losses"], ran.losses)
+    squares = reductions.squares_of(read["gradients"], gradients)
+    return Verdict(
+        False,
+        loss=math.nan if ran.raised and math.isfinite(squares) else loss,
+        gradients=squares,
+        statistics=reductions.norm_of(read["statistics"], statistics),
+        weights=norms.get("weights", 0.0),
+        slots=norms.get("slots", 0.0),
+        scale=min(read["scales"], default=1.0),
+    )
+
+
+def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> Decision:
+    """Return the decision of this process."""
+    finite = own.finite and not ran.raised
+    if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
+        return Decision.REFUSE
+    # Gradients whose squares overflow are so large that the update may overflow, too.
+    overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
+    return Decision.CHECK if overflows and not ran.updated else Decision.COMMIT
+
+
+def _agreed(
+    decision: Decision, own: Verdict, agreement: Agreement
+) -> tuple[Decision, Verdict]:
+    """Return the decision of all processes, which is that of the most careful one, and the means of
+    their verdicts. One message.
+    """
+    if agreement.count == 1:
+        return decision, own
+    careful = [decision is Decision.REFUSE, decision is Decision.CHECK]
+    flags = [*careful, agreement.has_news]
+    sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
+    *careful, agreement.news = (number > 0 for number in sums[:3])
+    means = (number / agreement.count for number in sums[3:])
+    return Decision([*careful, True].index(True)), Verdict.of((0.0, *means, 0.0, 0.0))
+
+
+def read_update(
+    parts: Parts, verdict: Verdict, is_shared: bool
+) -> tuple[Verdict, Mapping[str, Sequence[Any]]]:
+    """Return the verdict with the norms of the updated state; or unchanged, and these norms by site
+    if they are better read with the verdict of the next step: if the host would wait for the device
+    again, or if other processes need them.
+    """
+    norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
+    if is_shared or reductions.is_away(parts.weights):
+        return verdict, norms
+    read = reductions.read(norms)
+    weights, slots = (reductions.norm_of(read[site], t) for site, t in parts.by_site.items())
+    return verdict._replace(weights=weights, slots=slots), {}

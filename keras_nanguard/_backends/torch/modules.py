@@ -5,8 +5,7 @@ the library uses.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -151,11 +150,6 @@ class Rate:
                 group["lr"] = new
 
 
-LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every existing `TorchOptimizer`. A replay restores the states of those that train its model.
-"""
-
-
 class TorchOptimizer:
     """Adapts a `torch.optim.Optimizer` to the interface of a Keras optimizer.
 
@@ -173,7 +167,6 @@ class TorchOptimizer:
         self.epsilon = optimizer.defaults.get("eps")
         self.momentum = optimizer.defaults.get("momentum", 0.0)
         self._learning_rate = Rate(optimizer)
-        LIVE.add(self)
         self._known = Variables()
 
     @property
@@ -192,11 +185,6 @@ class TorchOptimizer:
 
     def _path_of(self, parameter: Any) -> str:
         return self._paths.get(id(local(parameter)), "a parameter")
-
-    def trains_any(self, tensors: Container[int]) -> bool:
-        """Whether the `id` of a parameter that it trains is among these."""
-        params = (p for group in self.of.param_groups for p in group["params"])
-        return any(id(local(p)) in tensors for p in params)
 
     def held(self, copies: bool = True) -> Callable[[], None]:
         """Return a function that restores the current state, including plain numbers and missing
@@ -254,6 +242,16 @@ def first_value(name: str, tensor: Any, rate: float) -> np.ndarray[Any, Any]:
     """
     starts = {"mu_product": 1.0, "mu": 1.0, "step_size": rate, "eta": rate}
     return np.full(tuple(tensor.shape), starts.get(name, 0.0), np.float32)
+
+
+def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
+    """Return adapters of the optimizers of torch in attributes of these layers that are not among
+    the known optimizers.
+    """
+    adapted = [getattr(optimizer, "of", None) for optimizer in known]
+    found = [value for layer in layers for value in vars(layer).values()]
+    optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
+    return [TorchOptimizer(optimizer, {}) for optimizer in optimizers if optimizer not in adapted]
 
 
 def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -85,25 +85,22 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         given = args, kwargs
         name = func.overloadpacket.__name__
         written = _tensors(written_by(func, args, kwargs))
-        before = [self._inputs(inputs) for _, inputs in _groups((), *given) if written]
+        # Of inputs that it may overwrite, what is known is read before.
+        overwritten = [(own, self._inputs(inputs)) for own, inputs in _groups(written, *given)]
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
-            outputs = written or _tensors(result)
             views = {storage(t) for t in _tensors(given) if not written}
-            groups = _groups(outputs, *given)
-            looks = before if len(before) == len(groups) else [None] * len(groups)
             name = name.removeprefix("_foreach_").rstrip("_")
-            for (own, inputs), look in zip(groups, looks):
-                self._see(name, own, inputs, look, views, given)
+            for own, inputs in overwritten or _groups(_tensors(result), *given):
+                self._see(name, own, inputs, views, given)
         return result
 
     def _see(
         self,
         name: str,
         outputs: Sequence[Any],
-        inputs: Sequence[Any],
-        look: Inputs | None,
+        inputs: Sequence[Any] | Inputs,
         views: set[int],
         given: Any,
     ) -> None:
@@ -113,7 +110,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
                 if number not in views:
                     self._lineage.pop(number, None)
             elif number not in views or number not in self._lineage:
-                known = self._inputs(inputs) if look is None else look
+                known = inputs if isinstance(inputs, Inputs) else self._inputs(inputs)
                 self._keep(output, self._origin(name, known, output, given))
 
     def _origin(self, name: str, inputs: Inputs, bad: Any, given: Any) -> Origin:
@@ -138,16 +135,17 @@ def _groups(
     outputs: Sequence[Any], args: Any, kwargs: Any
 ) -> list[tuple[Sequence[Any], Sequence[Any]]]:
     """Return outputs and the inputs they depend on: element by element if the operation takes lists
-    of tensors.
+    of as many tensors.
     """
+    if not outputs:
+        return []
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
-    lengths = {len(a) for a in (*lists, outputs) if a}
-    if not lists or len(lengths) != 1:
+    if not lists or {len(a) for a in lists} != {len(outputs)}:
         return [(outputs, _tensors(values))]
     alone = [a for a in values if isinstance(a, torch.Tensor)]
     inputs = [_tensors([*together, *alone]) for together in zip(*lists)]
-    return list(zip([[output] for output in outputs] or [[]] * len(inputs), inputs))
+    return list(zip([[output] for output in outputs], inputs))
 
 
 def _all_tensors(values: Sequence[Any]) -> bool:

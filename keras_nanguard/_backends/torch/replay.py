@@ -23,11 +23,11 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import LIVE, TorchModule
+from keras_nanguard._backends.torch.modules import TorchModule, loose_optimizers
 from keras_nanguard._backends.torch.origins import Origins
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import Update, UpdateQueue
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._backends.torch.updates import Update, UpdateQueue, Watch
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 NAMESPACES = (
@@ -193,13 +193,14 @@ class Replay(interface.Replay):
         def on_update(record: Update) -> None:
             if immediate or record.is_immediate:
                 queue.run(record, keep=False)
-            queue.watch(stack)
+            watch.begin()
 
         with contextlib.ExitStack() as stack:
+            watch = Watch(queue, stack)
             for overrides in _WITHOUT_ERROR:
                 overrides.enter(queue)
                 stack.callback(overrides.leave, queue)
-            queue.watch_unknown(stack)
+            watch.begin_with_unknown()
             yield stack.enter_context(Intercept(model, optimizers).running(on_update))
 
     @contextlib.contextmanager
@@ -212,10 +213,6 @@ class Replay(interface.Replay):
         values = [getattr(v, "value", v) for v in variables]
         natives = keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
         undo_log = _log(natives)
-        ours = {id(tensor) for tensor in natives}
-        states = [
-            optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)
-        ]  # and none of another thread's
         grads = [(t, t.grad) for t in natives]
         for tensor in natives:
             tensor.grad = None
@@ -224,10 +221,13 @@ class Replay(interface.Replay):
                 yield
         finally:
             undo_log.give_back(unseen=True)
-            for restore in states:
-                restore()
             for tensor, grad in grads:
                 tensor.grad = grad
+
+    def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
+        layers = [] if model is None else keras_layers.layers_of(model)
+        known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
+        return [o.held() for o in (*known, *loose_optimizers(layers, known))]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):

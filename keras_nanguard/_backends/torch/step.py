@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -35,13 +36,16 @@ from keras_nanguard._backends.torch.judging import (
     NO_VERDICT,
     Carried,
     Decision,
-    Judgement,
+    Judged,
     Parts,
+    Ran,
+    judge,
+    read_update,
 )
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import Update, UpdateQueue
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._backends.torch.updates import Update, UpdateQueue, Watch
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import (
     attributes as keras_attributes,
     optimizers as keras_optimizers,
@@ -118,10 +122,12 @@ class Transaction(interface.Transaction):
 
     Attributes:
         may_undo_update: whether an update may run before the verdict and be undone.
-        carried: what the steps so far have shown.
+        learned: what the steps so far have shown.
         parts: the train state, as it was read last.
         verdict: the verdict of the last step.
     """
+
+    learned: Carried
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class Transaction(interface.Transaction):
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuses, self.agreement = run.refuses, run.agreement
         self.may_undo_update = self.refuses and not stock
-        self.carried = Carried()
+        self.learned = Carried()
         self.verdict = NO_VERDICT
         self.given: Any = None
         self.reports: list[Report] = []
@@ -147,19 +153,23 @@ class Transaction(interface.Transaction):
         self._optimizer = getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
-        carried = self.carried
+        learned = self.learned
         replaced = getattr(self.model, "optimizer", None) is not self._optimizer
-        if carried.stale or self.is_fresh or replaced or carried.steps % REFRESH == 0:
+        if learned.stale or self.is_fresh or replaced or learned.steps % REFRESH == 0:
             self.compiled = None if replaced else self.compiled
             self.read_parts()
-            carried.stale = False
         self.given = Given(args)
         step = StepRun(self, args)
         try:
-            return step.complete()
+            done = step.complete()
+        except BaseException:
+            self.learned = replace(learned, steps=learned.steps + 1, stale=True)
+            raise
         finally:
-            carried.steps += 1
-            step.close()
+            step.seen.release()
+        self.learned, self.verdict = done.carried, done.verdict
+        self.reports += done.reports
+        return done.outputs
 
     def read_parts(self) -> None:
         """Read the train state."""
@@ -169,7 +179,12 @@ class Transaction(interface.Transaction):
     @property
     def is_fresh(self) -> bool:
         """Whether it is not known yet what the body writes."""
-        return self.carried.steps < FRESH
+        return self.learned.steps < FRESH
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes decide together."""
+        return self.agreement.count > 1
 
     def intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
@@ -181,20 +196,20 @@ class Transaction(interface.Transaction):
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.carried = other.carried
-        self.carried.steps, self.carried.stale = min(self.carried.steps, 1), True
+        steps = min(other.learned.steps, 1)
+        self.learned = replace(other.learned, steps=steps, stale=True)
 
     @property
     def untracked(self) -> Mapping[int, Any]:  # type: ignore[override]
-        return self.carried.untracked
+        return self.learned.untracked
 
     @property
-    def tolerated(self) -> set[int]:  # type: ignore[override]
-        return self.carried.tolerated
+    def tolerated(self) -> frozenset[int]:  # type: ignore[override]
+        return self.learned.tolerated
 
     @property
     def keeps_undo(self) -> bool:  # type: ignore[override]
-        return self.carried.keeps_undo
+        return self.learned.keeps_undo
 
     def batch(self, given: Given) -> Any:
         return None if given.args is None else _as_tensors(given.args)
@@ -204,10 +219,27 @@ class Transaction(interface.Transaction):
         return reports
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        self.carried.tolerated |= {id(v.value) for v in variables}
+        tolerated = self.learned.tolerated | {id(v.value) for v in variables}
+        self.learned = replace(self.learned, tolerated=tolerated)
 
     def release_run(self) -> None:
         self.given = None
+
+
+class Done(NamedTuple):
+    """The result of one run of the transaction.
+
+    Attributes:
+        outputs: what the body has returned, `None` if it raised an exception about a bad number.
+        verdict: the verdict.
+        reports: the report, if the step was bad.
+        carried: what later steps need.
+    """
+
+    outputs: Any
+    verdict: Verdict
+    reports: Sequence[Report]
+    carried: Carried
 
 
 class StepRun:
@@ -222,16 +254,17 @@ class StepRun:
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         log: what a refusal restores.
         queue: the updates, of which some wait for the verdict.
-        judgement: the verdict and the decision.
-        error: the exception about a bad number that ended the body, if any.
+        created: the tensors of the variables that Keras has created meanwhile.
+        judged: the verdict and the decision, once there is one.
     """
 
     def __init__(self, transaction: Transaction, args: Sequence[Any]):
         self.transaction, self.args = transaction, args
-        carried, parts = transaction.carried, transaction.parts
-        self.error: BaseException | None = None
+        carried, parts = transaction.learned, transaction.parts
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None
+        self.created: list[Any] = []
+        self.judged: Judged | None = None
         adds = transaction.is_fresh or carried.adds_to_gradients
         found = [(t, t.grad) for t in parts.holders] if adds and transaction.may_undo_update else []
         # What a step finds stays alive until its end.
@@ -240,80 +273,69 @@ class StepRun:
         watched = parts.small_state if transaction.stock else parts.all
         self._versions = [(t, t._version) for t in watched]
         self.queue = UpdateQueue(self.log, parts.other)
-        self.judgement = Judgement(
-            carried, parts, transaction.agreement, transaction.losses, self.seen, self.log
-        )
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed: anything in
         its first steps, then what they have shown; if it is compiled, all of the small state.
         """
         transaction, parts = self.transaction, self.transaction.parts
-        kept = list(transaction.carried.untracked.values())
+        note_created = partial(_note_created, transaction.run, self.created)
+        kept = list(transaction.learned.untracked.values())
         kept += [local(grad) for _, grad in self._gradients]
         if transaction.is_fresh:
             kept += parts.other
             kept += parts.weights_and_slots if transaction.may_undo_update else ()
         if self.is_compiled:
-            log = UndoLog((), [*parts.unlisted, *parts.small_state, *kept], self._note_created)
+            log = UndoLog((), [*parts.unlisted, *parts.small_state, *kept], note_created)
         else:
-            log = UndoLog(kept, parts.unlisted, self._note_created)
+            log = UndoLog(kept, parts.unlisted, note_created)
         attributes = parts.attributes(every=transaction.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", self._restore_gradients)
+        log.at_undo("gradients", partial(_restore_gradients, transaction, self._gradients))
         for optimizer in parts.loose if transaction.may_undo_update else ():
             log.at_undo(id(optimizer), optimizer.held())
         return log
 
-    def complete(self) -> Any:
-        """Run the step; commit or refuse it. Return its outputs, `None` if it raised an exception
-        about a bad number.
-        """
-        transaction, judgement = self.transaction, self.judgement
-        outputs = self._run_body()
-        if judgement.decision is None:
-            self._judge(outputs)
-        unseen = self._note_findings()
-        if judgement.decision is Decision.CHECK:
+    def complete(self) -> Done:
+        """Run the step; commit or refuse it."""
+        transaction = self.transaction
+        outputs, raised = self._run_body()
+        judged = self.judged or self._judge(outputs, raised)
+        carried, writes_unkept = self._carried(judged)
+        if judged.decision is Decision.CHECK:
             self.queue.flush(keep=True)
-            self._judge(outputs)
-        is_bad = judgement.decision is Decision.REFUSE
-        if is_bad:
-            self._report()
+            judged = self._judge(outputs, raised)
+        is_bad = judged.decision is Decision.REFUSE
+        reports = [self._report(judged)] if is_bad else []
         if is_bad and transaction.refuses:
-            self._refuse()
+            verdict = self._refuse(judged)
         else:
-            self._commit(unseen)
-        transaction.verdict = judgement.verdict
-        return outputs
-
-    def close(self) -> None:
-        """Release the gradients. A run and what records it refer to each other and would wait for
-        the garbage collector.
-        """
-        self.seen.release()
-        vars(self).clear()
+            verdict, carried = self._commit(judged, carried, writes_unkept)
+        return Done(outputs, verdict, reports, carried)
 
     # Running the body
 
-    def _run_body(self) -> Any:
-        body = self.seen.body or self.transaction.body
+    def _run_body(self) -> tuple[Any, bool]:
+        """Run the body; return its outputs, and whether it has raised an exception about a bad
+        number.
+        """
+        transaction, body = self.transaction, self.seen.body or self.transaction.body
         try:
-            with contextlib.ExitStack() as self._stack:
+            with contextlib.ExitStack() as stack:
+                watch = Watch(self.queue, stack)
                 if not self.is_compiled:
-                    self._stack.enter_context(self.log)
-                if self.transaction.may_undo_update and not self.transaction.jit:
-                    self.queue.watch_unknown(self._stack)
-                self._stack.enter_context(self.seen.running(self._on_update))
-                return body(*self.args)
+                    stack.enter_context(self.log)
+                if transaction.may_undo_update and not transaction.jit:
+                    watch.begin_with_unknown()
+                stack.enter_context(self.seen.running(partial(self._on_update, watch)))
+                return body(*self.args), False
         except Exception as error:
             if not (self._can_be_undone and is_numeric(error)):
                 self._abandon(error)
                 raise
-            self.error = error
-            return None
+            return None, True
 
-    def _on_update(self, record: Update) -> None:
+    def _on_update(self, watch: Watch, record: Update) -> None:
         """Run an update now if it may or must run before the end of the step."""
         transaction, queue = self.transaction, self.queue
         # The optimizer is built now, as Keras would, so that its variables are noted.
@@ -327,26 +349,20 @@ class StepRun:
         else:
             queue.defer(record)
         if not (transaction.stock or self.is_compiled):
-            queue.watch(self._stack)
+            watch.begin()
 
     def _run_judged(self, record: Update) -> None:
         """Run the update of Keras' own step, unless the verdict, which is known now, forbids it."""
-        if self.judgement.decision is None:
-            self._judge(None)
-        decision = self.judgement.decision
-        if decision is not Decision.REFUSE:
-            self.queue.run(record, keep=decision is Decision.CHECK)
-
-    def _note_created(self, variable: Any) -> None:
-        tensor = variable.value
-        if not tensor.is_meta:
-            self.transaction.carried.stale = True
-            self.transaction.run.note_created(tensor, keras_variables.read(variable))
+        if self.judged is None:
+            self.judged = self._judge(None, raised=False)
+        if self.judged.decision is not Decision.REFUSE:
+            self.queue.run(record, keep=self.judged.decision is Decision.CHECK)
 
     @property
     def _can_be_undone(self) -> bool:
         """Whether the step may still be refused: no decision has let its updates take effect."""
-        return self.transaction.refuses and self.judgement.decision in (None, Decision.REFUSE)
+        undecided = self.judged is None or self.judged.decision is Decision.REFUSE
+        return self.transaction.refuses and undecided
 
     def _abandon(self, error: Exception) -> None:
         """Undo a step that ends in an exception. After its update nothing is kept and nothing can
@@ -354,27 +370,29 @@ class StepRun:
         """
         if self._can_be_undone:
             self.log.give_back()
-        if self.judgement.is_shared:
+        if self.transaction.is_shared:
             host.leave(error)
 
-    def _restore_gradients(self) -> None:
-        """Restore the gradients of a body that accumulates them; for any other leave none."""
-        for tensor in self.transaction.parts.holders:
-            tensor.grad = None
-        for tensor, grad in self._gradients:
-            tensor.grad = grad
+    # What later steps need
 
-    def _note_findings(self) -> bool:
-        """Note for later steps what the body has shown. Return whether it has written weights or
+    def _carried(self, judged: Judged) -> tuple[Carried, bool]:
+        """Return what the body has shown for later steps, and whether it has written weights or
         slots that are not kept, so that the verdict did not see it.
         """
-        carried, log, queue = self.transaction.carried, self.log, self.queue
-        carried.adds_to_gradients |= any(log.counted(local(g)) for _, g in self._gradients)
+        before, log = self.transaction.learned, self.log
         untracked = {id(tensor): tensor for tensor in self._untracked()}
-        carried.untracked.update(untracked)
-        carried.keeps_undo |= queue.early and self.judgement.decision is not Decision.CHECK
-        carried.unread = {}
-        return not self.transaction.parts.updated.isdisjoint(untracked.keys() - log.old.keys())
+        early = self.queue.early and judged.decision is not Decision.CHECK
+        adds = any(log.counted(local(grad)) for _, grad in self._gradients)
+        carried = Carried(
+            untracked={**before.untracked, **untracked},
+            tolerated=before.tolerated | judged.constants,
+            keeps_undo=before.keeps_undo or early,
+            steps=before.steps + 1,
+            stale=bool(self.created),
+            adds_to_gradients=before.adds_to_gradients or adds,
+        )
+        unkept = untracked.keys() - log.old.keys()
+        return carried, not self.transaction.parts.updated.isdisjoint(unkept)
 
     def _untracked(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
@@ -400,33 +418,44 @@ class StepRun:
         """Whether an update has run before the verdict."""
         return self.queue.early or not self.transaction.refuses
 
-    def _judge(self, outputs: Any) -> None:
-        if self.transaction.carried.stale:
-            self.transaction.read_parts()
-        raised, updated = self.error is not None, self._is_updated
-        self.judgement.judge(self.transaction.parts, outputs, raised=raised, updated=updated)
-
-    def _commit(self, unseen: bool) -> None:
-        """Run the deferred updates, and read the updated state, now or with the next step;
-        `unseen`: also without updates, because it was written unseen.
-        """
-        transaction, records = self.transaction, self.seen.records
-        is_read = self._is_updated and not self.queue.waiting
-        self.queue.flush(keep=False)
-        created = [found for record in records for found in record.created()]
-        for tensor, value in created:
-            transaction.run.note_created(tensor, value)
-        if created:
-            transaction.carried.stale = True
+    def _judge(self, outputs: Any, raised: bool) -> Judged:
+        transaction, seen = self.transaction, self.seen
+        if self.created:
             transaction.read_parts()
-        is_due = bool(records) and not (is_read and not created)
-        if transaction.refuses and (is_due or unseen):
-            transaction.carried.unread = self.judgement.read_update(transaction.parts)
+        losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
+        ran = Ran(seen, self.log, losses, raised, self._is_updated)
+        return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
 
-    def _refuse(self) -> None:
-        """Undo the step; each loss scale is updated."""
+    def _commit(
+        self, judged: Judged, carried: Carried, writes_unkept: bool
+    ) -> tuple[Verdict, Carried]:
+        """Run the deferred updates, and read the updated state, now or with the next step; return
+        the verdict, and what later steps need.
+
+        Args:
+            judged: the verdict so far.
+            carried: what later steps need so far.
+            writes_unkept: whether the state is to be read also without updates, because the verdict
+                did not see all that the body has written.
+        """
+        transaction, queue = self.transaction, self.queue
+        is_read = self._is_updated and not queue.waiting
+        queue.flush(keep=False)
+        for tensor, value in queue.created:
+            transaction.run.note_created(tensor, value)
+        if queue.created:
+            carried = replace(carried, stale=True)
+            transaction.read_parts()
+        is_due = bool(self.seen.records) and not (is_read and not queue.created)
+        if not transaction.refuses or not (is_due or writes_unkept):
+            return judged.verdict, carried
+        verdict, unread = read_update(transaction.parts, judged.verdict, transaction.is_shared)
+        return verdict, replace(carried, unread=unread)
+
+    def _refuse(self, judged: Judged) -> Verdict:
+        """Undo the step; each loss scale is updated. Return the verdict."""
         self.log.give_back()
-        verdict = self.judgement.verdict
+        verdict = judged.verdict
         for optimizer in self.transaction.parts.train_state.optimizers:
             if keras_optimizers.is_loss_scaled(optimizer) and optimizer.built:
                 scale, counter = optimizer.dynamic_scale, optimizer.step_counter
@@ -434,17 +463,32 @@ class StepRun:
                 after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
                 scale.assign(after[0])
                 counter.assign(after[1])
-        self.judgement.verdict = verdict._replace(refused=True)
+        return verdict._replace(refused=True)
 
-    def _report(self) -> None:
-        """Report a bad step, with the numbers of this process. No argument is copied."""
-        transaction, judgement = self.transaction, self.judgement
-        places = judgement.places(transaction.parts)
-        report = Report(
-            judgement.own._replace(refused=transaction.refuses),
+    def _report(self, judged: Judged) -> Report:
+        """Return the report of a bad step, with the numbers of this process. No argument is copied.
+        """
+        places = judged.places(self.transaction.parts)
+        return Report(
+            judged.own._replace(refused=self.transaction.refuses),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
             _as_tensors(self.args),
-            left_by_previous=judgement.left_by_previous,
+            left_by_previous=judged.left_by_previous,
         )
-        transaction.reports.append(report)
+
+
+def _note_created(run: interface.Run, created: list[Any], variable: Any) -> None:
+    """Note a variable that Keras has created, with its first value."""
+    tensor = variable.value
+    if not tensor.is_meta:
+        created.append(tensor)
+        run.note_created(tensor, keras_variables.read(variable))
+
+
+def _restore_gradients(transaction: Transaction, kept: Sequence[tuple[Any, Any]]) -> None:
+    """Restore the gradients of a body that accumulates them; for any other leave none."""
+    for tensor in transaction.parts.holders:
+        tensor.grad = None
+    for tensor, grad in kept:
+        tensor.grad = grad

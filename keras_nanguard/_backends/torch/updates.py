@@ -56,18 +56,14 @@ class Update:
     def build(self) -> None:
         """Build the optimizer as the update itself would."""
 
-    def run(self) -> None:
-        """Run the update."""
-        with torch.set_grad_enabled(self._grad):
-            self._call()
-
-    def created(self) -> list[tuple[Any, Any]]:
-        """Return the tensors that the update has created outside of Keras, each with its first
-        value.
+    def run(self) -> list[tuple[Any, Any]]:
+        """Run the update; return the tensors that it has created outside of Keras, each with its
+        first value.
         """
-        return []
+        with torch.set_grad_enabled(self._grad):
+            return self._call()
 
-    def _call(self) -> None:
+    def _call(self) -> list[tuple[Any, Any]]:
         raise NotImplementedError
 
 
@@ -105,8 +101,9 @@ class KerasUpdate(Update):
                 optimizer.build(self.given)
             optimizer.built = True  # where `build` leaves that to `apply`
 
-    def _call(self) -> None:
+    def _call(self) -> list[tuple[Any, Any]]:
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
+        return []
 
 
 class TorchUpdate(Update):
@@ -145,27 +142,13 @@ class TorchUpdate(Update):
         self.gradients = [local(g) for _, g in written]
         self.variables = [self.optimizer.variable_of(p) for p, _ in written]
 
-    def created(self) -> list[tuple[Any, Any]]:
-        """Return the slots that the update has created, each with its first value."""
-        found = []
-        known = itertools.chain(self._names, itertools.repeat(()))
-        for (p, slots), names in zip(self.torch.state.items(), known):
-            if len(slots) != len(names):
-                groups = zip(self.torch.param_groups, self.groups)
-                rates = (s.get("lr", 0.0) for g, s in groups if any(q is p for q in g["params"]))
-                rate = float(next(rates, 0.0))
-                new = {k: local(t) for k, t in slots.items() if k not in names}
-                tensors = {k: t for k, t in new.items() if isinstance(t, torch.Tensor)}
-                found += [(t, first_value(k, t, rate)) for k, t in tensors.items()]
-        return found
-
-    def _call(self) -> None:
+    def _call(self) -> list[tuple[Any, Any]]:
         """Step with the gradients and rates of the original call, or with its closure."""
-        self._names = [tuple(slots) for slots in self.torch.state.values()]  # slots by parameter
+        names = [tuple(slots) for slots in self.torch.state.values()]
         if self.is_immediate:
             self.result = self.real(*self._args, **self._kwargs)
             self._read()
-            return
+            return self._created(names)
         now = [(p, p.grad) for p, _ in self.grads]
         groups = settings_of(self.torch.param_groups)
         self._place(self.grads, self.groups)
@@ -176,6 +159,23 @@ class TorchUpdate(Update):
             self.real()
         finally:
             self._place(now, groups)
+        return self._created(names)
+
+    def _created(self, before: Sequence[Sequence[str]]) -> list[tuple[Any, Any]]:
+        """Return the slots that the update has created, each with its first value, from the names
+        of those of each parameter before it.
+        """
+        found = []
+        known = itertools.chain(before, itertools.repeat(()))
+        for (p, slots), names in zip(self.torch.state.items(), known):
+            if len(slots) != len(names):
+                groups = zip(self.torch.param_groups, self.groups)
+                rates = (s.get("lr", 0.0) for g, s in groups if any(q is p for q in g["params"]))
+                rate = float(next(rates, 0.0))
+                new = {k: local(t) for k, t in slots.items() if k not in names}
+                tensors = {k: t for k, t in new.items() if isinstance(t, torch.Tensor)}
+                found += [(t, first_value(k, t, rate)) for k, t in tensors.items()]
+        return found
 
     def _place(self, grads: Any, groups: Any) -> None:
         for p, grad in grads:
@@ -185,13 +185,8 @@ class TorchUpdate(Update):
             group.update(values)
 
 
-class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
-    """The updates of one step, and a mode of torch that watches the code after the first of them.
-
-    An eager step may read its weights after the update (a GAN, a metric of the learning rate, a
-    slow copy of the weights). Before the first operation on a tensor that a deferred update reads
-    or writes, or on a view of one, it runs the update, with the old values kept. It also keeps
-    each tensor that the user's code writes in place.
+class UpdateQueue:
+    """The updates of one step, of which some wait for the verdict.
 
     Args:
         log: keeps what an update writes that runs before the verdict, if it has to be undone.
@@ -200,32 +195,17 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
     Attributes:
         waiting: the deferred updates that have not run yet.
         early: whether an update had to run before the verdict, with the old values kept.
+        is_running: whether an update is running.
+        created: the tensors that the updates have created outside of Keras, each with its first
+            value.
     """
 
     def __init__(self, log: UndoLog, readable: Sequence[Any]):
-        super().__init__()
         self.log, self._readable = log, readable
         self.waiting: list[Update] = []
-        self.early = self._watching = self._updating = False
+        self.created: list[tuple[Any, Any]] = []
+        self.early = self.is_running = False
         self._storages: set[int] = set()
-
-    def watch(self, stack: contextlib.ExitStack) -> None:
-        """Watch from now on, until the stack ends."""
-        if not self._watching:
-            self._watching = True
-            stack.enter_context(self)
-
-    def watch_unknown(self, stack: contextlib.ExitStack) -> None:
-        """Watch from the first update on by a Keras optimizer that only the body knows, such as one
-        within another object.
-        """
-
-        def watch() -> None:
-            if not self._updating:
-                self.watch(stack)
-
-        _APPLY.enter(watch)
-        stack.callback(_APPLY.leave, watch)
 
     def run(self, record: Update, keep: bool) -> None:
         """Run an update now; `keep`: keep the old values first."""
@@ -234,11 +214,11 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
         if keep:
             self.early = True
             self.log.keep_updated(record.optimizer, record.state())
-        self._updating = True
+        self.is_running = True
         try:
-            record.run()
+            self.created += record.run()
         finally:
-            self._updating = False
+            self.is_running = False
 
     def defer(self, record: Update) -> None:
         """Run an update in `flush`, or before the first operation that depends on it."""
@@ -251,18 +231,59 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
         for record in waiting:
             self.run(record, keep)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
-        kwargs = kwargs or {}
+    def flush_for(self, tensors: Iterable[Any]) -> None:
+        """Run the deferred updates, with the old values kept, if one of them reads or writes one of
+        these tensors, or a view of one.
+        """
         if self.waiting and not self._storages:
             used = [t for record in self.waiting for t in (*record.state(), *record.gradients)]
             self._storages = set(map(storage, (*used, *self._readable)))
-        if self.waiting:
-            given = _tensors((*args, *kwargs.values()))
-            if any(storage(local(tensor)) in self._storages for tensor in given):
-                self.flush(keep=True)
+        if self.waiting and any(storage(local(t)) in self._storages for t in tensors):
+            self.flush(keep=True)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Watches the code of a step after its first update.
+
+    An eager step may read its weights after the update (a GAN, a metric of the learning rate, a
+    slow copy of the weights). Before the first operation on a tensor that a deferred update reads
+    or writes, it runs the update. It also keeps each tensor that the user's code writes in place.
+
+    Args:
+        queue: the updates of the step.
+        stack: ends the watching.
+    """
+
+    def __init__(self, queue: UpdateQueue, stack: contextlib.ExitStack):
+        super().__init__()
+        self._queue, self._stack = queue, stack
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._stack.enter_context(self)
+
+    def begin_with_unknown(self) -> None:
+        """Watch from the first update on by a Keras optimizer that only the body knows, such as one
+        within another object.
+        """
+
+        def watch() -> None:
+            if not self._queue.is_running:
+                self.begin()
+
+        _APPLY.enter(watch)
+        self._stack.callback(_APPLY.leave, watch)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        if self._queue.waiting:
+            self._queue.flush_for(_tensors((*args, *kwargs.values())))
         # Gradients that a backward pass adds up are not kept.
-        if not self._updating and torch._C._current_graph_task_id() == -1:
+        if not self._queue.is_running and torch._C._current_graph_task_id() == -1:
             for tensor in map(local, _tensors(written_by(func, args, kwargs))):
                 for undo_log in WRITES.inside():
                     undo_log.keep_outside(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import keras
@@ -22,6 +23,9 @@ from support.torch_steps import (
 )
 
 from keras_nanguard import NanGuard
+from keras_nanguard._backends.torch.step import StepRun
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.updates import KerasUpdate
 
 
 def test_a_healthy_step():
@@ -271,3 +275,19 @@ def test_a_variable_that_a_step_creates_is_reported_once(bad):
     step((X, Y))
     step((X, Y))
     assert len(read) == before + 1 and not step.verdict.refused
+
+
+@pytest.mark.parametrize("body", [lambda model: None, wild], ids=["stock", "wild"])
+def test_nothing_of_a_step_waits_for_the_garbage_collector(body):
+    """The old values and the gradients of a step would otherwise take memory until it runs."""
+    model = network()
+    step = alone(model, body(model))
+    gc.collect()
+    gc.disable()
+    try:
+        for x in (X, X * math.nan, X):
+            step((x, Y))
+        left = [held for held in gc.get_objects() if type(held) in (StepRun, UndoLog, KerasUpdate)]
+    finally:
+        gc.enable()
+    assert left == []

@@ -84,7 +84,7 @@ def test_gradients_that_a_refused_step_leaves(kind, good):
     found = [v.value.grad for v in model.trainable_variables]
     assert all(grad is not None for grad in found)
     step((BAD, Y))
-    assert step.verdict.refused and not step.carried.adds_to_gradients
+    assert step.verdict.refused and not step.learned.adds_to_gradients
     given_back = kind != "stock" and good == 1
     assert all(v.value.grad is (grad if given_back else None) for v, grad in zip(model.trainable_variables, found))
 
@@ -149,11 +149,11 @@ def test_slots_that_an_optimizer_of_torch_creates():
     step, of, noted = loop(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
     for late in (False, False, False, True):
         step(late)
-        assert step.carried.stale is (late or step.carried.steps == 1)
+        assert step.learned.stale is (late or step.learned.steps == 1)
         assert set(noted) == {id(t) for slots in of.state.values() for t in slots.values()}
     assert len(noted) == 6 and not any(map(np.any, noted.values()))
     step(True)
-    assert not step.carried.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
+    assert not step.learned.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
 
 
 OTHER = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
