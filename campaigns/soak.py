@@ -242,7 +242,7 @@ def _guard(directory: str | None) -> Any:
 
 def flush(recorder: Any) -> None:
     """Have everything so far written to the file of a recording."""
-    writer = recorder._writer
+    writer = recorder._file._writer
     for _ in range(2 if writer is not None else 0):  # what is being written now, then the rest
         recorder._work(time.time())
         while not writer.ready and not writer.problem:
@@ -261,7 +261,7 @@ def counted(guard: Any, directory: str | None) -> dict[str, Any]:
     result = {"steps": steps, "faults": len(made), "refused": guard.session.run.counts.refused, "incidents": len(found), "wrong": wrong(made, found)}
     if directory:
         files = [file.stat().st_size for file in Path(directory).rglob("*") if file.is_file()]
-        flush(guard._recorder)
+        flush(guard._log.recorder)
         logged = sum(event.kind == "incident" for event in Recording.read(directory).events)
         result |= {"logged": logged, "disk": sum(files), "disk_files": len(files)}
     return result

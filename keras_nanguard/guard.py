@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,24 +14,21 @@ import keras
 from typing_extensions import Unpack
 
 from keras_nanguard._backends import processes
-from keras_nanguard._backends.current import attachment, loop_step
+from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, GuardInUseError, require_path
-from keras_nanguard._core.incident import Incident, Lowered
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._core.totals import Totals
-from keras_nanguard._fit import arguments
+from keras_nanguard._fit import arguments, loop
 from keras_nanguard._fit.attached import Attached, guardable
-from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.log import Log
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import evaluates, outside, surrounding
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections, warnings_about
-from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files
 from keras_nanguard._report.figure import curves
@@ -108,19 +104,17 @@ class NanGuard(keras.callbacks.Callback):
         **sections: Unpack[Sections],
     ):
         super().__init__()
-        self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
+        self.directory = arguments.folder(directory)
+        self.resume = arguments.flag("resume", resume)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.functions = arguments.functions(functions)
         self.diagnose = arguments.flag("diagnose", diagnose)
         self.logs = arguments.flag("logs", logs)
         self.sample_ids = arguments.sample_ids(sample_ids)
-        self.incidents: list[Incident] = []
         self.session: Session | None = None
         self._attached: Attached | None = None
-        self._reporter, self._recorder = Reporter(arguments.verbosity(verbose)), Recorder()
-        self._bad_rows = BadRows(self._recorder, self.sample_ids)
+        self._log = Log(arguments.verbosity(verbose), self.sample_ids)
         self._unnamed = self._resumed = self._watching = False
-        self._counts = Totals()  # of the fits before the last one
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
@@ -133,42 +127,41 @@ class NanGuard(keras.callbacks.Callback):
         """Return the state for a pickle: settings, incidents and counts."""
         unused = vars(self._unused())
         own = {name: value for name, value in vars(self).items() if name not in unused}
-        recorder = copy.deepcopy(self._recorder)
-        return {
-            **unused,
-            **own,
-            "incidents": list(self.incidents),
-            "_reporter": copy.copy(self._reporter),
-            "_recorder": recorder,
-            "_bad_rows": BadRows(recorder, self.sample_ids),
-            "_counts": self._counted(),
-        }
+        return {**unused, **own, "_log": self._log}
 
     def __copy__(self) -> Any:
-        """Return a new guard with the same settings."""
-        return self.__deepcopy__({id(value): value for value in vars(self).values()})
+        """Return a new guard with the same settings, like `__deepcopy__`."""
+        return self._copied_to(type(self).__new__(type(self)), lambda value: value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a new guard with the same settings and functions, and copies of the attributes of
         a subclass. It does not resume, because the snapshots in the directory belong to the
         original.
         """
-        made, unused = type(self).__new__(type(self)), self._unused()
-        memo[id(self)] = made
+        made = memo[id(self)] = type(self).__new__(type(self))
+        return self._copied_to(made, lambda value: copy.deepcopy(value, memo))
+
+    def _copied_to(self, made: NanGuard, copied: Callable[[Any], Any]) -> NanGuard:
+        unused = self._unused()
         made.__dict__.update({**vars(unused), "_resumed": True})
         for name, value in vars(self).items():
             if name not in vars(unused) and not hasattr(unused, name):
-                setattr(made, name, copy.deepcopy(value, memo))
+                setattr(made, name, copied(value))
         return made
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The incidents so far, in order of time."""
+        return self._log.incidents
 
     @property
     def verbose(self) -> int:
         """How much is printed: 0, 1 or 2."""
-        return self._reporter.verbose
+        return self._log.reporter.verbose
 
     @verbose.setter
     def verbose(self, verbose: int) -> None:
-        self._reporter.verbose = arguments.verbosity(verbose)
+        self._log.reporter.verbose = arguments.verbosity(verbose)
 
     # Installing and uninstalling
 
@@ -213,8 +206,8 @@ class NanGuard(keras.callbacks.Callback):
             other.detach()
         self.session = self._session(model)
         shown = (self.logs, self.diagnose)
-        self._attached = Attached(self.session, self._reporter, *shown, self._detach)
-        self._reporter.begin(self.session.run.directory)
+        self._attached = Attached(self.session, self._log.reporter, *shown, self._detach)
+        self._log.reporter.begin(self.session.run.directory)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         """Return the host side of the steps of a model, which continues that of its last fit.
@@ -225,13 +218,14 @@ class NanGuard(keras.callbacks.Callback):
         """
         from keras_nanguard._diagnose.explain_step import Explainer
 
-        own = (self.functions, self.directory, self._reporter.line)
-        run = Run(model, self.policy, self._recorder, optimizers, *own)
+        log = self._log
+        own = (self.functions, self.directory, log.reporter.line)
+        run = Run(model, self.policy, log.recorder, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
-        session = Session(run, self._announce, explain, self._bad_rows)
+        session = Session(run, log.announce, explain, log.bad_rows)
         if self.session is not None and self.session.run.model is model:
             session.follow(self.session)
-        self._counts = self._counted()
+        log.begin(run.counts)
         return session
 
     def _detach(self) -> None:
@@ -271,7 +265,7 @@ class NanGuard(keras.callbacks.Callback):
             paths = tuple(str(variable.path) for _, variable in checked(state))
         name = str(getattr(model, "name", "")) or type(model).__name__
         for line in warnings_about(self.policy, name, paths, self):
-            self._reporter.once(f"NanGuard: {line}")
+            self._log.reporter.once(f"NanGuard: {line}")
 
     # Resuming: the state is chosen after all callbacks have restored theirs
 
@@ -307,7 +301,7 @@ class NanGuard(keras.callbacks.Callback):
             self.session.start.restore_at_once()
             self._attached.warn_unless_begun()
             self.session.finished = True
-            self._reporter.end(self.session.run.counts)
+            self._log.reporter.end(self.session.run.counts)
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -383,24 +377,14 @@ class NanGuard(keras.callbacks.Callback):
             )
         model, optimizers = guardable(model, optimizers)
         self.session = self._session(model, optimizers)
-        self._reporter.begin(self.session.run.directory)
+        self._log.reporter.begin(self.session.run.directory)
         self._print_policy_warnings()
-        self.session.start.resuming = resuming = self._resumed_from()
-        if resuming is not None:
-            self._reporter.line(resuming.sentence())
-        self._watching = True
+        resumed, self._watching = self._resumed_from(), True
         try:
-            with loop_step().watching():
+            with loop.watching(self.session, self._log.reporter, resumed):
                 yield self.session
-            self.session.start.restore()  # if the loop had no steps left
-            self.session.finished = True
         finally:
             self._watching = False
-            try:
-                self._reporter.line(self.session.bad_rows.line())
-                self._reporter.end(self.session.run.counts)
-            finally:
-                self.session.end()
 
     def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         """Return the train step as a transaction.
@@ -417,19 +401,16 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: when called outside of `watch`.
         """
-        of_loop = functools.lru_cache(1)(lambda session: loop_step()(function, session))
+        return loop.guarded(function, self._watched)
 
-        @functools.wraps(getattr(function, "python_function", function))
-        def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-            if not self._watching or self.session is None:
-                raise GuardError(
-                    "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
-                    " outside. Move the loop into the with block."
-                )
-            returned: Returned = of_loop(self.session)(*args, **kwargs)
-            return returned
-
-        return guarded
+    def _watched(self) -> Session:
+        """Return the session of the running loop."""
+        if not self._watching or self.session is None:
+            raise GuardError(
+                "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
+                " outside. Move the loop into the with block."
+            )
+        return self.session
 
     @property
     def refused(self) -> bool:
@@ -448,12 +429,7 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def recording(self) -> Recording:
         """The `Recording` of all steps and events so far. It is a copy from memory."""
-        return self._recorder.recording
-
-    def _counted(self) -> Totals:
-        """Return the numbers of steps of all fits so far."""
-        last = None if self.session is None else self.session.run.counts.totals
-        return self._counts if last is None else self._counts.plus(last)
+        return self._log.recorder.recording
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
         """Return the rows of the data that caused bad steps, each once, in the order in which they
@@ -471,34 +447,17 @@ class NanGuard(keras.callbacks.Callback):
             GuardError: if the suffix is another one, or `path` is not a path.
             OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
         """
-        found = tuple(self._recorder.samples.values())
+        found = tuple(self._log.recorder.samples.values())
         if path is not None:
             require_path(path, 'Write guard.bad_samples("bad.csv").')
         if path is not None and processes.index() == 0:
             files.write_samples(found, path)
         return found
 
-    def _announce(self, incident: Incident, lowered: Sequence[Lowered]) -> None:
-        """Record and print an incident, with the learning rates that it has lowered."""
-        if incident.bundle is not None:  # a new one can have taken the place of the oldest
-            for place, earlier in enumerate(self.incidents):
-                if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
-                    self.incidents[place] = earlier.with_(bundle=None)
-        self.incidents.append(incident)
-        self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
-        step = incident.step + self._recorder.base
-        samples = [sample for sample in self._recorder.samples.values() if step in sample.steps]
-        self._reporter.incident(incident, samples, lowered)
-
-    def _record_incident(self, incident: Incident) -> None:
-        """Record an incident as an event."""
-        text, data = str(incident), incident.to_dict()
-        self._recorder.event("incident", incident.step, incident.epoch, text, data)
-
     @property
     def _run(self) -> ShownRun:
         """All fits so far, as reports show them."""
-        return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
+        return ShownRun(self.incidents, self.recording, self.directory, counted=self._log.totals)
 
     def __repr__(self) -> str:
         return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
@@ -510,7 +469,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return a summary of all fits so far: numbers of steps, incidents by cause, and
         actions.
         """
-        return console.summary(self.incidents, self._counted())
+        return console.summary(self.incidents, self._log.totals)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.

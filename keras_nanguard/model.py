@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -127,23 +128,19 @@ class NanGuardModel(keras.Model):
         fit.
         """
         guard, self.train_function = self.nanguard, None
-        given = args[5] if len(args) > 5 else kwargs.get("callbacks")
-        if isinstance(given, keras.callbacks.CallbackList):
-            callbacks, others = given, given.callbacks
-        else:
-            others = keras.tree.flatten(given or [])
-            callbacks = [guard, *others]
+        call = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs)
+        given: Any = call.arguments.get("callbacks")
+        is_list = isinstance(given, keras.callbacks.CallbackList)
+        others = given.callbacks if is_list else keras.tree.flatten(given or [])
         if not any(isinstance(callback, NanGuard) for callback in others):
             if guard.session is not None:  # of steps without a fit
                 guard.session.end()
-            if callbacks is given:
+            if is_list:
                 given.append(guard)
                 given.set_model(self)
-            elif len(args) > 5:
-                args = (*args[:5], callbacks, *args[6:])
             else:
-                kwargs["callbacks"] = callbacks
-        return super().fit(*args, **kwargs)
+                call.arguments["callbacks"] = [guard, *others]
+        return super().fit(*call.args[1:], **call.kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""

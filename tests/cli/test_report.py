@@ -116,7 +116,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            assert flushed(guard._recorder)
+            assert flushed(guard._log.recorder)
             met.append(len(files.read(run).incidents))
 
     guard = NanGuard(directory=run, verbose=0)

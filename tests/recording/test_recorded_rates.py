@@ -23,7 +23,7 @@ def test_rate_that_returns():
     """
     guard = acting({"lower_lr": {"factor": 1e-4, "recover_after": 2, "ramp": 30}})
     moments = iter(range(10**6))
-    guard._recorder._now = lambda: 0.02 * next(moments)
+    guard._log.recorder._now = lambda: 0.02 * next(moments)
     data = zoo.poison(zoo.regression(batches=60), 5)
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), data, guard=guard, epochs=1)
     first, *events = (e for e in guard.recording.events if e.kind == "learning_rate")

@@ -196,7 +196,7 @@ def test_model_that_guards_itself_without_a_fit():
     process follows them, and failed if one of them has raised.
     """
     model, data = Own.small(), zoo.regression()
-    recorder = model.nanguard._recorder
+    recorder = model.nanguard._log.recorder
 
     def train(data=data):
         model.train_on_batch(data.x[: zoo.BATCH], data.y[: zoo.BATCH])
@@ -229,13 +229,13 @@ def test_a_later_write_error_is_reported_once(tmp_path, capsys, when):
     class Breaks(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if when == "epoch" and epoch == 1:
-                guard._recorder._file._writer.problem = "recording.sqlite is not written: disk full"
+                guard._log.recorder._file._writer.problem = "recording.sqlite is not written: disk full"
             if when == "epoch" and epoch == 2:
                 assert "recording.sqlite is not written: disk full" in capsys.readouterr().out
 
         def on_epoch_end(self, epoch, logs=None):  # after the guard
             if when == "end" and epoch == 3:
-                guard._recorder._file._writer.problem = "recording.sqlite is not written: disk full"
+                guard._log.recorder._file._writer.problem = "recording.sqlite is not written: disk full"
 
     zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=4, callbacks=[Breaks()])
     assert capsys.readouterr().out.count("disk full") == (when == "end")
@@ -294,7 +294,7 @@ def test_incidents_of_another_run_stay(tmp_path):
 
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            assert flushed(guard._recorder)
+            assert flushed(guard._log.recorder)
             seen.append(Recording.read(tmp_path).meta["status"])
 
     guard = NanGuard(directory=tmp_path, **QUIET)
