@@ -419,8 +419,8 @@ class NanGuard(keras.callbacks.Callback):
 
     @property
     def stopped(self) -> bool:
-        """Whether the policy has ended training. Your own loop has to check this after each
-        step.
+        """Whether the policy has ended training. Your own loop has to check this after each step:
+        later ones have no effect.
         """
         return self.session is not None and self.session.run.stopped
 

@@ -139,9 +139,11 @@ def test_loop(kind):
     check(model, [i.step for i in guard.incidents], optimizer, 0.0 if kind == "tf.function" else 1e-5, kind == "xla")
 
 
-def test_loop_stops():
-    """A loop in which every step is bad is stopped within a dozen steps, with unchanged weights."""
-    model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
+def test_loop_stops(capsys):
+    """A loop in which every step is bad is stopped within a dozen steps, with unchanged weights.
+    Later steps have no effect, and the loop is told.
+    """
+    model, guard, optimizer = network(keras.Model), NanGuard(), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):
         step = loop_step(model, optimizer)
@@ -149,7 +151,11 @@ def test_loop_stops():
         while not guard.stopped:
             guarded(ops.full((8, 6), np.nan, "float32"), ops.zeros((8, 1)))
             steps += 1
-    assert steps <= 12
+        for _ in range(3):
+            assert np.isfinite(float(guarded(ops.ones((8, 6)), ops.zeros((8, 1)))))
+    assert steps <= 12 and guard.session.run.counts.step == steps
+    assert int(optimizer.iterations) == 0
+    assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
     for one, other in zip(before, model.get_weights()):
         if one.dtype.kind == "f":
             np.testing.assert_array_equal(one, other)

@@ -206,14 +206,12 @@ class LoopStep(attach.LoopStep):
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         """Run one step; return its outputs and the state to continue with."""
-        session, given = self.session, self.state
+        given = self.state
         if self.variables is None:
             self.variables = _owners(state, self.run)
         self.state, self.synced = state, False
-        session.before(written=state is not given)
-        outputs, verdict = self._execute(batch, {})
-        session.after(verdict)
-        return outputs, self._taken()
+        self.session.before(written=state is not given)
+        return self._run(batch, {}), self._taken()
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         result = self.run.transaction(self._taken(), args, kwargs)

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import keras
 
-from keras_nanguard._backends.interface import Session, StateAccess
+from keras_nanguard._backends.interface import Run, Session, StateAccess
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -19,6 +19,8 @@ from keras_nanguard._keras import (
     train_state as keras_state,
     variables as keras_variables,
 )
+
+Result = TypeVar("Result")
 
 _KEPT = "_nanguard_kept_step"
 """The attribute of a model with the compiled step of its last guarded fit, so that the next one
@@ -290,33 +292,44 @@ class Attachment(StateAccess):
         return self.session.logs.shown
 
     def _say_without_effect(self) -> None:
-        """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
+        """Count a step after the end of training, and tell a loop that does not end."""
         self._ignored += 1
         lasting = self.state == "lasting"
-        if not (lasting or not self.in_use(strictly=True)):
-            return  # Keras ends its own loop
-        if str(self._ignored).strip("0") == "1":
-            whose = "model.nanguard" if lasting else "guard"
-            steps = "1 step" if self._ignored == 1 else f"{self._ignored} steps"
-            self.run.say(
-                f"NanGuard: training has ended, so {steps} since then had no effect. End the loop"
-                f" if {whose}.stopped is true."
-            )
+        if lasting or not self.in_use(strictly=True):  # else Keras ends its own loop
+            _say_without_effect(self.run, self._ignored, "model.nanguard" if lasting else "guard")
 
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
         are those of the last step before, if there was one.
         """
-        state = self.run.train_state()
-        variables = state.written_by_calls
-        restores = [keras_variables.restorer(variable) for variable in variables]
-        self._execute(data)
-        created = [partial(keras_variables.write, *pair) for pair in self.run.first_values()]
-        keras_variables.finish([*restores, *created])
+        _undone(self.run, lambda: self._execute(data))
         return self._shown()
 
     def _rescue(self) -> None:
         """Write the last available state into the variables, after a step has raised."""
+
+
+def _say_without_effect(run: Run, steps: int, whose: str) -> None:
+    """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
+    if str(steps).strip("0") == "1":
+        words = "1 step" if steps == 1 else f"{steps} steps"
+        run.say(
+            f"NanGuard: training has ended, so {words} since then had no effect. End the loop"
+            f" if {whose}.stopped is true."
+        )
+
+
+def _undone(run: Run, execute: Callable[[], Result]) -> Result:
+    """Run a step, restore every variable that it may write, drop the reports of it, and return its
+    result.
+    """
+    variables = run.train_state().written_by_calls
+    restores = [keras_variables.restorer(variable) for variable in variables]
+    result = execute()
+    created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
+    keras_variables.finish([*restores, *created])
+    run.transaction.take_reports()
+    return result
 
 
 class LoopStep(StateAccess):
@@ -345,6 +358,7 @@ class LoopStep(StateAccess):
 
     def __init__(self, function: Any, session: Session):
         self.function, self.session, self.run = function, session, session.run
+        self._ignored = 0  # steps since the policy has ended training
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -357,8 +371,19 @@ class LoopStep(StateAccess):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""
         self.session.before()
-        outputs, verdict = self._execute(args, kwargs)
-        self.session.after(verdict)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step; return its outputs. After the end of training it has no effect."""
+        if self.run.stopped:
+            self._ignored += 1
+            _say_without_effect(self.run, self._ignored, "guard")
+            restore = self.held()
+            outputs, _ = _undone(self.run, lambda: self._execute(args, kwargs))
+            restore()
+        else:
+            outputs, verdict = self._execute(args, kwargs)
+            self.session.after(verdict)
         return outputs
 
     def run_again(self, args: Sequence[Any]) -> Verdict:

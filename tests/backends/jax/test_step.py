@@ -475,6 +475,25 @@ def batches(bad=()):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
+def test_steps_of_a_loop_after_the_end_of_training(compiled, capsys):
+    """They return the state that they receive, and the loop is told."""
+    loop, guard = Loop(), NanGuard("stop")
+    state, (x, y) = loop.state, batches()[0]
+    with guard.watch(loop.model, loop.optimizer):
+        run = guard.step(jax.jit(loop.step) if compiled else loop.step)
+        for bad in (False, True):
+            _, state = run(state, x * np.nan if bad else x, y)
+        before = jax.tree_util.tree_map(np.array, state)
+        for _ in range(3):
+            loss, state = run(state, x, y)
+            assert np.isfinite(float(loss))
+    assert guard.stopped and guard.session.run.counts.step == 2
+    leaves = zip(jax.tree_util.tree_leaves(before), jax.tree_util.tree_leaves(state))
+    assert all(np.array_equal(one, other) for one, other in leaves)
+    assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 def test_loop(compiled):
     """A guarded loop ends like an unguarded one without the bad batches; its guard has the refused
     steps.

@@ -187,6 +187,26 @@ def test_module_that_is_bad_before():
     assert (guard.incidents[0].findings[0].site, guard.incidents[0].findings[0].path) == ("state", "4.weight")
 
 
+def test_steps_after_the_end_of_training(capsys):
+    """They change neither the module nor the optimizer, and the loop is told."""
+    model, guard = network(), NanGuard("stop")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = (part[0] for part in tensors())
+    with guard.watch(model, optimizer):
+        step = guard.step(plain_step(model, optimizer))
+        step(x, y)
+        step(x * torch.nan, y)
+        before = [value.clone() for value in model.state_dict().values()]
+        slots = [slot["momentum_buffer"].clone() for slot in optimizer.state.values()]
+        for _ in range(3):
+            assert torch.isfinite(torch.as_tensor(step(x, y)))
+    assert guard.stopped and guard.session.run.counts.step == 2
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    after = [slot["momentum_buffer"] for slot in optimizer.state.values()]
+    assert all(map(torch.equal, slots, after))
+    assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
+
+
 def test_infinite_mask_is_not_an_incident():
     """A buffer of -Inf that nothing writes is a constant of the program."""
 
