@@ -184,9 +184,8 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
     diverged = any(f.kind == "divergence" for f in incident.findings)
     diverged |= run.recovery.lowering.diverged or "divergence" in incident.causes
-    returns = (p["recover_after"], p["ramp"]) if p["recover_after"] else None
     at = (run.step, run.counts.committed)
-    run.recovery.lowering = Lowering(diverged, at, None if diverged else returns)
+    run.recovery.lowering = Lowering(diverged, at, 0 if diverged else p["recover_after"])
     rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
     return Done(f"learning rate of {rates}", lowered=changed, rebuild=rebuild)
 
@@ -222,7 +221,7 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
 
 
 def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
-    run, growth = context.run, p["growth_steps"]
+    run, growth, bounds = context.run, p["growth_steps"], context.run.policy.loss_scale
     changed = []
     for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
@@ -231,7 +230,7 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
         before = float(keras_variables.read(scale))
         start = p["reset_to"] if p["reset_to"] is not None else before
         start = optimizer.initial_scale if math.isnan(start) else start
-        after = min(max(start, p["floor"]), p["ceiling"])
+        after = min(max(start, bounds.floor), bounds.ceiling)
         fresh = np.zeros_like(keras_variables.read(counter))
         write_all([(scale, np.float32(after)), (counter, fresh)])
         if growth:
@@ -240,7 +239,7 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
         changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
     if not changed:
         raise NotDoneError("the model does not scale its loss")
-    run.recovery.scale_bounds = (p["floor"], p["ceiling"])
+    run.recovery.scale_bounds = (bounds.floor, bounds.ceiling)
     return Done(", ".join(changed), rebuild=bool(growth))
 
 
@@ -382,7 +381,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             share = f"{rate.factor:.3g} times the configured rate"
             changed.append(f"{which} stays at {lowered:.3g}, {share}")
     if restore:
-        run.recovery.lowering = run.recovery.lowering._replace(returns=None)
+        run.recovery.lowering = run.recovery.lowering._replace(recover_after=0)
     return changed
 
 

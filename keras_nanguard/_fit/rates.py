@@ -35,13 +35,11 @@ class RateChange(Record):
 
     Attributes:
         factor: the current factor of the guard.
-        lowest: the smallest factor since the rate was last unchanged.
         rate: a plain rate as the guard has left it; `None` for a schedule or a callable.
         absolute: whether another callback computes a plain rate itself, and does not scale it.
     """
 
     factor: Factor
-    lowest: Factor
     rate: Annotated[float, Field(ge=0)] | None
     absolute: bool
 
@@ -51,13 +49,12 @@ class Rate:
 
     Attributes:
         factor: the current factor of the guard.
-        lowest: the smallest factor since the rate was last unchanged.
         given: replaces the factor of a schedule while a pure step function is traced.
     """
 
     def __init__(self, optimizer: Any):
         self.optimizer = keras_optimizers.inner(optimizer)
-        self.factor = self.lowest = 1.0
+        self.factor = 1.0
         self._own = math.nan  # the plain rate as the user has set it
         self._left: float | None = None  # the same as the guard has left it
         self._absolute = False  # whether another callback computes the plain rate itself
@@ -102,7 +99,7 @@ class Rate:
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:
         """Multiply the rate inside the context."""
-        before = self.factor, self.lowest, self._left, self._absolute
+        before = self.factor, self._left, self._absolute
         variable = keras_optimizers.rate_variable(self.optimizer)
         restore = keras_variables.restorer(self._scale if variable is None else variable)
         if self.plain:
@@ -113,7 +110,7 @@ class Rate:
         try:
             yield
         finally:
-            self.factor, self.lowest, self._left, self._absolute = before
+            self.factor, self._left, self._absolute = before
             restore()
 
     def lower(self, factor: float, min_lr: float, failed: float) -> tuple[float, float, bool]:
@@ -140,7 +137,6 @@ class Rate:
         if self.plain and self.factor >= 1:
             self._own = self.value
         self.factor = factor
-        self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)
         if self.plain:
             self._assign(self._own * (1.0 if factor >= 1 else factor * DISTINCT))
             return False
@@ -171,7 +167,7 @@ class Rate:
             self._own = found
             self._assign(found * self.factor * DISTINCT)
         else:
-            self.factor = self.lowest = 1.0
+            self.factor = 1.0
 
     def release(self) -> None:
         """Remove the scaling from the optimizer; a plain rate does not change."""
@@ -184,7 +180,6 @@ class Rate:
         """Return the changes of the rate."""
         return RateChange.model_construct(
             factor=self.factor,
-            lowest=self.lowest,
             rate=self.value if self.plain else None,
             absolute=self._absolute,
         )
@@ -208,7 +203,6 @@ class Rate:
         self.factor = done.factor if self.plain else 1.0
         if done.factor < 1 and not self.plain:
             self._set(done.factor)
-        self.lowest = done.lowest
 
 
 class Lowering(NamedTuple):
@@ -217,9 +211,9 @@ class Lowering(NamedTuple):
     Attributes:
         diverged: whether a rate was lowered because training diverged.
         at: the numbers of steps and of committed steps when the rate was last lowered, or `None`.
-        returns: `(after, ramp)` while a lowered rate is to return.
+        recover_after: good steps after which a lowered rate returns; 0 is never.
     """
 
     diverged: bool = False
     at: tuple[int, int] | None = None
-    returns: tuple[int, int] | None = None
+    recover_after: int = 0

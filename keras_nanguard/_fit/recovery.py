@@ -49,7 +49,7 @@ class Recovery:
     @property
     def active(self) -> bool:
         """Whether there is something to do after each good step."""
-        return bool(self.lowering.returns or self.scale_bounds or self.recalibration)
+        return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
 
     # Settings of the optimizers
 
@@ -125,14 +125,14 @@ class Recovery:
             }
             for optimizer in optimizers
         ]
-        estimate, (diverged, at, returns) = self.recalibration, self.lowering
+        estimate, (diverged, at, recover_after) = self.recalibration, self.lowering
         since = None if at is None else (step - at[0], committed - at[1])
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
             rollbacks=rollbacks,
-            recovery=returns,
+            recover_after=recover_after,
             lowered=since,
             diverged=diverged,
             scale_bounds=self.scale_bounds,
@@ -158,7 +158,7 @@ class Recovery:
             for name, value in settings.items():
                 self.change(next(t for t in both if hasattr(t, name)), name, value)
         at = None if state.lowered is None else (-state.lowered[0], -state.lowered[1])
-        self.lowering = Lowering(state.diverged, at, state.recovery)
+        self.lowering = Lowering(state.diverged, at, state.recover_after)
         self.scale_bounds = state.scale_bounds
         if state.recalibration is not None:
             self.estimate(model, *state.recalibration)
@@ -198,16 +198,12 @@ class Recovery:
             committed: number of committed steps.
             train_state: returns the train state, whose variables have the current values.
         """
-        if self.lowering.returns is not None:
-            after, ramp = self.lowering.returns
-            since = committed - self.lowered_at - after
-            if since >= 0:
-                train_state()
-                share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
-                for rate in self.rates.values():
-                    rate.restore(max(rate.lowest ** (1.0 - share), rate.factor))
-                if share >= 1.0:
-                    self.lowering = self.lowering._replace(returns=None)
+        after = self.lowering.recover_after
+        if after and committed - self.lowered_at >= after:
+            train_state()
+            for rate in self.rates.values():
+                rate.restore(1.0)
+            self.lowering = self.lowering._replace(recover_after=0)
         if self.scale_bounds is not None:
             floor, ceiling = self.scale_bounds
             for scale, _ in train_state().scales:
@@ -249,7 +245,7 @@ class GuardState(Record):
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their current values.
         rollbacks: number of rollbacks.
-        recovery: `(after, ramp)` if a lowered rate is to return.
+        recover_after: good steps after which a lowered rate returns; 0 is never.
         lowered: steps and committed steps since the rate was last lowered.
         diverged: whether a rate was lowered because training diverged.
         scale_bounds: floor and ceiling of the loss scale.
@@ -260,7 +256,7 @@ class GuardState(Record):
     rates: tuple[RateChange | None, ...] = ()
     settings: tuple[dict[Setting, Value | None], ...] = ()
     rollbacks: Whole = 0
-    recovery: Pair | None = None
+    recover_after: Whole = 0
     lowered: Pair | None = None
     diverged: bool = False
     scale_bounds: tuple[float, float] | None = None
@@ -280,8 +276,6 @@ class GuardState(Record):
                 wrong type.
         """
         names = {"format", *cls.model_fields}
-        if isinstance(data, dict):  # the first files of this format do not have it
-            data = {"diverged": False, **data}
         if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != names:
             received = sorted(data) if isinstance(data, dict) else type(data).__name__
             what = f"a guard state of format {FORMAT}"

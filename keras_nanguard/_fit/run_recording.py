@@ -108,9 +108,8 @@ class RunRecording:
                 self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
     def rate_returned(self) -> None:
-        """Record that a lowered rate has returned, and at intervals the factor on its way there."""
-        changed = self._factor != self._recovery.rate_factor
-        if changed and (self._recovery.lowering.returns is None or self._recorder.wants_rate):
+        """Record that a lowered rate has returned, if it has."""
+        if self._factor != self._recovery.rate_factor:
             self._record_factor()
             self.rate(ahead=True)
 

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    create_model,
-    model_validator,
-)
-from typing_extensions import Self
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from keras_nanguard._policy.records import Name, Record, Steps, several, unlisted
 
@@ -128,7 +121,6 @@ class LowerLr(Change):
     recover_after: Steps = Field(
         default=500, description="good steps after which the rate returns, 0 is never"
     )
-    ramp: Steps = Field(default=200, description="steps over which the rate returns")
 
 
 class Clip(Change):
@@ -149,14 +141,10 @@ class Clip(Change):
 
 
 class FixLossScale(Change):
-    """Set the loss scale to a value from `floor` to `ceiling`, and keep it in this range."""
+    """Set the loss scale to a value in the range of `[loss_scale]`, and keep it there."""
 
     name: ClassVar[str] = "fix_loss_scale"
 
-    floor: float = Field(default=1.0, gt=0, le=2.0**100, description="lowest scale from now on")
-    ceiling: float = Field(
-        default=2.0**24, gt=0, le=2.0**100, description="highest scale from now on"
-    )
     reset_to: float | None = Field(
         default=None,
         gt=0,
@@ -166,12 +154,6 @@ class FixLossScale(Change):
     growth_steps: int | None = Field(
         default=None, ge=1, description="good steps before the scale doubles; unchanged if omitted"
     )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.floor > self.ceiling:
-            raise ValueError(f"floor <= ceiling = {self.ceiling:g}")
-        return self
 
 
 class Repair(Change):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from keras_nanguard import Policy, PolicyError
-from keras_nanguard.actions import ACTIONS, Call, FixLossScale
+from keras_nanguard.actions import ACTIONS, Call
 
 REQUIRED = {"call": {"function": "page"}}
 
 OTHER = {
     "rollback": {"depth": 3, "further_back": False, "skip_batches": 5, "reseed": False}
     | {"before_onset": True, "replay_steps": True},
-    "lower_lr": {"factor": 0.5, "min_lr": 0.25, "recover_after": 7, "ramp": 3},
+    "lower_lr": {"factor": 0.5, "min_lr": 0.25, "recover_after": 7},
     "clip": {"global_clipnorm": 2.0, "factor": 0.25, "min_clipnorm": 0.125},
-    "fix_loss_scale": {"floor": 2.0, "ceiling": 64.0, "reset_to": 8.0, "growth_steps": 5},
+    "fix_loss_scale": {"reset_to": 8.0, "growth_steps": 5},
     "repair": {"source": "zeros"},
     "reset_batchnorm": {"source": "last_good"},
     "recalibrate_batchnorm": {"batches": 5},
@@ -50,5 +50,3 @@ def test_an_action_needs_its_required_parameter():
     """A call without a function is an error at the place where it is written."""
     with pytest.raises(PolicyError, match="Call: function: expected a value, received nothing"):
         Call()
-    with pytest.raises(PolicyError, match="floor <= ceiling = 2"):
-        FixLossScale(floor=4.0, ceiling=2.0)

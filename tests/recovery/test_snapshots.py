@@ -223,8 +223,8 @@ class TestResume:
         """Budgets, lowered rates, clipping and bounds of the loss scale continue from the last
         incident, not from the last snapshot.
         """
-        do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, {"fix_loss_scale": {"floor": 2.0}}]
-        policy = {"rules": [{"name": "act", "do": do}], "action_budget": 2}
+        do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, "fix_loss_scale"]
+        policy = {"rules": [{"name": "act", "do": do}], "action_budget": 2, "loss_scale": {"floor": 2.0}}
 
         def build():
             inner = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 100))
@@ -245,7 +245,7 @@ class TestResume:
 
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
         zoo.run(lambda: model, data, guard=second, epochs=2, callbacks=[guard_end])
-        assert seen[6] == (0.1, 3.0, (2.0, 2.0**24)) and seen[8] == (0.01, 1.5, (2.0, 2.0**24))
+        assert seen[6] == (0.1, 3.0, (2.0, 2.0**32)) and seen[8] == (0.01, 1.5, (2.0, 2.0**32))
         reported = [[o.status for o in i.outcomes if o.action == "lower_lr"] for i in second.incidents]
         assert reported == [["done"], []], "the second time in all was the last that the limit allows"
         assert model.optimizer.inner_optimizer.global_clipnorm is None
@@ -261,7 +261,7 @@ class TestResume:
         data, factors = zoo.poison(zoo.regression(), 3), []
         for _ in range(3):
             model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-            factors.append(round(guard.session.run.recovery.rates[id(model.optimizer)].lowest, 6))
+            factors.append(round(guard.session.guard_state.rates[0].factor, 6))
         assert factors == [0.1, 0.01, 1.0] and model.stop_training, "an end restores the rate"
         assert len(guard.incidents) == 3
 

@@ -21,14 +21,15 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
 from keras_nanguard._policy.state import PolicyState
 
-RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
+RATE = {"factor": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
 GOOD = GuardState(
     policy_state=PolicyState(),
     rates=(RateChange(**RATE), None),
     settings=SETTINGS,
     rollbacks=3,
-    recovery=(5, 6),
+    recover_after=5,
+    lowered=(5, 6),
 ).to_dict()
 
 STATES = {
@@ -41,10 +42,10 @@ STATES = {
     "a rate without a factor": {"rates": [{"rate": 0.1}]},
     "a rate with more": {"rates": [{**RATE, "more": 1}]},
     "a factor below 0": {"rates": [{**RATE, "factor": -1.0}]},
-    "a factor of 0": {"rates": [{**RATE, "lowest": 0}]},
+    "a factor of 0": {"rates": [{**RATE, "factor": 0}]},
     "an endless rate": {"rates": [{**RATE, "rate": float("inf")}]},
     "a mark that is a number": {"rates": [{**RATE, "absolute": 1}]},
-    "three numbers for two": {"recovery": [1, 2, 3]},
+    "three numbers for two": {"lowered": [1, 2, 3]},
     "texts for numbers": {"lowered": ["a", "b"]},
     "a divergence that is a number": {"diverged": 1},
     "rollbacks of many digits": {"rollbacks": 10**100},
