@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from filelock import FileLock, Timeout
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import processes
 from keras_nanguard._core import atomic_files, finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
@@ -69,7 +69,7 @@ class Snapshot:
     level: Level | None = None
     arrays: Mapping[int, Array] = field(default_factory=dict)
     file: SnapshotFile | None = None
-    generator: Array | None = field(default_factory=lambda: current.host().generator_state())
+    generator: Array | None = None
     metrics: Mapping[int, Array] = field(default_factory=dict)
 
     @property
@@ -182,7 +182,7 @@ class Ring:
             if self._folder is not None:
                 fresh.file = self._folder.write(fresh, state)
             if able and (fresh.file is None or not fresh.step):
-                self._replace(in_memory, fresh.level, short)
+                self._make_room(in_memory, fresh.level, short)
                 copied = np.array if fresh.step else compact
                 fresh.arrays = {key: copied(views.pop(key)) for key in list(views)}
             elif fresh.file is not None:
@@ -202,30 +202,43 @@ class Ring:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
         *earlier, newest = [s for s in self.snapshots if s.file is not None]
         folder.remove_foreign(self.keep)
-        self._replace(earlier, newest.level)
-        if len(earlier) + 1 >= self.keep:  # in memory are those that could not be written
+        left = self._make_room(earlier, newest.level)
+        if len(left) + 1 >= self.keep:  # in memory are those that could not be written
             self.snapshots = [s for s in self.snapshots if s.file is not None or not s.step]
 
-    def _replace(self, others: list[Snapshot], level: Level | None, short: bool = False) -> None:
-        """Remove those of the other snapshots that one taken at this level replaces.
-
-        If there are `keep` of them, an unverified one is removed first, then the oldest, except the
-        one with the lowest loss if the loss is clearly higher in all later ones. If memory is
-        `short`, one is removed even if there are fewer, in the last resort that one.
+    def _make_room(
+        self, others: Sequence[Snapshot], level: Level | None, short: bool = False
+    ) -> Sequence[Snapshot]:
+        """Remove those of the other snapshots that one taken at this level replaces; return the
+        rest. If memory is `short`, one is removed even if there are fewer than `keep`.
         """
-        while others:
-            free, best = others, self.with_least_loss()
-            if best is not None and best.level is not None and self.keep > 1:
-                later = [s.level for s in others if s.step > best.step] + [level]
-                clearly = best.level.value + NOISE * best.level.spread
-                if all(one is None or one.value > clearly for one in later):
-                    free = [s for s in others if s is not best]
-            if len(free) < self.keep and not short:
-                return
-            gone = next((s for s in free if not s.verified), (free or others)[0])
-            short = False
-            others.remove(gone)
+        while (gone := self._next_to_remove(others, level, short)) is not None:
             self._remove(gone)
+            others, short = [s for s in others if s is not gone], False
+        return others
+
+    def _next_to_remove(
+        self, others: Sequence[Snapshot], level: Level | None, short: bool
+    ) -> Snapshot | None:
+        """Return an unverified snapshot, else the oldest one, else the protected one; `None` if
+        there are fewer than `keep`, and memory is not `short`.
+        """
+        best = self._protected(others, level)
+        free = [s for s in others if s is not best]
+        if not others or (len(free) < self.keep and not short):
+            return None
+        return next((s for s in free if not s.verified), (free or others)[0])
+
+    def _protected(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
+        """Return the snapshot with the lowest loss if the loss is clearly higher in all later ones,
+        also at this level.
+        """
+        best = self.with_least_loss()
+        if best is None or best.level is None or self.keep == 1:
+            return None
+        later = [s.level for s in others if s.step > best.step] + [level]
+        clearly = best.level.value + NOISE * best.level.spread
+        return best if all(one is None or one.value > clearly for one in later) else None
 
     def _remove(self, snapshot: Snapshot) -> None:
         """Remove a snapshot; of one that is also on disk and in memory, only its files."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from keras_nanguard._backends import processes
+from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Detected, Incidents
@@ -99,7 +99,10 @@ class Tasks:
             run.history.start(run.ring.snapshots, state.trainable)
             run.ring.save_changes(run.changes)
             level = level_of(run.history.last(WINDOW))
-            fresh = Snapshot(counts.step, counts.good, counts.position, first, level)
+            drawn = current.host().generator_state()
+            fresh = Snapshot(
+                counts.step, counts.good, counts.position, first, level, generator=drawn
+            )
             obstacle = run.ring.take(fresh, state, run.tolerated)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
