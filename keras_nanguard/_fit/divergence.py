@@ -25,7 +25,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
 from keras_nanguard._fit.incidents import Detected
-from keras_nanguard._fit.proof import HELD_OUT, LEARNED, MOST_HELD_OUT, Lost, found
+from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, found
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
 from keras_nanguard._keras import train_state as keras_state, variables as keras_variables
@@ -113,9 +113,8 @@ class Divergence:
         if isinstance(result, Lost):
             self._probation = result
             return result.detected
-        self._schedule.note(run.step, steps, result == LEARNED, run.recovery.lowering.diverged)
-        if result not in (None, LEARNED):
-            _adjust(run, result)
+        learned = result == "learned"
+        self._schedule.note(run.step, steps, learned, run.recovery.lowering.diverged)
         return None
 
     def acted(self, run: Run, done: bool) -> None:
@@ -160,18 +159,6 @@ class Divergence:
 def _write(run: Run, state: State) -> None:
     """Write all variables that have a value in a state."""
     keras_variables.write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
-
-
-def _adjust(run: Run, factor: float) -> None:
-    """Multiply the learning rate of a run that has diverged before."""
-    for optimizer in run.train_state().optimizers:
-        rate = run.recovery.rate(optimizer)
-        before = rate.value
-        rate.restore(rate.factor * factor)
-        run.say(
-            f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss"
-            " of the last batches further."
-        )
 
 
 class Schedule:

@@ -19,9 +19,6 @@ All states are compared with the current objective: variables that training does
 as a loss weight that a callback sets, keep their current value.
 
 A run that has diverged at a higher rate has been lost before, so there the last point is enough.
-The chosen rate is checked as well: training continues from the current state at ten times and at a
-tenth of the rate. Ten times the rate is adopted if that is clearly better and still below the rate
-at which training diverged, a tenth if the loss is less than half.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,9 +56,6 @@ runs have learned something.
 FACTORS = (0.1, 0.01, 0.001)
 """Factors of the learning rate in the trials: one, two and three decades."""
 
-TENFOLD = 10.0
-"""Factor between two rates that are compared after a divergence."""
-
 HALF = 0.5
 """A trial ends "far better" if its loss is below this share of the current one."""
 
@@ -72,12 +66,6 @@ a trial ends "far better" although its loss cannot fall to half, as a cross-entr
 
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
-
-LEARNED = 1.0
-"""Result of the trials of a run that has learned something, as few batches show: its rate does not
-change.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Lost:
@@ -98,8 +86,9 @@ class Lost:
     restore_rates: Callable[[], None]
 
 
-def found(run: Run) -> tuple[Lost | float | None, int]:
-    """Return the proof that the run is lost, a factor for the rate, `LEARNED` or `None`; and the
+def found(run: Run) -> tuple[Lost | Literal["learned"] | None, int]:
+    """Return the proof that the run is lost, `"learned"` if few batches show that it has
+    learned something, or `None`; and the
     number of steps of the trials.
     """
     batches = run.recent.last(BATCHES)
@@ -149,7 +138,7 @@ class _Trials:
             if len(v.shape) > 1 and finiteness.is_float(v.dtype)
         ]
 
-    def found(self, first: Snapshot) -> Lost | float | None:
+    def found(self, first: Snapshot) -> Lost | Literal["learned"] | None:
         """Run the trials; see the module docstring. `first` is the snapshot before the first step.
         """
         trying, held_out = self._trying, self._held_out
@@ -167,7 +156,7 @@ class _Trials:
             if before or not learned:
                 continue
             if not self._dead(after):
-                return LEARNED if len(some) == HELD_OUT else None
+                return "learned" if len(some) == HELD_OUT else None
         growth, path = self._growth(start)
         further: State | None = trying.present
         batches = self._batches
@@ -198,7 +187,7 @@ class _Trials:
         if best is None:
             return None
         if not (far or (clear and damaged)):
-            return self._better_rate(goes_on) if before else None
+            return None
         grown = path if growth >= GROWN else ""
         return self._lost(present, untrained, best, settings, (growth, grown), dead)
 
@@ -223,19 +212,6 @@ class _Trials:
                 arm = _Arm(origin.snapshot, factor, end, self._trying.losses(end, self._held_out))
                 best = arm if best is None or arm.mean < best.mean else best
         return best
-
-    def _better_rate(self, goes_on: Sequence[float]) -> float | None:
-        """Return the factor by which the current rate should change, if it should."""
-        trying = self._trying
-        for factor in (TENFOLD, 1 / TENFOLD):
-            if factor > 1.0 and self._run.recovery.rate_factor * factor > FACTORS[0] * (1 + 1e-6):
-                continue  # training has diverged at that rate
-            end = trying.trained(trying.present, self._batches, factor)
-            losses = trying.losses(end, self._held_out)
-            enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
-            if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
-                return factor
-        return None
 
     def _has_learned(self, state: State, losses: Sequence[float], untrained: _Arm) -> bool:
         """Whether a state with these losses is better than untrained, and depends on the inputs."""
