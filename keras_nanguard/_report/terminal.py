@@ -23,6 +23,7 @@ from rich.text import Text
 from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
@@ -43,8 +44,8 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
     cell = max((width - OVERHEAD) // 2, 12)
     found = Table(box=box.ROUNDED, show_lines=True)
     found.add_column("times", justify="right", no_wrap=True)
-    found.add_column("incident", max_width=cell)
-    found.add_column("what to do", max_width=width - OVERHEAD - cell)
+    found.add_column("incident", max_width=cell, overflow="fold")
+    found.add_column("what to do", max_width=width - OVERHEAD - cell, overflow="fold")
     groups = console.kinds(incidents)
     for kind in groups[:MAX_ROWS]:
         first = kind.first
@@ -59,11 +60,10 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
 
 
 def _fitted(text: str, width: int) -> str:
-    """Return a text with words short enough for a column, so that none is broken."""
-    return "\n".join(
-        " ".join(console.shortened(word, width) for word in line.split(" "))
-        for line in text.split("\n")
-    )
+    """Return a text with paths short enough for a column, so that none is broken."""
+    lines = [line.split(" ") for line in text.split("\n")]
+    fitted = [[console.shortened(w, width) if "/" in w else w for w in line] for line in lines]
+    return "\n".join(map(" ".join, fitted))
 
 
 def _done(kind: console.Kind) -> str:
@@ -180,8 +180,8 @@ def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
             bars = curve(high.tolist(), _ASCII_BARS if ascii_only else _BARS)
             cells = (_text(name.replace("_", " "), "bold"), _text(bars, "cyan"))
             curves.add_row(*cells, _text(f"{low[-1]:.4g}"))
-    for rule, actions, count, times in budgets(recording):
-        left = _text(f"{count} of {times} left", "" if count else "bold red")
+    for rule, actions, count, limit in budgets(recording):
+        left = _text(f"{count} of {limit} left", "" if count else "bold red")
         limits.add_row(_text(rule, "bold"), _text(actions), left)
     panels = (
         ("curves, lowest to highest; the last value", curves),
@@ -207,9 +207,10 @@ def _head(run: ShownRun) -> Text:
     if len(steps["step"]):
         step, epoch = int(steps["step"][-1]) + 1, int(steps["epoch"][-1]) + 1
         at = f"step {step:,}, epoch {epoch} of {meta.get('epochs') or '?'}"
-    words = f"{meta.get('model', '')}: {status}, {at}, {len(run.incidents)} incidents"
-    if len(recording.samples):
-        words += f", {len(recording.samples)} bad rows"
+    words = f"{meta.get('model', '')}: {status}, {at}"
+    words += f", {times(len(run.incidents), 'incident')}"
+    if recording.samples:
+        words += f", {times(len(recording.samples), 'bad row')}"
     if status == "running" and quiet > _STALE:
         words += f"; no update for {quiet:.0f} s"
     return _text(words, {"finished": "bold green", "failed": "bold red"}.get(status, "bold"))

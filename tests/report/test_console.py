@@ -120,9 +120,12 @@ def test_the_table(monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
-    """It uses at most 80 columns, and long paths are shortened at the beginning."""
+    """It uses at most 80 columns, and long paths are shortened at the beginning. Code that is longer
+    than its column is complete.
+    """
     place = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
-    advice = "Compile with keras.optimizers.Adam(0.001,clipnorm=1.0) and train it again."
+    code = "keras.optimizers.Adam(0.001,clipnorm=1.0)"
+    advice = f"Compile with {code} and train it again."
     diagnosis = Diagnosis("batchnorm_statistics", place, advice=(advice,))
     one = Incident(3, 0, 3, (Finding("statistics"),), diagnosis=diagnosis)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -135,6 +138,8 @@ def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
         words = {word for line in lines for word in line.split()}
         assert {"batchnorm_statistics", "again.", "train", "first:", "action:"} <= words
         assert any(word.endswith("/moving_variance'") for word in words)
+        cells = [line.split("│")[3].strip() for line in lines if line.count("│") == 4]
+        assert code in "".join(cells)
 
 
 def test_the_table_in_ascii(monkeypatch):
