@@ -511,5 +511,5 @@ def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
     if guard.session is not None:  # of an earlier fit, or of another compile()
         guard.session.end()
     guard.session = guard._session(model)
-    guard.session.finished = True  # unless a step raises: nothing tells when its loop ends
+    guard.session.finished = True  # unless a step raises: the end of its loop is unknown
     attachment(model, guard.session).make_with(make)

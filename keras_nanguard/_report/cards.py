@@ -215,7 +215,7 @@ class Card:
     Attributes:
         title: cause and place.
         group: the incidents of this kind.
-        steps: the step of each of them.
+        steps: the step of each incident.
         first: the first of them that still has its bundle, or the first of all.
         outcomes: the most frequent outcomes, each with how often it occurred.
         code: code to paste, or `""`.

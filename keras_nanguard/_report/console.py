@@ -54,7 +54,7 @@ NOT_DONE = {"rollback": "no rollback"}
 
 
 class Context(NamedTuple):
-    """What the line of an incident tells besides the incident.
+    """Contents of the line of an incident besides the incident.
 
     Attributes:
         samples: the bad rows of its step.
