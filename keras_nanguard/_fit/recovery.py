@@ -146,9 +146,9 @@ class Recovery:
             state: the record.
             optimizers: those of the run.
             model: its model.
-            write: whether the model is new, so that its optimizers do not have the changes yet.
-                Otherwise they are the same optimizers, and values that the user has set since the
-                last fit are kept.
+            write: whether the optimizers do not have the changes yet. Otherwise they are the same
+                ones, or another callback has restored them, and values that were set since the
+                record are kept.
         """
         self.policy_state = state.policy_state.resumed()
         for optimizer, done, settings in zip(optimizers, state.rates, state.settings):

@@ -63,7 +63,7 @@ class Resumed:
         """
         if self.with_state:
             self._restore_state(run)
-        run.adopt(self.guard_state, write=True)
+        run.adopt(self.guard_state, write=self.with_state)  # a later state has its own rate
 
     def _restore_state(self, run: Run) -> None:
         before = run.train_state()

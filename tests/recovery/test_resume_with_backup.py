@@ -24,13 +24,15 @@ class Dies(keras.callbacks.Callback):
             raise RuntimeError("dies")
 
 
-def life(kind, callbacks, make=keras.Model):
+def life(kind, callbacks, make=keras.Model, bad=None):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8,))
     outputs = layers.Dense(1)(layers.Dense(16, "relu")(inputs))
     model = make(inputs, outputs, **kind)
     model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=(BATCHES * BATCH, 8)).astype("float32")
+    if bad is not None:
+        x[bad * BATCH, 0] = np.nan
     data = {"x": x, "y": x.sum(1, keepdims=True), "batch_size": BATCH, "shuffle": False}
     try:
         model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -95,3 +97,30 @@ def test_rate_of_the_epoch_is_not_restored(tmp_path, guard_first):
     again = rates[2 * BATCHES + 3 :]
     np.testing.assert_allclose(again[-BATCHES:], 0.01 * 0.5**3)
     np.testing.assert_allclose(again[:-BATCHES], 0.01 * 0.5**2)
+
+
+def test_the_rate_of_a_later_backup_is_kept(tmp_path):
+    """The guard lowers the rate in each epoch, and another callback halves it. The second process
+    continues with the rate of the backup, which is later than that of the last snapshot.
+    """
+    rates = []
+
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+            self.model.optimizer.learning_rate = rates[-1] / 2
+
+    def run(folder, *more):
+        lower = {"name": "bad data", "cause": "input_nonfinite", "do": "lower_lr"}
+        policy = {"rules": [lower], "lower_lr": {"min_lr": 1e-12}, "snapshot": {"every": 100}}
+        guard = NanGuard(policy, directory=folder / "run", resume=True, verbose=0)
+        backup = keras.callbacks.BackupAndRestore(folder / "backup")
+        return life({}, [guard, Halves(), backup, *more], bad=2)
+
+    run(tmp_path / "whole")
+    expected = rates.copy()
+    rates.clear()
+    run(tmp_path, Dies(2))
+    run(tmp_path)
+    assert len(expected) == EPOCHS
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
