@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -73,8 +73,11 @@ def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, lis
 
 
 @contextlib.contextmanager
-def waiting_for(what: str, processes: int) -> Iterator[None]:
-    """Name the exchange and the time in the error if another process has ended or does not respond.
+def waiting_for(
+    what: str, processes: int, missing: Callable[[], str] = lambda: "one of them"
+) -> Iterator[None]:
+    """Name the exchange, the time and the process in the error if another process has ended or does
+    not respond.
 
     The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
     After that time it raises a `RuntimeError` that names neither the exchange nor the time.
@@ -82,6 +85,7 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
     Args:
         what: a description of the exchange.
         processes: number of processes.
+        missing: returns in words which process does not respond; called after the error.
 
     Raises:
         GuardError: instead of the `RuntimeError`.
@@ -90,17 +94,15 @@ def waiting_for(what: str, processes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        seconds = (
-            f"after {time.monotonic() - started:.1f} s of waiting for {what}:"
-            f" {str(error).strip().partition(chr(10))[0]}"
-        )
+        seconds = time.monotonic() - started
+        reason = str(error).strip().partition("\n")[0]
+        received = f"none from {missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
         remedy = (
             "Check the output of the other processes: one has ended, or runs a different number of"
             " steps. Then restart all of them."
         )
-        raise GuardError(
-            expected(f"an answer from all {processes} processes", f"none {seconds}", remedy)
-        ) from error
+        wanted = f"an answer from all {processes} processes"
+        raise GuardError(expected(wanted, received, remedy)) from error
 
 
 def is_sparse(value: Any) -> bool:

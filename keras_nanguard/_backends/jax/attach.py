@@ -26,6 +26,17 @@ class ModelAttachment(attach.Attachment):
     Keras passes the state to each step and receives it back. Meanwhile the variables are empty, and
     a healthy step does not change that. Each step of an execution is guarded separately.
 
+    A step may start before the verdict of the previous one is read. What follows for it:
+
+    | previous step | the host | this step |
+    |---|---|---|
+    | none is pending | | is pending |
+    | healthy | only counted it | is pending |
+    | healthy | has a task now | is finished at once |
+    | healthy, but ran a second time | | was halted, and runs again |
+    | bad | handled it | was halted, and runs again |
+    | any | replaced the state | runs again on the new state |
+
     Attributes:
         pending: the step whose verdict has not been read yet, or `None`.
     """
@@ -95,12 +106,12 @@ class ModelAttachment(attach.Attachment):
         session, started = self.session, self._start(data, after=self.pending)
         if self.pending is None or (self._read_pending(last=False) and session.may_run_ahead):
             self.pending = started
-            return session.logs_for_callbacks(started.outputs)
+            return session.logs_for_callbacks(started.computed.outputs)
         if not self.run.state_replaced:
             result = self._finished(started)
             if not result.verdict.halted:
                 session.after(result.verdict)
-                return session.logs_for_callbacks(result.outputs)
+                return session.logs_for_callbacks(result.computed.outputs)
         # The step was halted, or the host has replaced its state: it runs again.
         return self.run_guarded(data)
 
@@ -113,13 +124,13 @@ class ModelAttachment(attach.Attachment):
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         result = self._finished(self._start(data))
-        return result.outputs, result.verdict
+        return result.computed.outputs, result.verdict
 
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
         """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.run.transaction, self.trainer_state
         result: StepResult = transaction.start(trainer_state.take(), data, after=after)
-        trainer_state.hold(result.state)
+        trainer_state.hold(result.computed.state)
         transaction.published()
         return result
 
@@ -160,8 +171,8 @@ class ModelAttachment(attach.Attachment):
         return self.session.after(result.verdict, state_is_current=last) and result is pending
 
     def _rescue(self) -> None:
-        for state, *_ in getattr(self.run.transaction, "unpublished", ()):
-            self.trainer_state.hold(state)
+        for computed in getattr(self.run.transaction, "unpublished", ()):
+            self.trainer_state.hold(computed.state)
         self.trainer_state.rescue()
         self._resolve_at_last()
 
@@ -215,8 +226,8 @@ class LoopStep(attach.LoopStep):
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         result = self.run.transaction(self._taken(), args, kwargs)
-        self.state, self.synced = result.state, False
-        return result.outputs, result.verdict
+        self.state, self.synced = result.computed.state, False
+        return result.computed.outputs, result.verdict
 
     def held(self) -> Callable[[], None]:
         """Return a function that restores the loop's own keys, averages and counters, which exist

@@ -83,6 +83,25 @@ class Found:
     calls_host: bool = True
 
 
+class Computed(NamedTuple):
+    """What one run of the transaction computes, as a pytree. Its arrays may not be computed yet.
+
+    Attributes:
+        state: the state to continue with.
+        outputs: the other outputs of the body.
+        vector: the numbers of the verdict, in the order of `_core.verdict.FIELDS`.
+        halt: a flag on the device: the next step has to be refused because of this one.
+        counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
+            the `Facts` of the program, which belong to the structure of its result.
+    """
+
+    state: Any
+    outputs: Any
+    vector: Any
+    halt: Any
+    counts: dict[Facts, Any]
+
+
 class StepTrace:
     """One trace (or one eager run) of the transaction.
 
@@ -107,8 +126,8 @@ class StepTrace:
         if scales:
             self.scale = jnp.min(jnp.stack([self.old[i] for i in scales])).astype(self.dtype)
 
-    def complete(self) -> tuple[Any, ...]:
-        """Return the first five fields of `step.StepResult`."""
+    def complete(self) -> Computed:
+        """Run the transaction."""
         if not self.owner.jit:
             return self._at_once(*self._call(True, self.old, self.args))
         program, structure, found = self._traced()
@@ -131,7 +150,7 @@ class StepTrace:
         verdict = Verdict(~may_commit, *verdict[1:4], weights, slots, self.scale, 0, self.halt)
         return self._result(values, found, verdict, counts, keeps_undo=False)
 
-    def _at_once(self, values: Values, found: Found) -> tuple[Any, ...]:
+    def _at_once(self, values: Values, found: Found) -> Computed:
         """Return the result of a run whose updates have taken effect."""
         new = values.new
         places = [i for i in sorted(self.sites) if reductions.can_be_bad(new[i])]
@@ -266,7 +285,7 @@ class StepTrace:
 
     def _result(
         self, values: Values, found: Found, verdict: Verdict, counts: Any, keeps_undo: bool
-    ) -> tuple[Any, ...]:
+    ) -> Computed:
         """Return the result of the step: the new state if it commits, else the old one."""
         pairs = zip(found.names, values.checked)
         places = tuple((site, path, array.size) for (site, path), array in pairs)
@@ -285,7 +304,8 @@ class StepTrace:
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
         seen = verdict[1:7] if jax.process_count() == 1 else verdict[1:4]  # to all processes
         bad = verdict.refused | ~reductions.all_finite(seen) | (verdict.scale <= 0)
-        return jax.tree_util.tree_unflatten(self.tree, new), results, vector, bad, {facts: counts}
+        state = jax.tree_util.tree_unflatten(self.tree, new)
+        return Computed(state, results, vector, bad, {facts: counts})
 
     def _learned(self, verdict: Verdict) -> dict[int, Any]:
         """Return the values that a refusal writes to loss scales, by place."""

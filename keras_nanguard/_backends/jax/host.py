@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import time
+from functools import partial
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._keras.arrays import waiting_for
 
 LIMIT = 300
 """Maximum seconds that one process waits for another: for a step, a validation, or a diagnosis."""
@@ -47,26 +47,11 @@ class Host(interface.Host):
         rank, count = self.place()
         client, number = distributed.global_state.client, next(_NUMBERS)
         client.key_value_set_bytes(f"keras_nanguard/{number}/{rank}", payload)
-        found, started = [], time.monotonic()
+        found = []
         for other in range(count):
-            try:
-                found.append(
-                    client.blocking_key_value_get_bytes(
-                        f"keras_nanguard/{number}/{other}", LIMIT * 1000
-                    )
-                )
-            except RuntimeError as error:
-                seconds = (
-                    f"none from rank {other} after {time.monotonic() - started:.1f} s of waiting"
-                    f" for {what}"
-                )
-                remedy = (
-                    "Check the output of that process: it has ended, or runs a different number of"
-                    " steps. Then restart all of them."
-                )
-                raise GuardError(
-                    expected(f"an answer from all {count} processes", seconds, remedy)
-                ) from error
+            key = f"keras_nanguard/{number}/{other}"
+            with waiting_for(what, count, partial("rank {}".format, other)):
+                found.append(client.blocking_key_value_get_bytes(key, LIMIT * 1000))
         if number > 1:  # every process has read the message before the last one
             client.key_value_delete(f"keras_nanguard/{number - 2}/{rank}")
         return found

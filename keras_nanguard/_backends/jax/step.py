@@ -29,7 +29,7 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.execution import Facts, StepTrace, split
+from keras_nanguard._backends.jax.execution import Computed, Facts, StepTrace, split
 from keras_nanguard._backends.shared.batches import held, losses_in_logs, scalars
 from keras_nanguard._core.verdict import Report, Verdict
 
@@ -39,24 +39,15 @@ UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a guarded step. Its arrays may not be computed yet.
+    """A guarded step that was started.
 
     Attributes:
-        state: the state to continue with.
-        outputs: the other outputs of the body.
-        vector: the numbers of the verdict, in the order of `_core.verdict.FIELDS`.
-        halt: a flag on the device: the next step has to be refused because of this one.
-        counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
-            the `execution.Facts` of the program, which belong to the structure of its result.
+        computed: what it computes.
         args: the arguments of the step besides its state.
         verdict: its verdict, once the host has read it.
     """
 
-    state: Any
-    outputs: Any
-    vector: Any
-    halt: Any
-    counts: dict[Facts, Any]
+    computed: Computed
     args: tuple[Any, ...]
     verdict: Any = None
 
@@ -80,8 +71,8 @@ class Transaction(interface.Transaction):
         mesh: the devices of all processes that train together; `None` for one process.
         facts: the facts that the last trace has found.
         keeps_undo: whether updates run before the verdict, which includes their results.
-        unpublished: the result of the program, until the caller has the new state. A signal handler
-            that raises finds it here.
+        unpublished: what the program has computed, until the caller has the new state. A signal
+            handler that raises finds it here.
     """
 
     untracked: dict[int, Any] = {}
@@ -106,7 +97,7 @@ class Transaction(interface.Transaction):
         self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
         self.donates = of_trainer and jit and self.refuse
         self.tolerated: set[int] = set()
-        self.unpublished: list[Any] = []
+        self.unpublished: list[Computed] = []
         self.facts = UNKNOWN
         self.given: Any = None
         self.mesh: Any = None
@@ -121,10 +112,10 @@ class Transaction(interface.Transaction):
         if first is not None:
             whole = jax.sharding.PartitionSpec()
             everywhere = jax.sharding.NamedSharding(first.mesh, whole)
-            options["out_shardings"] = (self.shardings, None, *[everywhere] * 3)
+            options["out_shardings"] = Computed(self.shardings, None, *[everywhere] * 3)
         self.keeps_undo, self._go = keeps_undo, _go(everywhere)
 
-        def complete(factors: dict[int, Any], state: Any, halt: Any, *args: Any) -> Any:
+        def complete(factors: dict[int, Any], state: Any, halt: Any, *args: Any) -> Computed:
             with self.run.recovery.with_adjustments(factors):
                 return StepTrace(self, state, args, halt).complete()
 
@@ -149,7 +140,7 @@ class Transaction(interface.Transaction):
     def __call__(self, state: Any, *args: Any) -> StepResult:
         """Run the step, and wait for its verdict; the arguments are those of `start`."""
         result = self.start(state, *args)
-        return result if self.finish(result) else self(result.state, *args)
+        return result if self.finish(result) else self(result.computed.state, *args)
 
     def start(self, state: Any, *args: Any, after: StepResult | None = None) -> StepResult:
         """Start the step.
@@ -161,9 +152,8 @@ class Transaction(interface.Transaction):
         """
         if self.facts is UNKNOWN:  # the first step
             self.mesh = reductions.mesh_of(state)
-        halt = self._go if after is None else after.halt
-        new, outputs, vector, halt, counts = self._run(state, halt, *args)
-        return StepResult(new, outputs, vector, halt, counts, held(args))
+        halt = self._go if after is None else after.computed.halt
+        return StepResult(self._run(state, halt, *args), held(args))
 
     def finish(self, result: StepResult) -> bool:
         """Wait for the verdict of a started step.
@@ -173,8 +163,8 @@ class Transaction(interface.Transaction):
                 that only its update can show the result. From then on steps read their updates
                 before they commit.
         """
-        verdict = Verdict.of(np.asarray(result.vector).tolist())
-        (facts,) = result.counts
+        verdict = Verdict.of(np.asarray(result.computed.vector).tolist())
+        (facts,) = result.computed.counts
         undecided = verdict.refused and verdict.finite and not verdict.halted
         if undecided and not facts.keeps_undo:
             self._compile(keeps_undo=True)
@@ -188,7 +178,7 @@ class Transaction(interface.Transaction):
         """Record that the caller has the new state."""
         self.unpublished.clear()
 
-    def _run(self, *args: Any) -> Any:
+    def _run(self, *args: Any) -> Computed:
         """Call the program.
 
         No byte code runs between the program, which donates the state, and the list that receives
@@ -204,7 +194,7 @@ class Transaction(interface.Transaction):
         if self._bad is None:
             return []
         result, self._bad = self._bad, None
-        ((facts, counts),) = result.counts.items()
+        ((facts, counts),) = result.computed.counts.items()
         # Weights of a step that commits before they are read are not counted.
         places = facts.places if result.verdict.refused or facts.keeps_undo else ()
         rows = [(*pair, size) for pair, (*_, size) in zip(np.asarray(counts).tolist(), places)]
@@ -231,9 +221,9 @@ class Transaction(interface.Transaction):
         state = self.stored()
         if self.donates:
             state = jax.tree_util.tree_map(jnp.copy, state)
-        vector = self._run(state, self._go, *args)[2]
+        computed = self._run(state, self._go, *args)
         self.unpublished.clear()
-        return Verdict.of(np.asarray(vector).tolist())
+        return Verdict.of(np.asarray(computed.vector).tolist())
 
     # For the session
 

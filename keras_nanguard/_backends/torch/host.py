@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._keras.arrays import waiting_for
 
 GRACE = 5.0
 """Seconds that a process waits after a failed exchange for the others to notice it."""
@@ -48,7 +48,7 @@ def summed(numbers: Sequence[float], what: str) -> list[float]:
             and `what`.
     """
     total = torch.tensor(numbers, dtype=torch.float64)
-    with _waiting_for(what):
+    with waiting_for(what, place()[1], _missing):
         torch.distributed.all_reduce(total, group=_group())
     return [float(number) for number in total]
 
@@ -85,23 +85,6 @@ def _store() -> Any:
     """Return the guard's part of the store of the default group."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return torch.distributed.PrefixStore("keras_nanguard", store)
-
-
-@contextlib.contextmanager
-def _waiting_for(what: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        seconds = time.monotonic() - started
-        reason = str(error).strip().partition("\n")[0]
-        received = f"none from {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
-        remedy = (
-            "Check the output of that process: it has ended, or runs a different number of steps."
-            " Then restart all of them."
-        )
-        wanted = f"an answer from all {place()[1]} processes"
-        raise GuardError(expected(wanted, received, remedy)) from error
 
 
 def _missing() -> str:
@@ -158,7 +141,7 @@ class Host(interface.Host):
             GuardError: as for `summed`.
         """
         found = [b""] * place()[1]
-        with _waiting_for(what):
+        with waiting_for(what, len(found), _missing):
             torch.distributed.all_gather_object(found, payload, group=_group())
         return found
 

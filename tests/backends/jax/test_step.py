@@ -658,7 +658,7 @@ def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
         result = real(self, *args, **more)
         started.append(result)
         if len(started) == 8:
-            result.vector = Interrupting(result.vector, error)
+            result.computed = result.computed._replace(vector=Interrupting(result.computed.vector, error))
         return result
 
     def build():
