@@ -100,7 +100,7 @@ GROUPS = {
         budget=120.0,
     ),
     "torch": Group(
-        ("_backends/torch/step.py", "_backends/torch/undo_log.py"),
+        ("_backends/torch/step.py", "_backends/torch/execution.py", "_backends/torch/undo_log.py"),
         (*(f"tests/backends/torch/test_{name}.py" for name in ON_TORCH), *SHARP, "-k", "not process"),
         "torch",
         budget=40.0,

@@ -14,7 +14,7 @@ The other direction is `Session`: what a backend calls around each step, as the 
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
 Modules of these names have the same task in each backend: `intercept` (losses and updates of a
-running step), `execution` (one run, or one trace, of the transaction; on PyTorch it is in `step`),
+running step), `execution` (one run, or one trace, of the transaction),
 `reductions` (the sums of a verdict) and `origins` (the first bad operation; on TensorFlow and JAX
 it is in `replay`). A module of any other name is specific to its backend.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Protocol
 
@@ -32,6 +33,21 @@ import numpy as np
 
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the steps of a run, or their traces, have shown about their body.
+
+    Attributes:
+        untracked: the variables that it writes and Keras does not track, by key.
+        tolerated: keys of the variables that may be infinite or NaN.
+        keeps_undo: whether updates are made at once and undone on a refusal.
+    """
+
+    untracked: Mapping[int, Any] = field(default_factory=dict)
+    tolerated: frozenset[int] = frozenset()
+    keeps_undo: bool = False
 
 
 class Transaction:
@@ -67,17 +83,11 @@ class Transaction:
     themselves.
     """
 
-    keeps_undo: bool
-    """Whether updates are made at once and undone on a refusal."""
+    learned: Learned
+    """What earlier steps have shown."""
 
     reused = False
     """Whether it was traced for an earlier run."""
-
-    untracked: Mapping[int, Any]
-    """The variables that the step writes and Keras does not track."""
-
-    tolerated: set[int]
-    """Keys of the variables that may be infinite or NaN."""
 
     @property
     def has_hidden_state(self) -> bool:

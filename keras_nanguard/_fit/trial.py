@@ -195,7 +195,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
             if hasattr(optimizer, "held"):
                 ending.callback(optimizer.held())
         called = keras_attributes.called_by_step(run.model)
-        untracked = run.transaction.untracked.values()
+        untracked = run.transaction.learned.untracked.values()
         others = [*untracked, *keras_attributes.variables_of(called)]
         everything = [*train_state.written_by_calls, *others]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))

@@ -5,6 +5,7 @@ neither uses anything else of the other.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -95,7 +96,8 @@ def test_nothing_is_left_out(name):
 
 
 def test_every_declared_class_is_tested():
-    kinds = [kind for _, kind in inspect.getmembers(interface, inspect.isclass)]
+    """All but the records, which nobody implements."""
+    kinds = [kind for _, kind in inspect.getmembers(interface, inspect.isclass) if not dataclasses.is_dataclass(kind)]
     assert {kind.__name__ for kind in kinds if kind.__module__ == interface.__name__} == set(CLASSES)
 
 

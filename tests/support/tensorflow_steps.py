@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from keras_nanguard._backends.interface import Learned
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._core.verdict import Verdict
@@ -51,7 +52,7 @@ def alone(model, way="deferred", body=None, several=1, logs=True, **more):
     known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
     transaction = Transaction(body or model.train_step, facts(model, created), **known)
     transaction.created = created
-    transaction.keeps_undo = way == "kept"
+    transaction.learned = Learned(keeps_undo=way == "kept")
     return transaction
 
 

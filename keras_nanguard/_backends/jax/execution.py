@@ -133,7 +133,7 @@ class StepTrace:
         program, structure, found = self._traced()
         given = (*self.old, *jax.tree_util.tree_leaves(tuple(self.args)))
         losses, checked, *_ = (part.num_leaves for part in structure.children())
-        parts = None if self.owner.keeps_undo else two_parts(program, losses + checked)
+        parts = None if self.owner.learned.keeps_undo else two_parts(program, losses + checked)
         if parts is None or self.sites.keys() & found.changed - found.updated:
             flat = jaxpr_as_fun(program)(jnp.ones((), bool), *given)
             return self._at_once(jax.tree_util.tree_unflatten(structure, flat), found)
@@ -173,7 +173,7 @@ class StepTrace:
 
         def body(may_commit: Any, *arrays: Any) -> Values:
             args = jax.tree_util.tree_unflatten(tree, arrays[size:])
-            known = True if self.owner.keeps_undo else may_commit
+            known = True if self.owner.learned.keeps_undo else may_commit
             values, found = self._call(known, arrays[:size], args)
             kept.append((jax.tree_util.tree_structure(values), found))
             return values
@@ -260,7 +260,8 @@ class StepTrace:
         """Return the places of written statistics that must be finite."""
         state = self.train_state
         scales = (v for pair in state.scales for v in pair)
-        apart = {id(v) for v in (*state.metrics, *state.rates, *scales)} | self.owner.tolerated
+        apart = {id(v) for v in (*state.metrics, *state.rates, *scales)}
+        apart |= self.owner.learned.tolerated
         return [
             i
             for i in sorted(changed - self.sites.keys())
@@ -269,7 +270,8 @@ class StepTrace:
 
     def _update_sums(self, new: Sequence[Any]) -> list[Any]:
         """Return the sums over the weights and over the slots of a flat new state."""
-        read = [i for i in sorted(self.sites) if id(self.variables[i]) not in self.owner.tolerated]
+        tolerated = self.owner.learned.tolerated
+        read = [i for i in sorted(self.sites) if id(self.variables[i]) not in tolerated]
         return [
             reductions.total([new[i] for i in read if self.sites[i] == site], self.dtype)
             for site in ("weights", "slots")

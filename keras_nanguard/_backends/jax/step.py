@@ -20,7 +20,7 @@ one whose verdict depends on an update, runs in one part; old or new is selected
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -70,13 +70,9 @@ class Transaction(interface.Transaction):
         given: the arguments of the last step whose verdict was read.
         mesh: the devices of all processes that train together; `None` for one process.
         facts: the facts that the last trace has found.
-        keeps_undo: whether updates run before the verdict, which includes their results.
         unpublished: what the program has computed, until the caller has the new state. A signal
             handler that raises finds it here.
     """
-
-    untracked: dict[int, Any] = {}
-    """Empty: a pure step writes nothing."""
 
     def __init__(
         self,
@@ -96,15 +92,15 @@ class Transaction(interface.Transaction):
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
         self.donates = of_trainer and jit and self.refuse
-        self.tolerated: set[int] = set()
+        self.learned = interface.Learned(keeps_undo=not (jit and self.refuse))
         self.unpublished: list[Computed] = []
         self.facts = UNKNOWN
         self.given: Any = None
         self.mesh: Any = None
         self._bad: StepResult | None = None
-        self._compile(keeps_undo=not (jit and self.refuse))
+        self._compile()
 
-    def _compile(self, keeps_undo: bool) -> None:
+    def _compile(self) -> None:
         """Create the program, which is compiled when it is first called."""
         first = next(iter(jax.tree_util.tree_leaves(self.shardings)), None)
         options: dict[str, Any] = {"donate_argnums": 1} if self.donates else {}
@@ -113,7 +109,7 @@ class Transaction(interface.Transaction):
             whole = jax.sharding.PartitionSpec()
             everywhere = jax.sharding.NamedSharding(first.mesh, whole)
             options["out_shardings"] = Computed(self.shardings, None, *[everywhere] * 3)
-        self.keeps_undo, self._go = keeps_undo, _go(everywhere)
+        self._go = _go(everywhere)
 
         def complete(factors: dict[int, Any], state: Any, halt: Any, *args: Any) -> Computed:
             with self.run.recovery.with_adjustments(factors):
@@ -167,9 +163,12 @@ class Transaction(interface.Transaction):
         (facts,) = result.computed.counts
         undecided = verdict.refused and verdict.finite and not verdict.halted
         if undecided and not facts.keeps_undo:
-            self._compile(keeps_undo=True)
+            self.learned = replace(self.learned, keeps_undo=True)
+            self._compile()
             return False
-        self.facts, self.keeps_undo = facts, self.keeps_undo or facts.keeps_undo
+        self.facts = facts
+        if facts.keeps_undo and not self.learned.keeps_undo:
+            self.learned = replace(self.learned, keeps_undo=True)
         result.verdict, self.given = verdict, result.args
         self._bad = None if verdict.finite and not verdict.refused else result
         return True
@@ -239,13 +238,15 @@ class Transaction(interface.Transaction):
 
     def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.tolerated = other.tolerated
-        if other.keeps_undo and not self.keeps_undo:
-            self._compile(keeps_undo=True)
+        own = self.learned.keeps_undo
+        self.learned = replace(other.learned, keeps_undo=own or other.learned.keeps_undo)
+        if self.learned.keeps_undo and not own:
+            self._compile()
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite."""
-        self.tolerated |= {id(v) for v in variables}
+        tolerated = self.learned.tolerated | {id(v) for v in variables}
+        self.learned = replace(self.learned, tolerated=tolerated)
 
 
 def _go(place: Any) -> Any:

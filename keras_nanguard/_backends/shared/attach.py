@@ -204,7 +204,7 @@ class Attachment(StateAccess):
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
         transaction = self.run.transaction
-        if self._modes and not (self.run.recovery.adjustments() or transaction.tolerated):
+        if self._modes and not (self.run.recovery.adjustments() or transaction.learned.tolerated):
             transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
 

@@ -5,6 +5,7 @@ computes, the verdict, and how it commits or is refused. `step` has the outline.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -30,13 +31,11 @@ class TracedStep(interface.Transaction):
     Attributes:
         run: the run that it belongs to.
         refuse: whether bad steps are refused.
-        untracked: the variables that it writes and Keras does not track.
         hidden: whether operations have a random generator of their own, or call the host.
     """
 
     run: interface.Run
     refuse: bool
-    untracked: dict[int, Any]
     hidden: bool
 
     adapts_updates = True
@@ -45,7 +44,7 @@ class TracedStep(interface.Transaction):
     @property
     def immediate(self) -> bool:
         """Whether updates run immediately, when the body calls them."""
-        return self.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
+        return self.learned.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
 
 
 class Sums(NamedTuple):
@@ -105,7 +104,7 @@ class StepTrace:
         """Keep the values that the body may write and a refusal restores."""
         state = self.train_state
         self.hold([*state.other, *state.metrics, *state.rates])
-        self.hold(self.transaction.untracked.values())
+        self.hold(self.transaction.learned.untracked.values())
         if tf.executing_eagerly():  # a graph shows them
             self.hold(state.unlisted)
         if self.keeps_undo:
@@ -183,7 +182,9 @@ class StepTrace:
         found = {key: intercept.untracked(written[key]) for key in unknown}
         untracked = {key: variable for key, variable in found.items() if variable is not None}
         if untracked:
-            self.transaction.untracked.update(untracked)
+            learned = self.transaction.learned
+            untracked = {**learned.untracked, **untracked}
+            self.transaction.learned = replace(learned, untracked=untracked)
             raise Retrace
         self.kept = {key: pair for key, pair in self.kept.items() if key in written}
 
@@ -198,7 +199,7 @@ class StepTrace:
 
     def must_be_immediate(self) -> None:
         """Have the step traced again with updates that run immediately."""
-        self.transaction.keeps_undo = True
+        self.transaction.learned = replace(self.transaction.learned, keeps_undo=True)
         raise Retrace
 
     # What the step computes
@@ -209,7 +210,7 @@ class StepTrace:
         """
         state, seen, transaction = self.train_state, self.seen, self.transaction
         kind = reductions.kind([*state.trainable, *state.slots])
-        others = self.large_keys | self.keys(state.metrics) | transaction.tolerated
+        others = self.large_keys | self.keys(state.metrics) | transaction.learned.tolerated
         kept = [v for key, (v, _) in self.kept.items() if key not in others]
         written = list(filter(reductions.can_be_bad, kept))
         self.losses = seen.losses or transaction.losses(outputs)

@@ -23,11 +23,12 @@ Decided with one `tf.cond`: selecting old or new for each variable costs a pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends.interface import Learned, Run
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow.execution import Step, StepTrace, TracedStep
 from keras_nanguard._backends.tensorflow.reports import Places, Reports, StepResult
@@ -52,7 +53,6 @@ class Transaction(TracedStep):
 
     Attributes:
         given: the arguments of the next or last step, if the host has them.
-        keeps_undo: whether updates run immediately.
         take: how the host takes the next batch from the iterator, if it does; `testing` wraps this.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
@@ -77,10 +77,8 @@ class Transaction(TracedStep):
         self.run, self.model = run, run.model if of_trainer else None
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
-        self.keeps_undo, self.given = False, None
+        self.learned, self.given = Learned(), None
         self.hidden = False
-        self.untracked: dict[int, Any] = {}
-        self.tolerated: set[int] = set()
         self.places: Places = ()
         self.losses = losses_in_logs if of_trainer else scalars
         self.reports = Reports(counted, with_batches=not host_has_batches)
@@ -119,7 +117,8 @@ class Transaction(TracedStep):
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         copies = [getattr(v.value, "values", (v.value,)) for v in variables]  # one per replica
-        self.tolerated |= {id(copy.handle) for each in copies for copy in each}
+        tolerated = frozenset(id(copy.handle) for each in copies for copy in each)
+        self.learned = replace(self.learned, tolerated=self.learned.tolerated | tolerated)
 
     def resume(self) -> None:
         self.reports.resume()
@@ -140,8 +139,7 @@ class Transaction(TracedStep):
 
     def inherit(self, other: TracedStep) -> None:
         """Start with the findings of another transaction for the same body."""
-        self.keeps_undo, self.untracked = other.keeps_undo, other.untracked
-        self.tolerated = other.tolerated
+        self.learned = other.learned
 
     def release_run(self) -> None:
         del self.run

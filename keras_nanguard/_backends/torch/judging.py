@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.interface import Agreement
+from keras_nanguard._backends.interface import Agreement, Learned
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
@@ -37,14 +37,11 @@ class Decision(IntEnum):
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What the steps of one body have shown, and later ones need.
+class Facts(Learned):
+    """What the steps of one body have shown. Keys are the `id` of tensors; untracked ones are kept
+    before each step.
 
     Attributes:
-        untracked: tensors that the body writes in place outside of Keras, by `id`; they are kept
-            before each step.
-        tolerated: the `id` of tensors that may be infinite or NaN.
-        keeps_undo: whether an update had to run before the verdict.
         steps: their number.
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
@@ -53,9 +50,6 @@ class Carried:
             kept before each step.
     """
 
-    untracked: Mapping[int, Any] = field(default_factory=dict)
-    tolerated: frozenset[int] = frozenset()
-    keeps_undo: bool = False
     steps: int = 0
     stale: bool = True
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -225,20 +219,20 @@ class Judged:
         return found
 
 
-def judge(ran: Ran, parts: Parts, carried: Carried, agreement: Agreement) -> Judged:
+def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. The only place where the host waits for the device.
 
     Args:
         ran: what its body has done.
         parts: the train state.
-        carried: what earlier steps have shown.
+        learned: what earlier steps have shown.
         agreement: the agreement of processes that train together.
     """
     records, constants = ran.seen.records, frozenset[int]()
     gradients = [gradient for record in records for gradient in record.gradients]
     if ran.raised and not records:  # what was left before the first update
         gradients = [gradient for _, gradient in parts.gradients()]
-    statistics, unrecorded = ran.statistics(parts, carried.tolerated), ran.unrecorded(parts)
+    statistics, unrecorded = ran.statistics(parts, learned.tolerated), ran.unrecorded(parts)
     state = parts.by_site if ran.updated and records else unrecorded
     scales = [scale.value for scale, _ in parts.train_state.scales]
     read = reductions.read(
@@ -248,7 +242,7 @@ def judge(ran: Ran, parts: Parts, carried: Carried, agreement: Agreement) -> Jud
             "statistics": reductions.norms(statistics),
             "scales": [ran.log.before(scale) for scale in scales],
             **{site: reductions.norms(tensors) for site, tensors in state.items()},
-            **{f"previous {site}": norms for site, norms in carried.unread.items()},
+            **{f"previous {site}": norms for site, norms in learned.unread.items()},
         }
     )
     if not math.isfinite(sum(read["statistics"])):
@@ -256,7 +250,7 @@ def judge(ran: Ran, parts: Parts, carried: Carried, agreement: Agreement) -> Jud
         statistics = [tensor for tensor in statistics if id(tensor) not in constants]
         read |= reductions.read({"statistics": reductions.norms(statistics)})
     both = parts.weights_and_slots
-    previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in carried.unread}
+    previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in learned.unread}
     left_by_previous = not all(map(math.isfinite, previous.values()))
     norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
     own = _verdict(ran, read, gradients, statistics, previous if left_by_previous else norms)

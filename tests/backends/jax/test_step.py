@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def network(optimizer, **mode):
 def test_written_over(recwarn, optimizer):
     """A step that overwrites its state refuses without a trace, for any optimizer."""
     runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=3), tolerance=1e-5)
-    assert not any(run.guard.session.run.transaction.keeps_undo for run in runs)
+    assert not any(run.guard.session.run.transaction.learned.keeps_undo for run in runs)
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -289,7 +290,7 @@ def test_own_step(kind):
     """A custom train step is the same transaction; if it uses updated variables, this is detected.
     """
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    assert bad.guard.session.run.transaction.keeps_undo == STEPS[kind]
+    assert bad.guard.session.run.transaction.learned.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -579,9 +580,9 @@ def test_loop_that_is_compiled_again():
         for batch in batches((4,)):
             _, state = step(state, *batch)
             before = session.run.transaction
-            before.tolerated.add(session.run.step)
+            before.learned = replace(before.learned, tolerated=before.learned.tolerated | {session.run.step})
             session.run.access.rebuild()
-            assert session.run.transaction is not before and session.run.transaction.tolerated == set(range(1, session.run.step + 1))
+            assert session.run.transaction is not before and session.run.transaction.learned.tolerated == set(range(1, session.run.step + 1))
     assert [i.step for i in guard.incidents] == [4]
 
 

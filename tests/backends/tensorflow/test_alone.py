@@ -214,7 +214,7 @@ def test_a_loss_scale(way, built):
         scales.append([float(v) for m in (plain, model) for v in (m.optimizer.dynamic_scale, m.optimizer.step_counter)])
         assert verdict.only_gradients == verdict.refused
     assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
-    assert transaction.untracked == {} and transaction.keeps_undo == (way == "kept")
+    assert transaction.learned.untracked == {} and transaction.learned.keeps_undo == (way == "kept")
     weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
     same(*weights)
     for bad in (0.0, np.inf):
@@ -410,7 +410,7 @@ def test_variables_created_by_the_first_step(way):
     made |= {id(v.value) for metric in model.metrics[1:] for v in metric.variables}
     noted = [id(variable) for variable, _ in transaction.created]
     assert len(noted) == len({*noted}) and made - {*noted} <= {id(v.value) for v in model.optimizer.variables}
-    assert transaction.keeps_undo is False
+    assert transaction.learned.keeps_undo is False
 
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
@@ -477,7 +477,7 @@ def test_a_step_that_makes_nothing():
             break
         except Retrace:
             execute = execution(transaction)
-    assert verdict.refused and len(transaction.untracked) == 1
+    assert verdict.refused and len(transaction.learned.untracked) == 1
     same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
 
 

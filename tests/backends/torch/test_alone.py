@@ -23,7 +23,7 @@ from support.torch_steps import (
 )
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.torch.step import StepRun
+from keras_nanguard._backends.torch.execution import StepRun
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate
 
@@ -59,7 +59,7 @@ def test_an_update_that_overflows_before_the_verdict(refuse):
     step((X, 1e3 * Y))
     assert not math.isfinite(step.verdict.weights) and math.isfinite(step.verdict.gradients)
     assert step.verdict.refused is refuse and same(state(model), before) is refuse
-    assert (step.keeps_undo or not refuse) and not step.untracked, "what updates write is not kept before each step"
+    assert (step.learned.keeps_undo or not refuse) and not step.learned.untracked, "what updates write is not kept before each step"
 
 
 class Masked(layers.Layer):
@@ -217,7 +217,7 @@ def test_a_weight_that_is_written_in_place_is_given_back(good):
     step = alone(model, body)
     for _ in range(good):
         step((X, Y))
-    assert set(step.untracked) == ({id(kernel)} if good else set()) and not step.keeps_undo
+    assert set(step.learned.untracked) == ({id(kernel)} if good else set()) and not step.learned.keeps_undo
     before = state(model)
     logs = step((X * torch.nan, Y))
     assert step.verdict.refused and same(state(model), before) and set(logs) == {"loss"}
@@ -248,7 +248,7 @@ def test_a_state_that_is_written_in_place_is_given_back(bad):
     for number in range(5):
         step((X * torch.nan if number in bad else X, Y))
         assert step.verdict.refused is (number in bad)
-    assert float(layer.calls.value) == 5 - len(bad) and set(step.untracked) <= {id(layer.calls.value)}
+    assert float(layer.calls.value) == 5 - len(bad) and set(step.learned.untracked) <= {id(layer.calls.value)}
 
 
 @pytest.mark.parametrize("bad", [False, True])
