@@ -1,14 +1,10 @@
-"""How records are shown: as tables on a terminal, and as figures of matplotlib. Rich and matplotlib
-are imported only when they are needed.
-"""
+"""How records are shown as tables on a terminal. Rich is imported only when it is needed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-from keras_nanguard._core.errors import GuardError, expected
 
 MAX_ROWS = 60
 """Rows that are shown; further ones are counted."""
@@ -55,21 +51,3 @@ def is_terminal() -> bool:
         return bool(sys.stdout.isatty())
     except Exception:  # noqa: BLE001  any object may be in its place
         return False
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches. It belongs to no window and to no state of pyplot.
-
-    Raises:
-        GuardError: if matplotlib is not installed.
-    """
-    try:
-        if "ipykernel" in sys.modules:
-            from matplotlib import pyplot
-
-            pyplot.switch_backend(pyplot.get_backend())  # else a notebook shows no figure
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        what, remedy = "matplotlib to be installed", "Run: pip install 'keras-nanguard[plot]'"
-        raise GuardError(expected(what, "no such module", remedy)) from error
-    return Figure(figsize=(width, height), layout="constrained")

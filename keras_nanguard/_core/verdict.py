@@ -1,5 +1,5 @@
 """The results of one step for the host: a row of numbers for every step, a report of a refused one,
-and a table of the layers of one that is replayed.
+and a row for each layer of one that is replayed.
 
 Pure Python and NumPy; the backends fill these in.
 """
@@ -17,27 +17,6 @@ from keras_nanguard._core.literals import Kind, Site
 PERIOD = 1 << 23
 """The inner step number is reported modulo this number, so that float32 represents it exactly in
 runs of any length."""
-
-
-def logged_losses(logs: Any) -> dict[str, Any]:
-    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else
-    `*loss`."""
-    known = logs if isinstance(logs, dict) else {}
-    losses = {name: value for name, value in known.items() if str(name).endswith("loss")}
-    return {"loss": losses["loss"]} if "loss" in losses else losses
-
-
-def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return `y_pred` of a call of `Model.compute_loss`, `None` if there is none."""
-    names = ("x", "y", "y_pred", "sample_weight", "training")
-    return {**dict(zip(names, args)), **kwargs}.get("y_pred")
-
-
-def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the flat outputs of a model with their names in Keras."""
-    names = [str(name) for name in getattr(model, "output_names", None) or ()]
-    names += [f"output_{number}" for number in range(len(names), len(outputs))]
-    return list(zip(names, outputs))
 
 
 def gradient_norm(half_squares: float, scale: float) -> float:
@@ -188,25 +167,3 @@ class LayerRow:
     def finite(self) -> bool:
         """Whether no entry is NaN or Inf."""
         return not (self.nan or self.plus_inf or self.minus_inf)
-
-
-HEAD = ("", "layer", "dtype", "min", "max", "mean", "zeros", "NaN", "+Inf", "-Inf", "of", "range")
-"""The columns of the table of layers."""
-
-
-def table(rows: Sequence[LayerRow]) -> str:
-    """Return the table of layers as text, one line per call, the bad ones marked."""
-    lines = [HEAD, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(_aligned, HEAD, line, widths)) for line in lines)
-
-
-def _aligned(column: str, cell: str, width: int) -> str:
-    return cell.ljust(width) if column in ("layer", "dtype") else cell.rjust(width)
-
-
-def _cells(row: LayerRow) -> tuple[str, ...]:
-    numbers = (f"{number:.3g}" for number in (row.minimum, row.maximum, row.mean))
-    counts = map(str, (row.zeros, row.nan, row.plus_inf, row.minus_inf, row.size))
-    mark, share = "" if row.finite else "*", f"{row.share_of_range:.1%}"
-    return (mark, row.path, row.dtype, *numbers, *counts, share)

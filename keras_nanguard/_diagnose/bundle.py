@@ -33,9 +33,9 @@ from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.plain_values import markdown_text
-from keras_nanguard._core.verdict import table
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import RunView
+from keras_nanguard._diagnose.layer_table import table
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 

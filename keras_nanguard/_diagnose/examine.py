@@ -18,11 +18,12 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._core.verdict import LayerRow, named_outputs, table
+from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
+from keras_nanguard._diagnose.layer_table import table
 from keras_nanguard._diagnose.trials import Case, tensors
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
@@ -30,6 +31,7 @@ from keras_nanguard._keras import (
     losses as keras_losses,
     variables as keras_variables,
 )
+from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 

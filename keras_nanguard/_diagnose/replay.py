@@ -20,11 +20,12 @@ from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
-from keras_nanguard._core.verdict import LayerRow, table
+from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.changes import Start, in_float32
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import known
+from keras_nanguard._diagnose.layer_table import table
 from keras_nanguard._diagnose.sentences import RESULTS
 from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read

@@ -28,7 +28,7 @@ from keras_nanguard._fit.incidents import Detected
 from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, found
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
-from keras_nanguard._keras import train_state as keras_state, variables as keras_variables
+from keras_nanguard._keras import compiled as keras_compiled, variables as keras_variables
 
 SHORTEST, LONGEST = 32, 1000
 """Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
@@ -128,7 +128,7 @@ class Divergence:
 
     def _is_objective(self, run: Run) -> bool:
         """Whether training minimizes the loss."""
-        own = keras_state.trains_by_compiled_loss(run.model)
+        own = keras_compiled.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 

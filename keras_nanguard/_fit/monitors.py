@@ -28,8 +28,8 @@ from keras_nanguard._fit.batchnorm import trained
 from keras_nanguard._fit.run import HUGE, Run, beyond, checked
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import (
+    compiled as keras_compiled,
     layers as keras_layers,
-    train_state as keras_state,
     variables as keras_variables,
 )
 from keras_nanguard._keras.optimizers import second_moments
@@ -278,7 +278,7 @@ class Monitors:
         explain large moments: a healthy run never gets here.
         """
         first = run.ring.start
-        own = keras_state.trains_by_compiled_loss(run.model) and processes.count() == 1
+        own = keras_compiled.trains_by_compiled_loss(run.model) and processes.count() == 1
         if not own or first is None or not first.at_hand or not self._gradient > 0.0:
             return
         explained = run.step * self._gradient**2

@@ -5,9 +5,10 @@ Each module names at its head the private names that it uses, and why.
 
 | module | reads | changes, until undone |
 |---|---|---|
-| `train_state` | the variables of a model and its optimizers, by role; the call of `compile` | |
+| `train_state` | the variables of a model and its optimizers, by role | |
+| `compiled` | the call of `compile`, and what a step was built for | `trainable`, functions |
 | `variables`, `arrays` | variables and data, as NumPy arrays | values: all or none |
-| `optimizers` | rate, loss scale, slots, the gradients in them | the rate, the strategy |
+| `optimizers` | rate, loss scale, slots | the rate, the strategy |
 | `layers` | layers at any depth, the graph of a functional model | dtype policies |
 | `losses` | the losses and metrics given to `compile` | |
 | `fitting` | callbacks, data, end of a running `fit` | methods of their list, first epoch |

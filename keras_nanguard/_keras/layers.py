@@ -26,7 +26,7 @@ Private Keras names used here, because there is no public API:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -197,13 +197,25 @@ def class_of(thing: Any) -> str:
 
 
 def output_names(model: Any) -> list[str]:
-    """Return the name of each output of a functional or sequential model, by which `compile` and
-    `fit` know it: its key in a dict, or the name of its layer.
+    """Return the name of each output by which `compile` and `fit` know it: in a functional or
+    sequential model its key in a dict, or the name of its layer; in others as far as the model
+    names them.
     """
+    outputs, known = getattr(model, "outputs", None), getattr(model, "output_names", None)
+    tensors = outputs if isinstance(outputs, list) else []
+    if not tensors or not all(isinstance(t, keras.KerasTensor) for t in tensors):
+        return [str(name) for name in known] if isinstance(known, (list, tuple)) else []
     structure = getattr(model, "_outputs_struct", None)
     named = structure.items() if isinstance(structure, dict) else ()
     keys = {id(tensor): str(key) for key, tensor in named}
-    return [keys.get(id(t), str(t._keras_history.operation.name)) for t in model.outputs]
+    return [keys.get(id(t), str(t._keras_history.operation.name)) for t in tensors]
+
+
+def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the flat outputs of a model with their names; `output_2` for one without a name."""
+    names = output_names(model)
+    names += [f"output_{number}" for number in range(len(names), len(outputs))]
+    return list(zip(names, outputs))
 
 
 def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -200,3 +201,17 @@ def _smoothed(loss: Any) -> Rejected | None:
         return None
     clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
     return Rejected((), clause)
+
+
+def logged_losses(logs: Any) -> dict[str, Any]:
+    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else
+    `*loss`."""
+    known = logs if isinstance(logs, dict) else {}
+    losses = {name: value for name, value in known.items() if str(name).endswith("loss")}
+    return {"loss": losses["loss"]} if "loss" in losses else losses
+
+
+def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return `y_pred` of a call of `Model.compute_loss`, `None` if there is none."""
+    names = ("x", "y", "y_pred", "sample_weight", "training")
+    return {**dict(zip(names, args)), **kwargs}.get("y_pred")

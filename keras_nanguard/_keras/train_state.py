@@ -1,25 +1,11 @@
-"""The whole train state of a model: its variables, by role; and what its train function was made
-for.
-
-Private Keras names used here, because there is no public API:
-
-- ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
-  called.
-- ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
-  has a method for each.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
-"""
+"""The whole train state of a model: its variables, by role."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import keras
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import (
@@ -27,7 +13,6 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import Overrides
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are not state."""
@@ -184,76 +169,3 @@ def _results(held: Iterable[Any], buffers: Iterable[Any]) -> tuple[Any, ...]:
     tensors = [v for v in _of_kind(held, "untyped_storage") if v.grad_fn is None]
     listed = set(map(id, buffers))
     return tuple(v for v in tensors if v.device.type != "meta" and id(v) not in listed)
-
-
-# What `compile` was given, and what a train function was made for
-
-
-def compiled_as(model: Any) -> Any:
-    """Return an object that identifies the last call of `compile`, `None` if it was never
-    called.
-    """
-    return getattr(model, "_compile_config", None)
-
-
-def trains_by_compiled_loss(model: Any) -> bool:
-    """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
-    own = type(model)
-    return (
-        isinstance(model, keras.Model)
-        and not _overridden(own, "train_step")
-        and not _overridden(own, "compute_loss")
-        and getattr(model, "_compile_loss", None) is not None
-    )
-
-
-def _overridden(own: type, name: str) -> bool:
-    """Whether a custom class, not of Keras or this library, defines a method."""
-    definer = next(base for base in own.__mro__ if name in vars(base))
-    return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
-
-
-def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return the objects that a trace of a train step captures: the call of `compile`, the
-    optimizers, their rates, all variables.
-
-    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
-    called.
-    """
-    optimizers = train_state.optimizers
-    rates = [keras_optimizers.given_rate(keras_optimizers.inner(o)) for o in optimizers]
-    variables = sorted(train_state.everything, key=id)
-    return (compiled_as(model) or object(), *optimizers, *rates, *variables)
-
-
-@contextmanager
-def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
-    """Set `trainable` of the variables to the values for which the optimizers were built.
-
-    Keras keeps its train function if `trainable` is changed without a call of `compile`.
-    """
-    built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-    trained = {id(keras_variables.unwrapped(v)) for v in built}
-    changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
-    for variable in changed:
-        variable.trainable = not variable.trainable
-    try:
-        yield
-    finally:
-        for variable in changed:
-            variable.trainable = not variable.trainable
-
-
-def on_making(
-    model: Any,
-    change: Callable[[Callable[..., Any]], Callable[..., Any]],
-    overrides: Overrides,
-    default: Callable[..., Any] | None = None,
-) -> bool:
-    """Override the method that creates the train, test and predict functions of a model, or a
-    default; return whether there is one.
-    """
-    real = getattr(model, "_make_function", default)
-    if real is not None:
-        overrides.set(model, "_make_function", change(real))
-    return real is not None

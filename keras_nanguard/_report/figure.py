@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from keras_nanguard._core.display import new_figure
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 
@@ -21,7 +22,7 @@ def curves(recording: Recording) -> Any:
     rollbacks and changed rates."""
     series = [(name.replace("_", " "), *recording.series(name, 1500)) for name in MEASURED]
     shown = [panel for panel in series if len(panel[1])]
-    figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
+    figure = _new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
     panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
     at = {kind: [e.step + 1 for e in recording.events if e.kind == kind] for kind, *_ in _MARKS}
     for axes, (title, step, low, high) in zip(panels, shown):
@@ -44,3 +45,21 @@ def curves(recording: Recording) -> Any:
         figure.legend(handles=used, loc="outside upper right", ncols=3, fontsize=8)
     panels[-1].set_xlabel("step")
     return figure
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """Return an empty figure, in inches. It belongs to no window and to no state of pyplot.
+
+    Raises:
+        GuardError: if matplotlib is not installed.
+    """
+    try:
+        if "ipykernel" in sys.modules:
+            from matplotlib import pyplot
+
+            pyplot.switch_backend(pyplot.get_backend())  # else a notebook shows no figure
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        what, remedy = "matplotlib to be installed", "Run: pip install 'keras-nanguard[plot]'"
+        raise GuardError(expected(what, "no such module", remedy)) from error
+    return Figure(figsize=(width, height), layout="constrained")

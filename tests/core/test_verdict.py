@@ -11,14 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from keras_nanguard import Finding
-from keras_nanguard._core.verdict import (
-    PERIOD,
-    Report,
-    Verdict,
-    logged_losses,
-    named_outputs,
-    predicted,
-)
+from keras_nanguard._core.verdict import PERIOD, Report, Verdict
+from keras_nanguard._keras.layers import named_outputs
+from keras_nanguard._keras.losses import logged_losses, predicted
 
 NAN, INF = math.nan, math.inf
 FINE = Verdict(False, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0)

@@ -14,7 +14,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard, Recording
-from keras_nanguard._core.data import indices
+from keras_nanguard._fit.bad_data import indices
 
 ROWS, BATCH = 96, 8
 BAD = {17: np.nan, 40: np.inf, 77: 3e38}
@@ -289,11 +289,11 @@ def test_search(dtype, shape, set_limit):
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
         set_limit("values of a chunk of the row search", chunk)
-        assert indices(batch, [0, 250, 499], whole, None, math.inf, np.asarray) == [
+        assert indices(batch, [0, 250, 499], whole, None, math.inf) == [
             tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
         ]
-        assert indices(batch, range(64), whole[::-1], None, math.inf, np.asarray)[63] == tuple(
+        assert indices(batch, range(64), whole[::-1], None, math.inf)[63] == tuple(
             499 - number for number in reversed(same[flat[63].tobytes()])
         )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
-    assert dtype == "bool" or indices(other, [0], whole, None, math.inf, np.asarray) == [()]
+    assert dtype == "bool" or indices(other, [0], whole, None, math.inf) == [()]

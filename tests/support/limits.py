@@ -10,7 +10,7 @@ LIMITS = {
     "times its size that a member may expand to": "_files.formats.limits.MAX_MEMBER_EXPANSION",
     "seconds until a reader hangs": "_files.isolated.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
-    "values of a chunk of the row search": "_core.data._CHUNK",
+    "values of a chunk of the row search": "_fit.bad_data._CHUNK",
     "share of the time for looks": "_fit.monitors.SHARE",
     "steps between two looks": "_fit.monitors.MIN_STEPS",
     "steps of a recording": "_recording.database.MAX_STEPS",

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keras_nanguard._backends.shared.faults import FaultHook
-from keras_nanguard._keras import train_state as keras_state
+from keras_nanguard._keras import compiled as keras_compiled
 from keras_nanguard._keras.jax_trainer import over_lists, variables
 
 
@@ -23,7 +23,7 @@ class Hook(FaultHook):
     counts_replays = False
 
     def _wrap(self) -> None:
-        keras_state.on_making(
+        keras_compiled.on_making(
             self.model, self._making, self._overrides, default=over_lists
         )  # on Keras 3.6 in guarded steps only
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import keras
 
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.layers import named_outputs
+from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides
 
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")

@@ -14,9 +14,9 @@ from keras_nanguard._backends.interface import Run, Session, StateAccess
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
+    compiled as keras_compiled,
     optimizers as keras_optimizers,
     overrides,
-    train_state as keras_state,
     variables as keras_variables,
 )
 
@@ -134,7 +134,7 @@ class Attachment(StateAccess):
         if {"make_train_function", "train_step"} & vars(self.model).keys():
             self._modes = None  # changed by other code, which may end before the next fit
         self._make = self.model.make_train_function
-        self._cached = self.model.train_function, keras_state.compiled_as(self.model)
+        self._cached = self.model.train_function, keras_compiled.compiled_as(self.model)
         self._overrides.set(self.model, "make_train_function", self.make)
         self.model.train_function = None
 
@@ -147,7 +147,7 @@ class Attachment(StateAccess):
         self._overrides.give_back()
         function, compiled = self._cached
         self.model.train_function = (
-            function if compiled is keras_state.compiled_as(self.model) else None
+            function if compiled is keras_compiled.compiled_as(self.model) else None
         )
         self.session.end()
 
@@ -186,7 +186,7 @@ class Attachment(StateAccess):
             self.body,
             self.run.refuses,
             *(self._modes or ()),
-            *keras_state.built_in(self.model, self.run.read_train_state()),
+            *keras_compiled.built_in(self.model, self.run.read_train_state()),
         )
 
     def _cached_step(self, *modes: Any) -> Any:

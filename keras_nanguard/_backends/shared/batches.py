@@ -15,8 +15,8 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments
 from keras_nanguard._core.observations import BadArray, Spread
-from keras_nanguard._core.verdict import logged_losses
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras.losses import logged_losses
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""

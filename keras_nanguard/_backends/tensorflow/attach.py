@@ -19,9 +19,9 @@ from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.step import MirroredTransaction, Transaction
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
+    compiled as keras_compiled,
     fitting as keras_fitting,
     optimizers as keras_optimizers,
-    train_state as keras_state,
 )
 
 
@@ -117,7 +117,7 @@ class ModelAttachment(attach.Attachment):
             return body
 
         def as_traced(data: Any) -> Any:
-            with keras_state.as_built(model, keras_optimizers.find_optimizers(model)):
+            with keras_compiled.as_built(model, keras_optimizers.find_optimizers(model)):
                 return body(data)
 
         return as_traced

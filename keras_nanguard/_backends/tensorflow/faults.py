@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._backends.tensorflow.intercept import build
-from keras_nanguard._keras import optimizers as keras_optimizers, train_state as keras_state
+from keras_nanguard._keras import compiled as keras_compiled, optimizers as keras_optimizers
 
 
 class Hook(FaultHook):
@@ -49,7 +49,7 @@ class Hook(FaultHook):
         self._misses.assign(self._misses | (self._due & ~tf.convert_to_tensor(hit)))
 
     def _wrap(self) -> None:
-        if not keras_state.on_making(self.model, self._making, self._overrides):
+        if not keras_compiled.on_making(self.model, self._making, self._overrides):
             made = self._making_train(self.model.make_train_function)
             self._override("make_train_function", made)
 

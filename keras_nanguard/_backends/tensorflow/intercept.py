@@ -21,8 +21,9 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.tensorflow.reductions import can_be_bad
-from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.layers import named_outputs
+from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.variables import as_keras
 

@@ -22,8 +22,9 @@ import torch
 
 from keras_nanguard._backends.torch.reductions import can_be_bad
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
-from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.layers import named_outputs
+from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides
 
 MESSAGES = (
