@@ -88,7 +88,7 @@ def standardized(role: str, value: Any, ids: bool = True) -> Any:
 
 
 @contextlib.contextmanager
-def in_float32(step: ReplayableStep) -> Iterator[None]:
+def computing_in_float32(step: ReplayableStep) -> Iterator[None]:
     """Make the model of a step compute in float32, with float32 copies of all variables of the step
     that have a low dtype.
     """

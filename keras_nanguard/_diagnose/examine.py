@@ -16,15 +16,14 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
-from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.changes import in_float32
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.facts import lowest, optimizer_facts, with_roles
+from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.layer_table import table
-from keras_nanguard._diagnose.trials import Case, tensors
+from keras_nanguard._diagnose.trials import Case, in_float32, tensors
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -145,47 +144,48 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     return _examined(model, (data,), trains=y is not None)
 
 
-class _Forward(NamedTuple):
-    """One forward pass.
+class _Pass(NamedTuple):
+    """One run on the batch: a forward pass in one mode, or a train step.
 
     Attributes:
-        run: its result; the site `"outputs"` is bad if an output is.
-        outputs: the outputs, `None` if it raised.
+        step: what ran.
+        run: its result; of a forward pass the site `"outputs"` is bad if an output is.
+        outputs: the outputs of a forward pass, `None` if it raised.
         far: of a pass in training mode, the layers whose moving statistics are wrong: the Keras
             path of each moving variance, with a sentence.
     """
 
+    step: ReplayableStep
     run: ReplayResult
-    outputs: Any
-    far: Mapping[str, str]
+    outputs: Any = None
+    far: Mapping[str, str] = {}
 
 
 def _examined(model: Any, batch: Any, trains: bool) -> Examination:
     """Run both modes and, if `trains` and if the model is compiled, a train step."""
     step = ReplayableStep.of(model, list(TrainState.of(model).optimizers))
-    trains = trains and bool(getattr(model, "compiled", False)) and bool(step.optimizers)
     inference, training = (_forward(step, batch, mode) for mode in (False, True))
-    if trains and training.outputs is not None:
-        keras_losses.build_losses(model, batch[0][1], training.outputs)
-    trained = step.run(batch, observe=True, update=True) if trains else ReplayResult()
-    runs = {
-        "the forward pass in inference mode": inference.run,
-        "the forward pass in training mode": training.run,
-        "a train step": trained,
+    passes = {
+        "the forward pass in inference mode": inference,
+        "the forward pass in training mode": training,
     }
-    failed = (f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run.error)
-    error = next(failed, "")
-    bad = next((run for run in runs.values() if not run.finite), None)
-    shown = bad or (trained if trains else inference.run)
-    case = _case(step, batch, inference.run, training, shown)
-    if case.evidence.low_precision and shown.first:
-        case = case.with_(float32=_in_float32(step, batch, shown is trained))
-    evidence, found = case.evidence, conclude(case.evidence)
+    trained = ReplayResult()
+    if trains := trains and bool(getattr(model, "compiled", False)) and bool(step.optimizers):
+        if training.outputs is not None:
+            keras_losses.build_losses(model, batch[0][1], training.outputs)
+        trained = step.run(batch, observe=True, update=True)
+        passes["a train step"] = _Pass(step, trained)
+    raised = ((what, one.run.error) for what, one in passes.items() if one.run.error)
+    error = next((f"{what} raised {_plain(text)}" for what, text in raised), "")
+    bad = next((one for one in passes.values() if not one.run.finite), None)
+    shown = bad or passes.get("a train step", inference)
+    evidence = _evidence(step, batch, inference, training, shown)
+    result = trained.word if trains else ""
+    found = conclude(evidence)
     if found.cause == "unknown" and evidence.replay_error:
         found = replace(found, advice=(_what_it_takes(model),))
     elif not (evidence.first or evidence.state or evidence.notes or error):
         found = replace(found, advice=())
-    result = trained.word if trains else ""
     return Examination(found, inference.run.rows, training.run.rows, result, error)
 
 
@@ -195,52 +195,40 @@ def _what_it_takes(model: Any) -> str:
     return f"Pass one batch, x and y as for fit{shapes}."
 
 
-def _case(
-    step: ReplayableStep, batch: Any, inference: ReplayResult, training: _Forward, run: ReplayResult
-) -> Case:
-    """Return the case with one of the runs, and the evidence of both modes and of the state."""
-    far, held = training.far, TrainState.of(step.model)
-    checked = (*held.trainable, *held.statistics, *held.slots)
-    bad = (v.path for v in checked if not keras_variables.is_finite(v))
-    state = with_roles(held, bad)
-    findings = [Finding("predictions")] if not inference.finite or state else []
-    findings += [Finding("statistics", "out_of_range")] if far else []
-    path = next(iter(far), "")
-    if not inference.finite and training.run.finite and not state:
-        path = inference.first_path
-    evidence = Evidence(
-        refused=False,
-        findings=tuple(findings),
-        state=state,
-        first_path=path,
-        low_precision=lowest(step.model),
-        inference="" if inference.error else inference.word,
+def _evidence(
+    step: ReplayableStep, batch: Any, inference: _Pass, training: _Pass, shown: _Pass
+) -> Evidence:
+    """Return the evidence of one pass, with the results of both modes and the bad state."""
+    far, state, run = training.far, TrainState.of(step.model, step.optimizers), shown.run
+    checked = (*state.trainable, *state.statistics, *state.slots)
+    bad = [v.path for v in checked if not keras_variables.is_finite(v)]
+    findings = [Finding("state", path=path) for path in bad]
+    if not inference.run.finite or bad:
+        path = inference.run.first_path if training.run.finite and not bad else ""
+        findings.append(Finding("predictions", path=path))
+    if far:
+        findings.append(Finding("statistics", "out_of_range", next(iter(far))))
+    rows = run.origin.rows if run.origin is not None else ()
+    evidence = replace(
+        known(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
+        inference="" if inference.run.error else inference.run.word,
         training="" if training.run.error else training.run.word,
-        rows=run.origin.rows if run.origin is not None else (),
-        optimizers=tuple(optimizer_facts(o) for o in step.optimizers if o.built),
+        rows=rows,
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = named_outputs(step.model, keras.tree.flatten(training.outputs))
         run = replace(run, outputs=tuple(outputs))
-    case = Case(step, batch, evidence).with_batch().with_run(run).with_targets()
+    case = Case(shown.step, batch, evidence).with_batch().with_run(run).with_targets()
     if not run.finite:
         case = case.with_(replay=run.word)
-    if case.evidence.inputs_bad and 0 < len(evidence.rows) < case.evidence.count:
-        rest = _forward(step, batches.without(batch, evidence.rows), False).run
+    if case.evidence.inputs_bad and 0 < len(rows) < case.evidence.count:
+        rest = case.again(batches.without(batch, rows))
         case = case.with_(without_rows="finite" if rest.finite else "bad")
-    return case
+    return case.with_(**in_float32(case)).evidence if run.first else case.evidence
 
 
-def _in_float32(step: ReplayableStep, batch: Any, trains: bool) -> str:
-    with in_float32(step):
-        if trains:
-            return step.run(batch, update=True).word
-        finite = all(_forward(step, batch, mode).run.finite for mode in (False, True))
-        return "finite" if finite else "bad"
-
-
-def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
+def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     """Run the forward pass of a step's model once in one mode."""
     model, seen, far = step.model, {}, dict[str, str]()
     norms = keras_layers.batchnorms(model) if training else []
@@ -261,13 +249,12 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Forward:
             far.update(_far(layer, old, calls[id(layer)]))
         return seen["outputs"]
 
-    run = ReplayableStep(body, model, step.optimizers, losses=_float_arrays).run(
-        batch, observe=True
-    )
+    forward = ReplayableStep(body, model, step.optimizers, losses=_float_arrays)
+    run = forward.run(batch, observe=True)
     bad = run.first == "loss"  # the outputs, in place of losses
     place = run.origin.culprit if bad and run.origin is not None else ""
     run = replace(run, first="outputs" if bad else "", first_path=place)
-    return _Forward(run, seen.get("outputs"), far)
+    return _Pass(forward, run, seen.get("outputs"), dict(far))
 
 
 def _float_arrays(outputs: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.changes import Start, in_float32
+from keras_nanguard._diagnose.changes import Start, computing_in_float32
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import known
@@ -116,7 +116,7 @@ def replay(
         step = _prepared(found, model)
         batch = tensors(found.batch)
         if dtype == "float32":
-            stack.enter_context(in_float32(step))
+            stack.enter_context(computing_in_float32(step))
         run, evidence = _run(found, step, batch, mode)
     diagnosis = diagnosed(model, evidence, found.batch)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows)

@@ -22,7 +22,13 @@ from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import input_names, named
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
-from keras_nanguard._diagnose.changes import Start, in_float32, restore, standardized, train_from
+from keras_nanguard._diagnose.changes import (
+    Start,
+    computing_in_float32,
+    restore,
+    standardized,
+    train_from,
+)
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
 from keras_nanguard._diagnose.facts import negative_loss, targets_by_loss
 from keras_nanguard._keras import (
@@ -206,11 +212,11 @@ def replayed(case: Case) -> Case:
     return case.with_run(again) if again.first else case
 
 
-def _in_float32(case: Case) -> dict[str, Any]:
+def in_float32(case: Case) -> dict[str, Any]:
     """Is the step finite in float32?"""
     if not case.evidence.low_precision:
         return {}
-    with in_float32(case.step):
+    with computing_in_float32(case.step):
         return {"float32": case.step.run(case.batch, update=True).word}
 
 
@@ -298,7 +304,7 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
 
 
 TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
-    _in_float32,
+    in_float32,
     _unscaled,
     _without_rows,
     _at_start,

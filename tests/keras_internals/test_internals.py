@@ -16,7 +16,7 @@ from support import zoo
 
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.variable_names import snake_case
-from keras_nanguard._diagnose.changes import in_float32
+from keras_nanguard._diagnose.changes import computing_in_float32
 from keras_nanguard._keras import (
     fitting,
     layers as keras_layers,
@@ -421,7 +421,7 @@ def test_dtypes_are_exchanged_and_put_back():
     built.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"), auto_scale_loss=False)
     dtypes = lambda: {str(t.dtype) for t in (*built.weights, built.loss, built.inputs[0])}  # noqa: E731
     x, before = np.full((1, 4), 0.3, "float16"), dtypes()
-    with in_float32(ReplayableStep(built, built, [])):
+    with computing_in_float32(ReplayableStep(built, built, [])):
         assert (before, dtypes()) == ({"float16"}, {"float32"})
         assert keras.backend.standardize_dtype(built(x).dtype) == "float32"
     assert dtypes() == before and keras.backend.standardize_dtype(built(x).dtype) == "float16"
