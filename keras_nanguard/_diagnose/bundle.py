@@ -105,7 +105,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
             for v in (variables if fits else ())
         ],
-        "growth": plain_values.plain(asdict(evidence.growth)),
+        "growth": plain_values.plain(asdict(evidence.run.growth)),
         "mode": evidence.mode,
         "saving": bool(run.transaction.learned.keeps_undo),
         "model": {
@@ -120,7 +120,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         "bundle.json": json.dumps(about, indent=1, allow_nan=False),
         "incident.json": incident.to_json(),
         "model.json": model,
-        "layers.txt": table(evidence.table) + "\n",
+        "layers.txt": table(evidence.replay.table) + "\n",
         "README.md": _readme(incident, about),
         "reproduce.py": _REPRODUCE,
     }

@@ -93,9 +93,9 @@ def _marker(e: Evidence) -> Conclusion | None:
     """The state before the step is finite as a whole, but the loss reads NaN from a variable: a NaN
     marker was read as a number.
     """
-    if e.state or e.origin.source != "variable" or e.first != "loss":
+    if e.state or e.replay.origin.source != "variable" or e.first != "loss":
         return None
-    return Conclusion("state_nonfinite", e.origin.op, because="state")
+    return Conclusion("state_nonfinite", e.replay.origin.op, because="state")
 
 
 def _bad_state(e: Evidence) -> Conclusion | None:
@@ -112,12 +112,12 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     if e.refused:
         if (rate := _unbounded_rate(e)) is not None:
             return rate
-        if not e.found("state", "nonfinite") and e.growth.jump[0] >= GROWTH:
+        if not e.found("state", "nonfinite") and e.run.growth.jump[0] >= GROWTH:
             return Conclusion("divergence", path, confidence=0.85, because="growth")
     outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
-    because: Because = "written" if e.written else "state"
+    because: Because = "written" if e.run.written else "state"
     return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
 
 
@@ -125,8 +125,8 @@ def _modes(e: Evidence) -> Conclusion | None:
     """Inference is bad while training is finite, and the bad value is from BatchNormalization: only
     inference reads the moving statistics.
     """
-    origin = e.origin
-    if e.inference != "bad" or e.training != "finite":
+    origin = e.replay.origin
+    if e.trials.inference != "bad" or e.trials.training != "finite":
         return None
     if origin.layer_class != "BatchNormalization" and "moving_" not in origin.op:
         return None
@@ -138,7 +138,7 @@ def _modes(e: Evidence) -> Conclusion | None:
 
 def _committed(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, which no replay has confirmed: their kind decides."""
-    if e.replay or e.refused:
+    if e.replay.result or e.refused:
         return None
     kinds = e.kinds
     path, statistics = e.first_path, kinds.get("statistics")
@@ -155,7 +155,7 @@ def _committed(e: Evidence) -> Conclusion | None:
         return Conclusion("loss_scale_collapsed", because="scale")
     if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
         return _dead(e)
-    if (fault := e.target_fault) is not None:
+    if (fault := e.batch.target_fault) is not None:
         return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.8, "negative")
     if "explosion" in kinds.values():
         return Conclusion("divergence", path, confidence=0.85, because="explosion")
@@ -166,10 +166,10 @@ def _committed(e: Evidence) -> Conclusion | None:
 
 def _dead(e: Evidence) -> Conclusion:
     """Gradients or weights that no longer change."""
-    jump, path = e.growth.jump[0], e.first_path
+    jump, path = e.run.growth.jump[0], e.first_path
     if jump >= JUMP:
         return Conclusion("divergence", path, confidence=0.8, because="dead")
-    if e.low_precision == "float16":
+    if e.run.low_precision == "float16":
         return Conclusion("float16_underflow", path, confidence=0.7, because="dead")
     cause: Cause = "divergence" if jump >= RISE and path else "unknown"
     return Conclusion(cause, path, confidence=0.6, because="dead")
@@ -182,14 +182,15 @@ def _invalid_scale(e: Evidence) -> Conclusion | None:
     """The loss scale is 0, negative or not finite. A replay is finite, because the refusal has
     replaced the scale.
     """
-    if e.loss_scale is None or 0.0 < e.loss_scale < math.inf:
+    if e.run.loss_scale is None or 0.0 < e.run.loss_scale < math.inf:
         return None
     return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
 
 
 def _transient(e: Evidence) -> Conclusion | None:
     """The step is finite in an eager replay and in its own mode, and its batch is finite."""
-    if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
+    finite = e.replay.result == "finite" and e.replay.same_mode == "finite"
+    if finite and not (e.batch.inputs_bad or e.batch.targets_bad):
         return Conclusion("transient", confidence=0.7, because="replay")
     return None
 
@@ -199,13 +200,14 @@ def _batch(e: Evidence) -> Conclusion | None:
     `target_nonfinite`. If bad targets spoil the gradient of a finite loss, a `where` has masked
     them: `gradient_domain`.
     """
-    inputs, targets = e.inputs_bad, e.targets_bad
-    if e.origin.source == "batch":
+    inputs, targets = e.batch.inputs_bad, e.batch.targets_bad
+    if e.replay.origin.source == "batch":
         return _from_batch(e)
     named = {row for part in inputs for row in part.rows}
-    if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
+    rows = set(e.trials.rows)
+    if named and rows and rows <= named and e.trials.without_rows == "finite":
         return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), 0.9, "batch")
-    if not e.origin.source and e.first != "weights":
+    if not e.replay.origin.source and e.first != "weights":
         if inputs:
             return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, 0.8, "batch")
         if targets and e.first in ("", "loss"):
@@ -214,29 +216,29 @@ def _batch(e: Evidence) -> Conclusion | None:
 
 
 def _from_batch(e: Evidence) -> Conclusion:
-    name = e.origin.op
+    name = e.replay.origin.op
     if name.startswith("inputs"):
-        return Conclusion("input_nonfinite", name, _rows_of(e, e.inputs_bad), 0.95, "batch")
-    if e.inputs_bad and not all(row.finite for row in e.table):
+        return Conclusion("input_nonfinite", name, _rows_of(e, e.batch.inputs_bad), 0.95, "batch")
+    if e.batch.inputs_bad and not all(row.finite for row in e.replay.table):
         # Later operations may have dropped the bad inputs.
-        rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
-        return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
-    rows = _rows_of(e, e.targets_bad)
+        rows = _rows_of(e, (*e.batch.inputs_bad, *e.batch.targets_bad))
+        return Conclusion("input_nonfinite", e.batch.inputs_bad[0].name, rows, 0.95, "batch")
+    rows = _rows_of(e, e.batch.targets_bad)
     if e.first in ("loss", "statistics", ""):
         return Conclusion("target_nonfinite", name, rows, 0.95, "batch")
-    last = e.loss_parts[-1][0] if e.loss_parts else "loss"
+    last = e.replay.loss_parts[-1][0] if e.replay.loss_parts else "loss"
     return Conclusion("gradient_domain", last, rows, 0.8, "where")
 
 
 def _rows_of(e: Evidence, found: Sequence[BadArray]) -> tuple[int, ...]:
-    return distinct(part.rows for part in found) or e.rows
+    return distinct(part.rows for part in found) or e.trials.rows
 
 
 def _targets(e: Evidence) -> Conclusion | None:
     """The loss does not accept the targets, and it is proven that this makes the step bad or has
     made training diverge.
     """
-    fault = e.target_fault
+    fault = e.batch.target_fault
     if fault is None or not fault.proof:
         return None
     return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
@@ -246,13 +248,13 @@ def _scale(e: Evidence) -> Conclusion | None:
     """The loss scale is above `SCALE_TOO_HIGH`, and the step is finite with a scale of 1; or it is
     below 1, the gradients are bad, and they are not known to be bad with a scale of 1.
     """
-    scale, of_gradients = e.loss_scale, e.first in ("gradients", "")
+    scale, of_gradients = e.run.loss_scale, e.first in ("gradients", "")
     if scale is None:
         return None
     scaled = of_gradients or e.first in ("loss", "statistics")
-    if scale > SCALE_TOO_HIGH and scaled and e.unscaled == "finite":
+    if scale > SCALE_TOO_HIGH and scaled and e.trials.unscaled == "finite":
         return Conclusion("loss_scale_collapsed", because="scale_high")
-    if scale < 1.0 and of_gradients and not e.inputs_bad and e.unscaled != "bad":
+    if scale < 1.0 and of_gradients and not e.batch.inputs_bad and e.trials.unscaled != "bad":
         return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
     return None
 
@@ -262,29 +264,31 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     divergence. A pole is an underflow, unless only the gradient has it and no zero explains it.
     bfloat16 has the range of float32: it can only underflow.
     """
-    if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
+    if not e.run.low_precision or e.trials.float32 != "finite" or e.first in ("weights", "slots"):
         return None
     how = e.kind
-    grown = e.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
+    grown = e.run.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
     if how in ("overflow", "exp") and grown:
         return None
-    by_zero = any(o.zero for o in e.origin.operands)
+    by_zero = any(o.zero for o in e.replay.origin.operands)
     if how == "pole" and (e.first != "gradients" or by_zero):
-        return Conclusion("float16_underflow", e.place, e.rows, 0.9, "float32")
-    if e.low_precision == "bfloat16":
+        return Conclusion("float16_underflow", e.place, e.trials.rows, 0.9, "float32")
+    if e.run.low_precision == "bfloat16":
         return None
-    return Conclusion("float16_overflow", e.place, e.rows, 0.9, "float32")
+    return Conclusion("float16_overflow", e.place, e.trials.rows, 0.9, "float32")
 
 
 def _outlier_row(e: Evidence) -> Conclusion | None:
     """A few rows are far larger than all others, and without them the step is finite."""
-    if not e.few(e.rows) or e.without_rows != "finite":
+    if not e.few(e.trials.rows) or e.trials.without_rows != "finite":
         return None
     if e.kind not in ("", "overflow"):
         return None
-    named = (part for part in e.floats if set(e.rows) <= set(part.outliers))
+    named = (part for part in e.floats if set(e.trials.rows) <= set(part.outliers))
     part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
-    return None if part is None else Conclusion("input_scale", part.name, e.rows, 0.9, "outlier")
+    if part is None:
+        return None
+    return Conclusion("input_scale", part.name, e.trials.rows, 0.9, "outlier")
 
 
 def _update(e: Evidence) -> Conclusion | None:
@@ -296,12 +300,13 @@ def _update(e: Evidence) -> Conclusion | None:
         return None
     if (found := _unbounded_rate(e) or _input_scale(e)) is not None:
         return found
-    if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
+    if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.run.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
-    own_code = e.origin.line and not any(o.own for o in e.optimizers)  # not that of an optimizer
-    if e.constraint and (e.written or own_code):
+    by_optimizer = any(o.own for o in e.run.optimizers)
+    own_code = e.replay.origin.line and not by_optimizer
+    if e.run.constraint and (e.run.written or own_code):
         return Conclusion("optimizer_domain", e.first_path, because="constraint")
-    if e.written:
+    if e.run.written:
         # Gradients are finite, so the update has carried NaN from the slots into the weights.
         slots = (f.path for f in e.findings if (f.site, f.kind) == ("slots", "nonfinite"))
         place = next(slots, e.first_path)
@@ -311,7 +316,7 @@ def _update(e: Evidence) -> Conclusion | None:
 
 def _unbounded_rate(e: Evidence) -> Conclusion | None:
     """A learning rate is not finite or, from a schedule, far too high."""
-    for o in e.optimizers:
+    for o in e.run.optimizers:
         checked = o.scheduled or not math.isfinite(o.learning_rate)
         if checked and o.rate_is_bad:
             place = f"{o.name}/learning_rate"
@@ -336,7 +341,7 @@ def _divergence(e: Evidence) -> Conclusion | None:
         return None
     if _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
-    if e.rescaled == "finite" and e.largest.max_abs >= LARGE_DATA:
+    if e.trials.rescaled == "finite" and e.largest.max_abs >= LARGE_DATA:
         return Conclusion("input_scale", e.largest.name, (), 0.75, "rescaled")
     return Conclusion("divergence", e.place or e.first_path, confidence=0.85, because="growth")
 
@@ -345,7 +350,7 @@ def _blown(e: Evidence) -> bool:
     """Whether the growth explains the bad value: a pole or an exponential requires weights that
     have grown.
     """
-    how, growth = e.kind, e.growth
+    how, growth = e.kind, e.run.growth
     if how == "pole":
         far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
         return far or growth.weights >= FAR
@@ -360,14 +365,14 @@ def _of_rows(e: Evidence) -> bool:
     """Whether a few rows explain the bad value: without them the step is finite, and no growth is
     more than that of ordinary training, in which weights grow while the loss falls.
     """
-    growth = e.growth
+    growth = e.run.growth
     ordinary = max(growth.loss, growth.norm) < JUMP and growth.weights < FAR
-    return e.without_rows == "finite" and e.few(e.rows) and ordinary
+    return e.trials.without_rows == "finite" and e.few(e.trials.rows) and ordinary
 
 
 def _overflows(e: Evidence) -> bool:
     """Whether large numbers have overflowed, in an operation or in the sum over the gradients."""
-    exploded = not e.origin.source and e.found("gradients", "explosion")
+    exploded = not e.replay.origin.source and e.found("gradients", "explosion")
     return exploded or e.kind == "overflow"
 
 
@@ -375,13 +380,13 @@ def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights so far that the whole batch overflows, which it did
     not initially.
     """
-    far = e.at_start == "finite" and e.growth.weights >= 1.5
+    far = e.trials.at_start == "finite" and e.run.growth.weights >= 1.5
     return far and e.kind in ("exp", "overflow") and not _of_rows(e)
 
 
 def _normalized(e: Evidence) -> str:
     """Return the path of a Normalization layer with huge outputs, which constant features cause."""
-    rows = [row for row in e.table if row.layer_class == "Normalization"]
+    rows = [row for row in e.replay.table if row.layer_class == "Normalization"]
     return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE_DATA), "")
 
 
@@ -389,15 +394,15 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     """Nothing has grown yet, and the numbers that overflow are huge in the data, or become huge in
     a Normalization layer; or this layer divides by zero.
     """
-    origin, largest = e.origin, e.largest
+    origin, largest = e.replay.origin, e.largest
     if _overflows(e) and not e.grown() and largest.max_abs >= HUGE_DATA:
-        outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
-        return Conclusion("input_scale", largest.name, e.rows or outliers, 0.85, "huge")
+        outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
+        return Conclusion("input_scale", largest.name, e.trials.rows or outliers, 0.85, "huge")
     if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
     divides = e.kind == "pole" and origin.phase == "forward"
     if divides and origin.layer_class == "Normalization":
-        return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
+        return Conclusion("input_scale", origin.culprit, e.trials.rows, 0.85, "constant")
     return None
 
 
@@ -405,10 +410,10 @@ def _recurrence(e: Evidence) -> Conclusion | None:
     """Numbers overflow in a recurrent layer (or in a cell of one) or in the backward pass, without
     earlier growth: they grow within the step.
     """
-    origin = e.origin
+    origin = e.replay.origin
     if e.kind != "overflow":
         return None
-    running = {row.layer_class for row in e.table if row.path in origin.frames}
+    running = {row.layer_class for row in e.replay.table if row.path in origin.frames}
     if origin.phase in BACKWARD or RECURRENT & {origin.layer_class, *running}:
         return Conclusion("divergence", e.place, confidence=0.75, because="recurrence")
     return None
@@ -416,7 +421,7 @@ def _recurrence(e: Evidence) -> Conclusion | None:
 
 def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, but the sum of their squares overflows."""
-    if e.first != "gradients" or e.origin.source or e.replay != "bad":
+    if e.first != "gradients" or e.replay.origin.source or e.replay.result != "bad":
         return None
     return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
 
@@ -426,16 +431,16 @@ def _domain(e: Evidence) -> Conclusion | None:
     if the forward pass masks the result; else `loss_domain` in a loss or regularizer, and
     `forward_domain` in a layer.
     """
-    origin = e.origin
+    origin = e.replay.origin
     if origin.source != "operation":
         return None
     if origin.phase == "backward" or _masked(e):
-        return Conclusion("gradient_domain", e.place or "loss", e.rows, 0.9, "domain")
+        return Conclusion("gradient_domain", e.place or "loss", e.trials.rows, 0.9, "domain")
     in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
-        return Conclusion("loss_domain", e.place, e.rows, 0.9, "domain")
+        return Conclusion("loss_domain", e.place, e.trials.rows, 0.9, "domain")
     if origin.phase in ("forward", "slope"):
-        return Conclusion("forward_domain", e.place, e.rows, 0.9, "domain")
+        return Conclusion("forward_domain", e.place, e.trials.rows, 0.9, "domain")
     return None
 
 
@@ -444,13 +449,14 @@ def _masked(e: Evidence) -> bool:
     gradient.
     """
     phases = ("forward", "loss", "regularizer", "slope")
-    return e.first == "gradients" and e.origin.phase in phases and all(r.finite for r in e.table)
+    in_layer = e.replay.origin.phase in phases and all(row.finite for row in e.replay.table)
+    return e.first == "gradients" and in_layer
 
 
 def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
     nonfinite = any(finding.kind == "nonfinite" for finding in e.findings)
-    if e.replay == "" and not e.refused and e.grown() and nonfinite:
+    if e.replay.result == "" and not e.refused and e.grown() and nonfinite:
         return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
 

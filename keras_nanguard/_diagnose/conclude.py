@@ -50,8 +50,8 @@ def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
     """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
     the one of this exception, if it has one.
     """
-    failed = evidence.replay == "failed"
-    found = explained(model, evidence.replay_error, batch) if failed else None
+    failed = evidence.replay.result == "failed"
+    found = explained(model, evidence.replay.error, batch) if failed else None
     return conclude(evidence) if found is None else found[1]
 
 
@@ -78,10 +78,11 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
 
     The observation that decided (`Conclusion.because`) is a condition, too.
     """
-    origin, optimizers = e.origin, [_about(o) for o in e.optimizers]
-    half = any(o.dtype == "float16" for o in e.optimizers)
+    origin, optimizers = e.replay.origin, [_about(o) for o in e.run.optimizers]
+    untrained = not e.run.growth.steps and origin.phase == "forward"
+    half = any(o.dtype == "float16" for o in e.run.optimizers)
     hint = _hint(e)
-    names = [repr(argument_path(part.name)) for part in (*e.inputs_bad, *e.targets_bad)]
+    names = [repr(argument_path(part.name)) for part in (*e.batch.inputs_bad, *e.batch.targets_bad)]
     culprit = _culprit(e, v)
     one = len(v.samples) == 1
     facts = {
@@ -93,29 +94,29 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         "them": "it" if one else "them",
         "their": "its" if one else "their",
         "hint": f": {hint}" if hint else ".",
-        "tenth": f"{e.optimizers[0].learning_rate * 0.1:.1g}" if optimizers else "a tenth of it",
+        "tenth": f"{optimizers[0]['learning_rate'] * 0.1:.1g}" if optimizers else "a tenth of it",
         "steepest": "256 in float16" if half else "1.8e19",
         # Each of them is one of a list.
         "optimizers": optimizers,
         "raw_inputs": _raw_inputs(e),
         "columns": _whole_columns(e),
-        "objective": [{"words": words} for words, _ in e.objective],
+        "objective": [{"words": words} for words, _ in e.run.objective],
         "exponents": _exponents(e, v),
         # Conditions.
         "hinted": bool(hint),
-        "constraint": e.constraint if v.because == "constraint" else "",
+        "constraint": e.run.constraint if v.because == "constraint" else "",
         "initial": _large_initial_weight(e),
         "large": e.kind in ("exp", "overflow"),
-        "cured": bool(v.samples) and e.without_rows == "finite",
+        "cured": bool(v.samples) and e.trials.without_rows == "finite",
         "regularizer": origin.phase == "regularizer",
-        "constants": any(part.constant for part in e.inputs),
-        "bfloat16": (origin.dtype if origin.dtype in LOW else e.low_precision) == "bfloat16",
-        "scaled": any(o.scaled for o in e.optimizers),
-        "clips": any(o.clips for o in e.optimizers),
-        "steep": not e.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
-        "own": any(o.own for o in e.optimizers),
-        "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers),
-        "untrained": v.because == "recurrence" and not e.growth.steps and origin.phase == "forward",
+        "constants": any(part.constant for part in e.batch.inputs),
+        "bfloat16": (origin.dtype if origin.dtype in LOW else e.run.low_precision) == "bfloat16",
+        "scaled": any(o.scaled for o in e.run.optimizers),
+        "clips": any(o.clips for o in e.run.optimizers),
+        "steep": not e.run.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
+        "own": any(o.own for o in e.run.optimizers),
+        "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.run.optimizers),
+        "untrained": v.because == "recurrence" and untrained,
     }
     rules = dict.fromkeys(get_args(Because), False)
     return {**rules, v.because: True, **facts}
@@ -123,9 +124,9 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
 
 def _culprit(e: Evidence, v: Conclusion) -> str:
     """Return the culprit as the advice names it."""
-    layer_class = e.origin.layer_class
+    layer_class = e.replay.origin.layer_class
     nobody = CAUSE_WORDS[v.cause].get("thing", "")
-    if v.cause == "loss_domain" and e.origin.phase == "regularizer":
+    if v.cause == "loss_domain" and e.replay.origin.phase == "regularizer":
         nobody = "the layer"
     shown = argument_path(v.culprit) if v.cause in NAMES_DATA else v.culprit
     name = repr(shown) if shown else nobody
@@ -149,36 +150,36 @@ def _about(o: OptimizerFacts) -> dict[str, Any]:
 
 def _whole_columns(e: Evidence) -> list[dict[str, Any]]:
     """Return the columns of the inputs that are bad in every row."""
-    parts = (p for p in e.inputs_bad if p.column is not None and len(p.rows) == e.count)
+    parts = (p for p in e.batch.inputs_bad if p.column is not None and len(p.rows) == e.batch.count)
     return [{"name": repr(argument_path(part.name)), "column": part.column} for part in parts]
 
 
 def _large_initial_weight(e: Evidence) -> float:
     """Return the largest weight if numbers overflow, and weights were large initially; else 0."""
-    growth = e.growth
+    growth = e.run.growth
     untrained = e.kind in ("exp", "overflow") and growth.weights < 2.0
     return growth.largest_weight if untrained and growth.largest_weight >= LARGE_WEIGHT else 0.0
 
 
 def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
     """Return the inputs that have to be scaled for any network."""
-    raw = [part for part in e.inputs if not part.integer and part.max_abs >= RAW]
+    raw = [part for part in e.batch.inputs if not part.integer and part.max_abs >= RAW]
     return [{**asdict(part), "name": repr(argument_path(part.name))} for part in raw]
 
 
 def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
     """Return the exponents below 1 of the loss to blame, if the bad value comes from a power."""
-    if e.origin.op != "Pow":
+    if e.replay.origin.op != "Pow":
         return []
-    found = [(key, value) for name, key, value in e.exponents if name == v.culprit]
+    found = [(key, value) for name, key, value in e.run.exponents if name == v.culprit]
     return [{"key": key, "value": value} for key, value in found if value < 1.0]
 
 
 def _hint(e: Evidence) -> str:
     """Return the advice for the operation that produced the bad value, or for its layer."""
-    op, own = e.origin.op, HINTS.get(e.origin.op, "")
+    op, own = e.replay.origin.op, HINTS.get(e.replay.origin.op, "")
     overflowed = op == "Mul" and e.kind == "overflow"  # not 0 times Inf
-    not_written = e.origin.phase in BACKWARD and not op.endswith("Grad")  # by the user
+    not_written = e.replay.origin.phase in BACKWARD and not op.endswith("Grad")  # by the user
     if overflowed or not_written:
         own = ""
-    return own or HINTS.get(e.origin.layer_class, "")
+    return own or HINTS.get(e.replay.origin.layer_class, "")

@@ -120,39 +120,77 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Everything that was measured about one incident; what was not measured is `None` or empty.
+class ReplayFacts:
+    """What a replay of the step gave.
 
     Attributes:
-        step: number of the step.
-        refused: whether it was refused.
-        findings: the findings of the incident, in causal order.
-        state: paths of variables that were bad before the step, with their roles.
-        state_fresh: whether they were bad before training began.
+        result: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
+        error: the exception of a failed replay.
+        same_mode: result of a replay in the mode of the step.
+        origin: the operation that produced the first bad value, `NOWHERE` if unknown.
+        loss_parts: name and value of each part of the loss.
+        table: one row for each call of a layer.
+    """
+
+    result: str = ""
+    error: str = ""
+    same_mode: str = ""
+    origin: Origin = NOWHERE
+    loss_parts: tuple[tuple[str, float], ...] = ()
+    table: tuple[LayerRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What the batch contains.
+
+    Attributes:
+        count: number of its rows.
         inputs_bad: bad arrays among the inputs.
         targets_bad: bad arrays among targets and sample weights.
         inputs: spreads of the inputs.
         targets: spreads of the targets.
         target_fault: targets that the loss does not accept.
-        replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
-        replay_error: the exception of a failed replay.
-        mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
-        same_mode: result of a replay in that mode.
-        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
-            `"slots"`.
-        first_path: path of the variable there, if any.
-        origin: the operation that produced the first bad value, `NOWHERE` if unknown.
-        loss_parts: name and value of each part of the loss.
-        float32: result of a replay in float32: `"finite"`, `"bad"` or `""`.
-        rescaled: result of a replay with inputs and targets scaled to unit magnitude.
-        at_start: result of a replay with the initial state in place of the current one.
-        without_rows: result of a replay without `rows`.
-        unscaled: result of a replay with a loss scale of 1.
+    """
+
+    count: int = 0
+    inputs_bad: tuple[BadArray, ...] = ()
+    targets_bad: tuple[BadArray, ...] = ()
+    inputs: tuple[Spread, ...] = ()
+    targets: tuple[Spread, ...] = ()
+    target_fault: TargetFault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFacts:
+    """The results of replays with one change, `"finite"`, `"bad"`, or `""` if there was none.
+
+    Attributes:
+        float32: in float32.
+        unscaled: with a loss scale of 1.
+        rescaled: with inputs and targets scaled to unit magnitude.
+        at_start: with the initial state in place of the current one.
+        without_rows: without `rows`.
+        rows: rows to blame.
         inference: whether outputs in inference mode are finite.
         training: the same in training mode, if both were measured.
-        rows: rows to blame.
-        count: number of rows of the batch.
-        low_precision: lowest float dtype that a layer computes in.
+    """
+
+    float32: str = ""
+    unscaled: str = ""
+    rescaled: str = ""
+    at_start: str = ""
+    without_rows: str = ""
+    rows: tuple[int, ...] = ()
+    inference: str = ""
+    training: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The configuration of the run, and its course before the step.
+
+    Attributes:
         growth: the history before the step.
         optimizers: the optimizers.
         objective: name and value of each loss weight and regularizer of unusual size.
@@ -164,38 +202,9 @@ class Evidence:
         constraint: class of the constraint of the bad weight, which is applied after its update;
             `""` if it has none.
         loss_scale: the loss scale, `None` if there is none.
-        table: one row for each call of a layer.
-        notes: further observations, as sentences.
+        low_precision: lowest float dtype that a layer computes in.
     """
 
-    step: int = 0
-    refused: bool = True
-    findings: tuple[Finding, ...] = ()
-    state: tuple[tuple[str, str], ...] = ()
-    state_fresh: bool = False
-    inputs_bad: tuple[BadArray, ...] = ()
-    targets_bad: tuple[BadArray, ...] = ()
-    inputs: tuple[Spread, ...] = ()
-    targets: tuple[Spread, ...] = ()
-    target_fault: TargetFault | None = None
-    replay: str = ""
-    replay_error: str = ""
-    mode: str = ""
-    same_mode: str = ""
-    first: str = ""
-    first_path: str = ""
-    origin: Origin = NOWHERE
-    loss_parts: tuple[tuple[str, float], ...] = ()
-    float32: str = ""
-    rescaled: str = ""
-    at_start: str = ""
-    without_rows: str = ""
-    unscaled: str = ""
-    inference: str = ""
-    training: str = ""
-    rows: tuple[int, ...] = ()
-    count: int = 0
-    low_precision: str = ""
     growth: Growth = field(default_factory=Growth)
     optimizers: tuple[OptimizerFacts, ...] = ()
     objective: tuple[tuple[str, float], ...] = ()
@@ -204,7 +213,39 @@ class Evidence:
     written: bool = False
     constraint: str = ""
     loss_scale: float | None = None
-    table: tuple[LayerRow, ...] = ()
+    low_precision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that was measured about one incident; what was not measured is `None` or empty.
+
+    Attributes:
+        step: number of the step.
+        refused: whether it was refused.
+        findings: the findings of the incident, in causal order.
+        state: paths of variables that were bad before the step, with their roles.
+        state_fresh: whether they were bad before training began.
+        mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
+        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
+            `"slots"`; without a replay that in the state of a committed step.
+        first_path: path of the variable there, if any.
+        replay, batch, trials, run: see these.
+        notes: further observations, as sentences.
+    """
+
+    step: int = 0
+    refused: bool = True
+    findings: tuple[Finding, ...] = ()
+    state: tuple[tuple[str, str], ...] = ()
+    state_fresh: bool = False
+    mode: str = ""
+    first: str = ""
+    first_path: str = ""
+    replay: ReplayFacts = ReplayFacts()
+    batch: BatchFacts = BatchFacts()
+    trials: TrialFacts = TrialFacts()
+    run: RunFacts = RunFacts()
     notes: tuple[str, ...] = ()
 
     @property
@@ -227,7 +268,7 @@ class Evidence:
         `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`; `""` without an
         operation.
         """
-        origin, operands = self.origin, self.origin.operands
+        origin, operands = self.replay.origin, self.replay.origin.operands
         if origin.source != "operation":
             return ""
         least = 1e3 if origin.dtype == "float16" else 1e15
@@ -247,7 +288,7 @@ class Evidence:
     @property
     def place(self) -> str:
         """The layer, loss or variable in which the operation of the origin ran."""
-        origin = self.origin
+        origin = self.replay.origin
         if origin.source != "operation":
             return self.first_path
         of_loss = origin.phase in ("loss", "forward", "regularizer")
@@ -256,19 +297,20 @@ class Evidence:
 
     def grown(self, factor: float = GROWTH) -> bool:
         """Whether loss, gradients or weights have grown over the previous steps."""
-        growth = self.growth
+        growth = self.run.growth
         return growth.steps >= 1 and (
             growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor
         )
 
     def few(self, rows: Sequence[int]) -> bool:
         """Whether some, but only few, rows of the batch are among these."""
-        return 0 < len(rows) <= max(1.0, FEW * self.count)
+        return 0 < len(rows) <= max(1.0, FEW * self.batch.count)
 
     @property
     def floats(self) -> list[Spread]:
         """The spreads of the arrays of the batch that are not integers."""
-        return [spread for spread in (*self.inputs, *self.targets) if not spread.integer]
+        spreads = (*self.batch.inputs, *self.batch.targets)
+        return [spread for spread in spreads if not spread.integer]
 
     @property
     def largest(self) -> Spread:

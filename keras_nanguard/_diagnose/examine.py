@@ -20,7 +20,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.layer_table import table
 from keras_nanguard._diagnose.trials import Case, in_float32, tensors
@@ -182,7 +182,7 @@ def _examined(model: Any, batch: Any, trains: bool) -> Examination:
     evidence = _evidence(step, batch, inference, training, shown)
     result = trained.word if trains else ""
     found = conclude(evidence)
-    if found.cause == "unknown" and evidence.replay_error:
+    if found.cause == "unknown" and evidence.replay.error:
         found = replace(found, advice=(_what_it_takes(model),))
     elif not (evidence.first or evidence.state or evidence.notes or error):
         found = replace(found, advice=())
@@ -211,9 +211,11 @@ def _evidence(
     rows = run.origin.rows if run.origin is not None else ()
     evidence = replace(
         known(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
-        inference="" if inference.run.error else inference.run.word,
-        training="" if training.run.error else training.run.word,
-        rows=rows,
+        trials=TrialFacts(
+            rows=rows,
+            inference="" if inference.run.error else inference.run.word,
+            training="" if training.run.error else training.run.word,
+        ),
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
@@ -221,11 +223,13 @@ def _evidence(
         run = replace(run, outputs=tuple(outputs))
     case = Case(shown.step, batch, evidence).with_batch().with_run(run).with_targets()
     if not run.finite:
-        case = case.with_(replay=run.word)
-    if case.evidence.inputs_bad and 0 < len(rows) < case.evidence.count:
+        case = case.with_part("replay", result=run.word)
+    if case.evidence.batch.inputs_bad and 0 < len(rows) < case.evidence.batch.count:
         rest = case.again(batches.without(batch, rows))
-        case = case.with_(without_rows="finite" if rest.finite else "bad")
-    return case.with_(**in_float32(case)).evidence if run.first else case.evidence
+        case = case.with_part("trials", without_rows="finite" if rest.finite else "bad")
+    if run.first:
+        case = case.with_part("trials", **in_float32(case))
+    return case.evidence
 
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:

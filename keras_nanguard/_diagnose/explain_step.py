@@ -27,7 +27,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.changes import Start
 from keras_nanguard._diagnose.conclude import diagnosed
-from keras_nanguard._diagnose.evidence import Evidence, distinct
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
 from keras_nanguard._diagnose.facts import (
     RunView,
     committed_site,
@@ -180,7 +180,7 @@ class Explainer:
         seen = known.evidence
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
             e = Case(step_of(self.run), report.batch, Evidence()).with_batch().evidence
-            found = (*e.inputs_bad, *e.targets_bad)
+            found = (*e.batch.inputs_bad, *e.batch.targets_bad)
             rows = distinct(part.rows for part in found)
             seen = tuple(data_sentences(e))
         return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
@@ -196,7 +196,7 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
     written = bool(found.state) and refused and finite_before
     if found.first:
-        written = wrote_otherwise(run, incident, train_state, found.optimizers)
+        written = wrote_otherwise(run, incident, train_state, found.run.optimizers)
         if negative := negative_slot(train_state):
             note = f"{negative} has negative values, whose roots in the update are NaN."
             found = dataclasses.replace(found, notes=(note,))
@@ -205,12 +205,14 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         found,
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
-        growth=growth(run.history, incident.step, own, weights),
-        written=written,
+        run=dataclasses.replace(
+            found.run, growth=growth(run.history, incident.step, own, weights), written=written
+        ),
     )
     if report is None or report.verdict.finite:
-        losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
-        evidence = dataclasses.replace(evidence, target_fault=negative_loss(run.model, losses))
+        losses = [value for value in (*evidence.run.growth.losses, own[0]) if value == value]
+        batch = BatchFacts(target_fault=negative_loss(run.model, losses))
+        evidence = dataclasses.replace(evidence, batch=batch)
     if report is None or report.batch is None:
         return evidence
     obstacle = ITERATOR if _reads_iterator(run) else ""

@@ -16,7 +16,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts, RunFacts, TargetFault
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
@@ -110,12 +110,14 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
         state=with_roles(train_state, (f.path for f in state)),
         first="" if _bad_before_update(incident) else site,
         first_path=next((f.path for f in findings if f.path), ""),
-        optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
-        objective=objective(model),
-        exponents=exponents(model),
-        gradient_norm=incident.values.get("gradient_norm", math.nan),
-        loss_scale=incident.values.get("loss_scale"),
-        low_precision=lowest(model),
+        run=RunFacts(
+            optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
+            objective=objective(model),
+            exponents=exponents(model),
+            gradient_norm=incident.values.get("gradient_norm", math.nan),
+            loss_scale=incident.values.get("loss_scale"),
+            low_precision=lowest(model),
+        ),
     )
 
 

@@ -210,7 +210,9 @@ def _run(
 ) -> tuple[ReplayResult, Evidence]:
     state = TrainState.of(step.model, step.optimizers)
     evidence = known(step.model, state, found.incident)
-    evidence = dataclasses.replace(evidence, mode=mode, growth=found.growth)
+    evidence = dataclasses.replace(
+        evidence, mode=mode, run=dataclasses.replace(evidence.run, growth=found.growth)
+    )
     start = _state_of(found.start, step) if found.start else None
     case = investigated(Case(step, batch, evidence, start))
     if evidence.state:  # it decides, but this run is asked for

@@ -68,21 +68,21 @@ def _state(e: Evidence) -> Iterator[str]:
 
 
 def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
-    origin = e.origin
+    origin = e.replay.origin
     if origin.source:
         yield _origin_sentence(origin)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        reached = "The bad value reaches" if e.replay else "The step left it in"
-        if e.replay and e.refused:
+        reached = "The bad value reaches" if e.replay.result else "The step left it in"
+        if e.replay.result and e.refused:
             reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if conclusion.because == "written" and e.state:
         yield "It was finite after the step before, so other code has written it since."
-    elif conclusion.because in ("written", "constraint") and e.written:
-        names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
+    elif conclusion.because in ("written", "constraint") and e.run.written:
+        names = " and ".join(dict.fromkeys(facts.name for facts in e.run.optimizers))
         by_constraint = conclusion.because == "constraint"
-        writer = f"the constraint {e.constraint}" if by_constraint else "other code"
+        writer = f"the constraint {e.run.constraint}" if by_constraint else "other code"
         place = "it" if conclusion.culprit == e.first_path else conclusion.culprit
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
@@ -93,7 +93,7 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
             "The value is masked before the loss, as in the unused branch of a `where`; its"
             " gradient is not masked."
         )
-    if e.first == "gradients" and not origin.source and e.replay == "bad":
+    if e.first == "gradients" and not origin.source and e.replay.result == "bad":
         yield (
             "Every gradient is finite, and so large that the sum of their squares overflows"
             " float32."
@@ -151,19 +151,19 @@ def _operand(operand: Operand) -> str:
 
 def data_sentences(e: Evidence) -> Iterator[str]:
     """Yield what is unusual about the batch, in sentences."""
-    for part in (*e.inputs_bad, *e.targets_bad):
+    for part in (*e.batch.inputs_bad, *e.batch.targets_bad):
         column = "" if part.column is None else f" in column {part.column}"
         rows = f", in {at_rows(part.rows)}" if part.rows else ""
-        rows = ", in every row" if len(part.rows) == e.count else rows
+        rows = ", in every row" if len(part.rows) == e.batch.count else rows
         yield f"{argument_path(part.name)!r} contains {_counts(part.nan, part.inf)}{column}{rows}."
-    if (fault := e.target_fault) is not None:
+    if (fault := e.batch.target_fault) is not None:
         output = f" of output {fault.output!r}" if fault.output else ""
         rows = f" in {at_rows(fault.rows)}" if fault.rows else ""
         contain = f"The targets{output} contain {fault.words}{rows}"
         yield f"{contain}, which {fault.loss} does not accept."
         if fault.proof:
             yield fault.proof
-    for spread in (*e.inputs, *e.targets):
+    for spread in (*e.batch.inputs, *e.batch.targets):
         if spread.max_abs >= 100.0 and not spread.integer:
             yield _spread(spread)
 
@@ -182,7 +182,7 @@ def at_rows(rows: Sequence[int]) -> str:
 
 
 def _history(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
-    g = e.growth
+    g = e.run.growth
     large = max(g.loss, g.norm) >= 10.0
     if g.losses and (large or conclusion.cause in ("divergence", "spike")):
         losses = ", ".join(f"{value:.3g}" for value in g.losses)
@@ -207,29 +207,29 @@ def _history(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
 def _reruns(e: Evidence) -> Iterator[str]:
     scaled = "inputs and targets scaled to unit standard deviation"
     reruns = {
-        "In float32 the same step": e.float32,
-        "With a loss scale of 1 the same step": e.unscaled,
-        f"Restarted with {scaled}, training": e.rescaled,
-        "With the initial weights the same batch": e.at_start,
-        f"Without {at_rows(e.rows)} the same step": e.without_rows,
-        "In inference mode the forward pass": e.inference,
-        "In training mode the forward pass": e.training,
+        "In float32 the same step": e.trials.float32,
+        "With a loss scale of 1 the same step": e.trials.unscaled,
+        f"Restarted with {scaled}, training": e.trials.rescaled,
+        "With the initial weights the same batch": e.trials.at_start,
+        f"Without {at_rows(e.trials.rows)} the same step": e.trials.without_rows,
+        "In inference mode the forward pass": e.trials.inference,
+        "In training mode the forward pass": e.trials.training,
     }
     for change, result in reruns.items():
         if result in ("finite", "bad"):
             yield f"{change} is {'finite' if result == 'finite' else 'bad as well'}."
-    if e.replay == "finite":
+    if e.replay.result == "finite":
         yield "An eager replay of the step is finite."
-    if e.same_mode:
-        yield f"A replay in the mode of the step ({e.mode}) {RESULTS[e.same_mode]}."
-    if e.replay_error and e.refused:
-        yield f"The replay of the step raised {plain_text(' '.join(e.replay_error.split()))}"
+    if e.replay.same_mode:
+        yield f"A replay in the mode of the step ({e.mode}) {RESULTS[e.replay.same_mode]}."
+    if e.replay.error and e.refused:
+        yield f"The replay of the step raised {plain_text(' '.join(e.replay.error.split()))}"
 
 
 def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     relevant = conclusion.cause in OF_RATES
     of_update = conclusion.cause == "optimizer_domain"
-    for o in e.optimizers:
+    for o in e.run.optimizers:
         if o.rate_is_bad and o.iteration is not None:
             rate = f"{o.learning_rate:.3g} at iteration {o.iteration}"
             yield f"The learning rate of {o.name} was {rate}."
@@ -244,13 +244,13 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
         if o.epsilon and rounded is not None and rounded < o.epsilon / 2:
             dtype = f"{o.dtype}, the dtype of the weights"
             yield f"epsilon={o.epsilon:g} rounds to {rounded:g} in {dtype}."
-    for words, value in e.objective if relevant else ():
+    for words, value in e.run.objective if relevant else ():
         yield f"{words} is {value:g}."
-    if of_update and math.isfinite(e.gradient_norm):
-        yield f"The gradient norm of this step was {e.gradient_norm:.3g}."
+    if of_update and math.isfinite(e.run.gradient_norm):
+        yield f"The gradient norm of this step was {e.run.gradient_norm:.3g}."
     of_scale = conclusion.cause in ("loss_scale_collapsed", "float16_overflow")
-    if e.loss_scale is not None and of_scale:
-        yield f"The loss scale was {e.loss_scale:g}."
+    if e.run.loss_scale is not None and of_scale:
+        yield f"The loss scale was {e.run.loss_scale:g}."
 
 
 def _settings(facts: OptimizerFacts) -> str:
@@ -263,9 +263,9 @@ def _settings(facts: OptimizerFacts) -> str:
 
 
 def _layers(e: Evidence) -> Iterator[str]:
-    first = next((row for row in e.table if not row.finite), None)
-    if first is not None and e.origin.culprit != first.path:
+    first = next((row for row in e.replay.table if not row.finite), None)
+    if first is not None and e.replay.origin.culprit != first.path:
         yield f"The first layer whose output is not finite is {first.path!r}."
-    for name, value in e.loss_parts if len(e.loss_parts) > 1 else ():
+    for name, value in e.replay.loss_parts if len(e.replay.loss_parts) > 1 else ():
         if not math.isfinite(value):
             yield f"Among the parts of the loss, {name} is {value}."

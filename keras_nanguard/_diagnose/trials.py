@@ -70,6 +70,10 @@ class Case:
         """Return the case with more evidence."""
         return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, **found))
 
+    def with_part(self, part: str, **found: Any) -> Case:
+        """Return the case with more evidence in one part: `replay`, `batch`, `trials` or `run`."""
+        return self.with_(**{part: dataclasses.replace(getattr(self.evidence, part), **found)})
+
     def with_batch(self) -> Case:
         """Return the case with the evidence from its batch alone."""
         batch, names = self.batch, input_names(self.step.model)
@@ -78,7 +82,8 @@ class Case:
         def shown(parts: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(dataclasses.replace(p, name=named(p.name, names)) for p in parts)
 
-        return self.with_(
+        return self.with_part(
+            "batch",
             count=batches.row_count(batch),
             inputs_bad=shown(batches.bad(batch, ("inputs",))),
             targets_bad=batches.bad(batch, ("targets", "sample_weight")),
@@ -95,13 +100,17 @@ class Case:
         if origin.source == "batch":
             name = named(origin.op, input_names(self.step.model))
             origin = dataclasses.replace(origin, op=name)
-        return dataclasses.replace(self, run=run).with_(
-            replay_error=run.error,
-            first=run.first,
-            first_path=run.first_path if run.first else self.evidence.first_path,
-            origin=origin,
-            loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
-            table=run.rows,
+        path = run.first_path if run.first else self.evidence.first_path
+        return (
+            dataclasses.replace(self, run=run)
+            .with_(first=run.first, first_path=path)
+            .with_part(
+                "replay",
+                error=run.error,
+                origin=origin,
+                loss_parts=tuple((name, float(np.mean(v))) for name, v in run.sample_losses),
+                table=run.rows,
+            )
         )
 
     def with_targets(self) -> Case:
@@ -117,15 +126,15 @@ class Case:
             if part is not None and wrong is not None:
                 output, proof = output if len(found) > 1 else "", self._proof(part, wrong.valid)
                 fault = TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
-                return self.with_(target_fault=fault)
-        return self.with_(target_fault=None)
+                return self.with_part("batch", target_fault=fault)
+        return self.with_part("batch", target_fault=None)
 
     def _proof(self, part: batches.Part, valid: Any) -> str:
         """Return why the targets in a part of the batch are the reason for the failure, as a
         sentence: with `valid` ones the step is finite, or the loss has only fallen, to below where
         it has a minimum with probabilities as targets. `""` if neither is known.
         """
-        e, losses = self.evidence, self.evidence.growth.losses
+        e, losses = self.evidence, self.evidence.run.growth.losses
         if self.run.finite or self.run.first == "outputs":
             return ""
         if valid is not None and valid.shape == tuple(part.value.shape):
@@ -135,7 +144,7 @@ class Case:
                 return "With targets in the range of the loss the same step is finite."
         farthest = max(losses, key=abs, default=0.0)
         # A rate that is too high makes it rise first.
-        risen = max(losses, default=0.0) * e.growth.loss > JUMP * abs(farthest)
+        risen = max(losses, default=0.0) * e.run.growth.loss > JUMP * abs(farthest)
         falls = e.grown() and not risen
         negative = negative_loss(self.step.model, [farthest]) if falls else None
         return "" if negative is None else negative.proof
@@ -145,7 +154,8 @@ class Case:
         e = self.evidence
         if e.first in ("slots", "weights"):
             return self.step.run(batch, update=True)
-        if e.replay == "finite" and self.step.judged is None:  # bad in its compiled form alone
+        only_compiled = e.replay.result == "finite"
+        if only_compiled and self.step.judged is None:
             return self.step.run_compiled(batch, jit=e.mode == "xla")
         return self.step.rerun(batch)
 
@@ -169,7 +179,8 @@ def investigated(case: Case, obstacle: str = "") -> Case:
         trained = TrainState.of(case.step.model, case.step.optimizers).trainable
         weight = next((v for v in trained if v.path == case.evidence.first_path), None)
         constraint = getattr(weight, "constraint", None)
-        case = case.with_(constraint=type(constraint).__name__ if constraint is not None else "")
+        name = type(constraint).__name__ if constraint is not None else ""
+        case = case.with_part("run", constraint=name)
     return case
 
 
@@ -181,7 +192,7 @@ def _tried(case: Case, obstacle: str) -> Case:
     case = replayed(case).with_targets()
     if not case.run.error and not case.run.finite:
         for trial in TRIALS:
-            case = case.with_(**trial(case))
+            case = case.with_part("trials", **trial(case))
     return case
 
 
@@ -202,19 +213,19 @@ def _obstacle(step: ReplayableStep) -> str:
 def replayed(case: Case) -> Case:
     """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
     run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
-    case = case.with_run(run).with_(replay=run.word)
+    case = case.with_run(run).with_part("replay", result=run.word)
     if not run.finite:
         return case
     if mode == "eager":
-        return case.with_(same_mode="finite")
+        return case.with_part("replay", same_mode="finite")
     again = case.step.run_compiled(case.batch, jit=mode == "xla")
-    case = case.with_(same_mode=again.word)
+    case = case.with_part("replay", same_mode=again.word)
     return case.with_run(again) if again.first else case
 
 
 def in_float32(case: Case) -> dict[str, Any]:
     """Is the step finite in float32?"""
-    if not case.evidence.low_precision:
+    if not case.evidence.run.low_precision:
         return {}
     with computing_in_float32(case.step):
         return {"float32": case.step.run(case.batch, update=True).word}
@@ -235,7 +246,7 @@ def _unscaled(case: Case) -> dict[str, Any]:
 def _without_rows(case: Case) -> dict[str, Any]:
     """Is the step finite without some rows?"""
     for rows in _suspects(case):
-        some = 0 < len(rows) < case.evidence.count
+        some = 0 < len(rows) < case.evidence.batch.count
         if some and case.again(batches.without(case.batch, rows)).finite:
             return {"rows": rows, "without_rows": "finite"}
     return {}
@@ -244,7 +255,7 @@ def _without_rows(case: Case) -> dict[str, Any]:
 def _at_start(case: Case) -> dict[str, Any]:
     """Does the batch overflow on the initial state, too, or only after the first steps?"""
     e, step = case.evidence, case.step
-    if case.start is None or e.inputs_bad or e.targets_bad or e.grown():
+    if case.start is None or e.batch.inputs_bad or e.batch.targets_bad or e.grown():
         return {}
     if not 0 < e.step <= EARLY or e.kind not in ("exp", "overflow"):
         return {}
@@ -270,7 +281,7 @@ def is_bad_at_start(case: Case, update: bool) -> bool:
 
 def _in_inference(case: Case) -> dict[str, Any]:
     """Is the forward pass finite in inference mode?"""
-    origin, data = case.evidence.origin, case.batch[0] if len(case.batch) == 1 else None
+    origin, data = case.evidence.replay.origin, case.batch[0] if len(case.batch) == 1 else None
     if origin.phase != "forward" or origin.source != "operation" or not isinstance(data, tuple):
         return {}
     with case.step.preserved():
@@ -311,7 +322,7 @@ TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _in_inference,
     _with_scaled_data,
 )
-"""The trials in order: each returns fields of the evidence, none if it is not needed."""
+"""The trials in order: each returns fields of `TrialFacts`, none if it is not needed."""
 
 
 # Rows
@@ -321,16 +332,16 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
     """Yield rows that may be to blame, the best supported first."""
     e = case.evidence
     if e.first in ("slots", "weights"):
-        yield e.outliers((*e.inputs, *e.targets))
+        yield e.outliers((*e.batch.inputs, *e.batch.targets))
         return
-    blamed = _blamed(case.run, e.count)
+    blamed = _blamed(case.run, e.batch.count)
     yield blamed
-    if 0 < len(blamed) < e.count and e.replay == "bad":
+    if 0 < len(blamed) < e.batch.count and e.replay.result == "bad":
         yield _with_others(case, blamed)
-    yield distinct(part.rows for part in (*e.inputs_bad, *e.targets_bad))
-    yield e.outliers((*e.inputs, *e.targets))
+    yield distinct(part.rows for part in (*e.batch.inputs_bad, *e.batch.targets_bad))
+    yield e.outliers((*e.batch.inputs, *e.batch.targets))
     mixed = e.first in ("loss", "statistics", "gradients")
-    if mixed and e.replay == "bad" and e.count > 1 and not (blamed or e.grown()):
+    if mixed and e.replay.result == "bad" and e.batch.count > 1 and not (blamed or e.grown()):
         yield _bisected(case)
 
 
@@ -351,7 +362,7 @@ def _blamed(run: ReplayResult, count: int) -> tuple[int, ...]:
 
 def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
     """Return these rows, and those that are still bad, for another reason, without them."""
-    kept = [row for row in range(case.evidence.count) if row not in blamed]
+    kept = [row for row in range(case.evidence.batch.count) if row not in blamed]
     rest = batches.without(case.batch, blamed)
     found = _blamed(case.step.run(rest, observe=True), batches.row_count(rest))
     more = {kept[row % len(kept)] for row in found}
@@ -360,7 +371,7 @@ def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
 
 def _bisected(case: Case) -> tuple[int, ...]:
     """Return the only row with which the step is bad; no row if there are several or none."""
-    everything = range(case.evidence.count)
+    everything = range(case.evidence.batch.count)
 
     def is_bad(rows: Sequence[int]) -> bool:
         others = [row for row in everything if row not in rows]

@@ -8,50 +8,51 @@ from dataclasses import replace
 
 import keras
 import pytest
+from support.evidence import changed, evidence_of
 
 from keras_nanguard import Finding
 from keras_nanguard._core.history import Growth
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import advice, conclude
-from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.evidence import OptimizerFacts, TargetFault
 from keras_nanguard._diagnose.raised import explained
 
 SMALL, ZERO = Operand(1.0, False, False), Operand(0.0, True, False)
 LARGE = Operand(1e30, False, False)
 LOG = Origin(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (ZERO,), "float32", (3,))
-BAD = Evidence(step=7, replay="bad", first="loss", origin=LOG, rows=(3,))
-HALF = replace(BAD, low_precision="float16", float32="finite")
+BAD = evidence_of(step=7, result="bad", first="loss", origin=LOG, rows=(3,))
+HALF = changed(BAD, low_precision="float16", float32="finite")
 GROWN = Growth(steps=6, loss=1e9, norm=1e9, weights=1e6)
 ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 0.0, "float16")
 
 TABLE = {
-    "input_nonfinite": replace(
+    "input_nonfinite": changed(
         BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(BadArray("inputs", (2,), 1, 0),)
     ),
-    "target_nonfinite": replace(BAD, origin=Origin(-1, "batch", "targets", "forward")),
-    "target_out_of_range": replace(
+    "target_nonfinite": changed(BAD, origin=Origin(-1, "batch", "targets", "forward")),
+    "target_out_of_range": changed(
         BAD, target_fault=TargetFault("cce", "", (3,), "class index 12 with 10 classes", "With 3 it is finite.")
     ),
-    "input_scale": replace(
+    "input_scale": changed(
         BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
     ),
-    "forward_domain": replace(BAD, origin=replace(LOG, phase="forward", culprit="log")),
+    "forward_domain": changed(BAD, origin=replace(LOG, phase="forward", culprit="log")),
     "loss_domain": BAD,
-    "gradient_domain": replace(BAD, first="gradients", origin=replace(LOG, op="SqrtGrad", phase="backward")),
-    "divergence": replace(BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), growth=GROWN),
-    "float16_overflow": replace(HALF, origin=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
-    "float16_underflow": replace(HALF, origin=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
-    "loss_scale_collapsed": replace(BAD, first="gradients", loss_scale=0.0),
-    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", origin=NOWHERE, optimizers=(ADAM,)),
-    "state_nonfinite": replace(BAD, state=(("dense/kernel", "weights"),)),
-    "batchnorm_statistics": Evidence(
+    "gradient_domain": changed(BAD, first="gradients", origin=replace(LOG, op="SqrtGrad", phase="backward")),
+    "divergence": changed(BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), growth=GROWN),
+    "float16_overflow": changed(HALF, origin=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
+    "float16_underflow": changed(HALF, origin=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
+    "loss_scale_collapsed": changed(BAD, first="gradients", loss_scale=0.0),
+    "optimizer_domain": changed(BAD, first="weights", first_path="dense/kernel", origin=NOWHERE, optimizers=(ADAM,)),
+    "state_nonfinite": changed(BAD, state=(("dense/kernel", "weights"),)),
+    "batchnorm_statistics": evidence_of(
         refused=False, findings=(Finding("validation"),), state=(("bn/moving_variance", "statistics"),)
     ),
-    "training_flag": Evidence(refused=False, findings=(Finding("statistics", "stuck"),), first_path="bn/moving_mean"),
-    "spike": Evidence(refused=False, findings=(Finding("loss", "spike", value=1e6),)),
-    "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=NOWHERE),
-    "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=NOWHERE),
+    "training_flag": evidence_of(refused=False, findings=(Finding("statistics", "stuck"),), first_path="bn/moving_mean"),
+    "spike": evidence_of(refused=False, findings=(Finding("loss", "spike", value=1e6),)),
+    "transient": changed(BAD, result="finite", same_mode="finite", first="", origin=NOWHERE),
+    "unknown": changed(BAD, result="finite", same_mode="", first="", origin=NOWHERE),
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_unscaled_data_that_has_made_training_diverge():
     """The cause is the scale of the data; a rule on `divergence` matches it only if the run has
     diverged.
     """
-    grown = replace(TABLE["divergence"], rescaled="finite", targets=(Spread("targets", 1e3, 300, 200),))
+    grown = changed(TABLE["divergence"], rescaled="finite", targets=(Spread("targets", 1e3, 300, 200),))
     assert conclude(grown).causes == {"input_scale", "divergence"} and conclude(grown).diverged
     assert conclude(TABLE["input_scale"]).causes == {"input_scale"}
     assert conclude(TABLE["divergence"]).causes == {"divergence"} and conclude(TABLE["divergence"]).diverged
@@ -77,21 +78,21 @@ def test_values_that_the_update_cannot_have_made_were_there_before(written):
     """With finite gradients and bad weights the optimizer is to blame, unless its arithmetic cannot
     have done it.
     """
-    evidence = replace(TABLE["optimizer_domain"], refused=False, optimizers=(replace(ADAM, epsilon_in_dtype=1e-8),))
-    diagnosis = conclude(replace(evidence, written=written))
+    evidence = changed(TABLE["optimizer_domain"], refused=False, optimizers=(replace(ADAM, epsilon_in_dtype=1e-8),))
+    diagnosis = conclude(changed(evidence, written=written))
     assert diagnosis.cause == ("state_nonfinite" if written else "optimizer_domain")
     assert any("other code has written it" in line for line in diagnosis.evidence) is written
 
 
 def test_bfloat16_overflows_like_float32():
     """Its range is that of float32: a number that rounds to Inf is too large for both."""
-    huge = replace(TABLE["input_scale"], float32="finite")
-    assert conclude(replace(huge, low_precision="float16")).cause == "float16_overflow"
-    assert conclude(replace(huge, low_precision="bfloat16")).cause == "input_scale"
+    huge = changed(TABLE["input_scale"], float32="finite")
+    assert conclude(changed(huge, low_precision="float16")).cause == "float16_overflow"
+    assert conclude(changed(huge, low_precision="bfloat16")).cause == "input_scale"
 
 
 def test_nothing_is_guessed_from_nothing():
-    assert conclude(Evidence()).cause == "unknown"
+    assert conclude(evidence_of()).cause == "unknown"
 
 
 # The advice
@@ -101,7 +102,7 @@ GROWING = (Operand(5e3, zero=False, negative=False),)
 
 def advised(**evidence):
     """Return the advice of a refused step as one text."""
-    e = Evidence(**{"replay": "bad", "count": 16, **evidence})
+    e = evidence_of(**{"result": "bad", "count": 16, **evidence})
     return " ".join(advice(e, decide(e)))
 
 
@@ -139,7 +140,7 @@ def test_large_initial_weights_are_named():
 
 def test_a_negative_loss_grows_in_magnitude():
     falls = Growth(steps=9, loss=20.0, losses=(-1.0, -20.0))
-    said = " ".join(conclude(Evidence(replay="bad", first="loss", origin=origin("Log"), growth=falls)).evidence)
+    said = " ".join(conclude(evidence_of(result="bad", first="loss", origin=origin("Log"), growth=falls)).evidence)
     assert "The magnitude of the loss has grown by a factor of 20" in said
 
 
@@ -183,7 +184,7 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
 
 def test_a_spike_is_not_a_divergence():
     """One bad batch is not a reason for a lower rate."""
-    e = Evidence(refused=False, findings=(Finding("loss", "spike"),), count=16)
+    e = evidence_of(refused=False, findings=(Finding("loss", "spike"),), count=16)
     said = " ".join(advice(e, decide(e)))
     assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.evidence import evidence_of
 
 from keras_nanguard import Finding
 from keras_nanguard._core.history import JUMP, RISE, Growth
@@ -17,7 +18,6 @@ from keras_nanguard._diagnose.causes import RECURRENT, Conclusion, decide
 from keras_nanguard._diagnose.evidence import (
     EXPONENTIALS,
     POLES,
-    Evidence,
     OptimizerFacts,
     TargetFault,
 )
@@ -44,14 +44,14 @@ def findings(*named):
 
 def bad(*named, **more):
     """Return the evidence of a refused step whose replay is bad, with the loss first."""
-    known = {"replay": "bad", "first": "loss", "first_path": "d/kernel", "count": 16}
-    return Evidence(findings=findings(*named), **{**known, **more})
+    known = {"result": "bad", "first": "loss", "first_path": "d/kernel", "count": 16}
+    return evidence_of(findings=findings(*named), **{**known, **more})
 
 
 def seen(*named, **more):
     """Return the evidence of a committed step that was not replayed."""
     known = {"refused": False, "first_path": "d/kernel", "count": 16}
-    return Evidence(findings=findings(*named), **{**known, **more})
+    return evidence_of(findings=findings(*named), **{**known, **more})
 
 
 def below(number):
@@ -125,7 +125,7 @@ STATE = {
 """The state was bad before the step."""
 
 NORMALIZES = origin("Rsqrt", "forward", culprit="bn", layer_class="BatchNormalization")
-SPOILED = {"inference": "bad", "training": "finite", "first": "", "replay": ""}
+SPOILED = {"inference": "bad", "training": "finite", "first": "", "result": ""}
 STATISTICS = decided("batchnorm_statistics", "bn", because="modes")
 FORWARD_BN = Conclusion("forward_domain", "bn", (), 0.9, "domain")
 
@@ -149,7 +149,7 @@ def jumped(factor):
 MONITORS = {
     "divergence": (seen("weights:stuck", "loss:divergence"), decided("divergence", because="divergence")),
     "divergence, refused": (seen("loss:divergence", refused=True), UNKNOWN),
-    "divergence, replayed": (seen("loss:divergence", replay="bad"), UNKNOWN),
+    "divergence, replayed": (seen("loss:divergence", result="bad"), UNKNOWN),
     "statistics that never move": (seen("statistics:stuck"), decided("training_flag", because="stuck")),
     "one that never moves before one that leaps": (seen("statistics:stuck", "statistics:spike"), decided("training_flag", because="stuck")),
     **{
@@ -196,12 +196,12 @@ MONITORS = {
 }
 """Findings in committed steps."""
 
-FINITE = {"replay": "finite", "same_mode": "finite", "first": ""}
+FINITE = {"result": "finite", "same_mode": "finite", "first": ""}
 
 TRANSIENT = {
     "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.7, because="replay")),
     "in another mode": (bad(**{**FINITE, "same_mode": ""}), UNKNOWN),
-    "bad, in one mode": (bad(**{**FINITE, "replay": "bad"}), UNKNOWN),
+    "bad, in one mode": (bad(**{**FINITE, "result": "bad"}), UNKNOWN),
     "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
     "bad targets": (bad(**FINITE, targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
 }
@@ -543,7 +543,7 @@ REST = {
     "overflow elsewhere": (bad(origin=OVERFLOW), FORWARD),
     "a pole in a recurrent layer": (bad(origin=replace(POLE, layer_class="LSTM")), FORWARD),
     "a sum of squares": (bad(first="gradients"), decided("divergence", confidence=0.7, because="explosion")),
-    "a sum of squares, not bad again": (bad(first="gradients", replay="failed"), UNKNOWN),
+    "a sum of squares, not bad again": (bad(first="gradients", result="failed"), UNKNOWN),
     "an operation in the gradients": (bad(first="gradients", origin=origin()), GRADIENT),
     "a pole in the gradient": (
         bad(origin=origin(phase="backward", culprit="", variables=("v", "w")), rows=(2,)),
@@ -569,7 +569,7 @@ REST = {
     "bad weights after growth": (seen("weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6, because="growth")),
     "bad weights without": (seen("weights:nonfinite"), UNKNOWN),
     "bad weights after growth, refused": (seen("weights:nonfinite", growth=RISEN, refused=True), UNKNOWN),
-    "bad weights after growth, replayed": (seen("weights:nonfinite", growth=RISEN, replay="finite"), UNKNOWN),
+    "bad weights after growth, replayed": (seen("weights:nonfinite", growth=RISEN, result="finite"), UNKNOWN),
     "no bad weights after growth": (seen("loss:out_of_range", growth=RISEN), UNKNOWN),
 }
 """Recurrence, sums that overflow, and operations that leave their domain."""
@@ -617,7 +617,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("where", "expected"), KINDS)
 def test_how_a_value_became_nonfinite(where, expected):
-    assert Evidence(origin=where).kind == expected
+    assert evidence_of(origin=where).kind == expected
 
 
 @pytest.mark.parametrize(("grew", "expected"), [
@@ -628,4 +628,4 @@ def test_how_a_value_became_nonfinite(where, expected):
     (Growth(steps=1, loss=below(1e3), norm=below(1e3), weights=below(20.0)), False),
 ])  # fmt: skip
 def test_what_has_grown(grew, expected):
-    assert Evidence(growth=grew).grown() is expected
+    assert evidence_of(growth=grew).grown() is expected
