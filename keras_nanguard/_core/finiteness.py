@@ -12,7 +12,9 @@ transaction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,18 @@ def is_real(dtype: Any) -> bool:
     """Whether a dtype of NumPy or of any backend is a real float."""
     name = dtype_name(dtype)
     return is_float(name) and not name.startswith("complex")
+
+
+@cache
+def float_limits(dtype: str) -> tuple[float, float]:
+    """Return the smallest normal and the largest number of a real float dtype; 0 and infinity for
+    any other."""
+    if not is_real(dtype):
+        return 0.0, math.inf
+    import ml_dtypes  # only here, to keep `--help` fast
+
+    limits = ml_dtypes.finfo(dtype)
+    return float(limits.smallest_normal), float(limits.max)
 
 
 def widen(array: Any) -> Array:

@@ -1,5 +1,6 @@
-"""Names that Keras gives to the variables of layers, and what follows from a name alone: which
-variables are statistics, which cannot be negative, and which start at 1. Imports no backend.
+"""Names that Keras gives to the variables of layers and to layers, and what follows from a name
+alone: which variables are statistics, which cannot be negative, which start at 1, and which layers
+are recurrent. Imports no backend.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ SPREADS = ("variance", "stddev")
 
 ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
 """Variables that start at 1 if nothing else is configured."""
+
+RECURRENT = frozenset(
+    ("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
+)
+"""Classes of recurrent layers."""
+
+CELLS = frozenset(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell", "StackedRNNCells"))
+"""Classes of the cells that recurrent layers call in each step."""
 
 
 def as_words(given: object, name: str) -> tuple[str, ...]:

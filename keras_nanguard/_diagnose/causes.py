@@ -14,6 +14,7 @@ from typing import Literal
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
+from keras_nanguard._core.variable_names import CELLS, RECURRENT
 from keras_nanguard._diagnose.evidence import (
     GROWTH,
     HUGE_DATA,
@@ -23,9 +24,6 @@ from keras_nanguard._diagnose.evidence import (
     OptimizerFacts,
     distinct,
 )
-
-RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
-RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
@@ -414,7 +412,7 @@ def _recurrence(e: Evidence) -> Conclusion | None:
     if e.kind != "overflow":
         return None
     running = {row.layer_class for row in e.replay.table if row.path in origin.frames}
-    if origin.phase in BACKWARD or RECURRENT & {origin.layer_class, *running}:
+    if origin.phase in BACKWARD or (RECURRENT | CELLS) & {origin.layer_class, *running}:
         return Conclusion("divergence", e.place, confidence=0.75, because="recurrence")
     return None
 

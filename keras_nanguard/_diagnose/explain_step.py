@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import io
 import math
 import threading
-import types
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +19,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared.faults import without_faults
+from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
@@ -34,12 +32,11 @@ from keras_nanguard._diagnose.facts import (
     growth,
     known,
     negative_loss,
-    negative_slot,
-    wrote_otherwise,
 )
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import data_sentences
 from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start
+from keras_nanguard._diagnose.written import negative_slot, wrote_otherwise
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 FULL = 3
@@ -52,9 +49,6 @@ ITERATOR = (
     " to the step as an argument."
 )
 """Why the step of a loop is not replayed."""
-
-MAX_DEPTH = 4
-"""Maximum depth to which calls between functions of the user are followed."""
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
@@ -226,45 +220,6 @@ def _start(run: RunView) -> Start | None:
 
 def _reads_iterator(run: RunView) -> bool:
     return run.transaction.model is None and reads_iterator(run.transaction.replayed)
-
-
-def reads_iterator(function: Any) -> bool:
-    """Whether a function, or one of the same module that it names, refers to an iterator: in its
-    closure, among the globals that it names, or as an attribute of the object whose method it is.
-
-    Each call of such a function takes the next item, so it cannot be called again with the same
-    data. Open files do not count.
-    """
-    referred = _referred(function, MAX_DEPTH, set())
-    return any(isinstance(v, Iterator) and not isinstance(v, io.IOBase) for v in referred)
-
-
-def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """Yield the objects that a function refers to."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        function = function.func
-    function = getattr(function, "python_function", function)  # of a `tf.function`
-    function = getattr(function, "__wrapped__", function)
-    plain = getattr(function, "__func__", function)
-    if not isinstance(plain, types.FunctionType) or id(plain) in seen or not depth:
-        return
-    seen.add(id(plain))
-    names = [name for name in plain.__code__.co_names if name in plain.__globals__]
-    values = [plain.__globals__[name] for name in names]
-    for cell in plain.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        values += vars(owner).values() if hasattr(owner, "__dict__") else ()
-    for value in values:
-        yield value
-        own = str(plain.__module__).startswith("keras_nanguard.")  # the wrapper of a user's step
-        if own or getattr(value, "__module__", None) == plain.__module__:
-            yield from _referred(value, depth - 1, seen)
 
 
 def step_of(run: RunView) -> ReplayableStep:

@@ -1,5 +1,5 @@
-"""Facts besides the step itself: the incident, the history of the fit, its optimizers, targets
-that its losses do not accept, and who wrote a bad number into the state.
+"""Facts besides the step itself: the incident, the history of the fit, its optimizers, and targets
+that its losses do not accept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts, RunFacts, TargetFault
@@ -44,24 +43,6 @@ EXPONENTS = ("gamma", "exponent", "power")
 
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
-
-
-PROVEN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
-"""Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and
-weight, and divides only by `epsilon` plus a nonnegative number (keras/src/optimizers, `update_step`
-of each). A centered RMSprop divides by the root of a difference, which cancels: it is not among
-them.
-"""
-
-MODERATE = 1e15
-"""With numbers up to this size, a rate up to `MAX_RATE` and an epsilon of at least `MIN_EPSILON`
-every term of these updates stays below `TERM`, far from the largest float32, 3.4e38.
-"""
-
-TERM = 1e30
-"""Magnitude that no term of these updates reaches then."""
-
-MIN_EPSILON = 1e-12
 
 
 class RunView(Protocol):
@@ -331,75 +312,3 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
         return None
     proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
     return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)
-
-
-def wrote_otherwise(
-    run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
-) -> bool:
-    """Whether no update can have produced the bad values of a committed step, neither from the
-    current values nor from a snapshot and the gradients since. The root of a negative slot is NaN,
-    whoever has written that.
-    """
-    if negative_slot(train_state):
-        return False
-    norms = [m.norm for m in run.history.since(incident.step)]
-    norm = incident.values.get("gradient_norm", math.nan)
-    if norms and not incident.values:  # an incident between two steps has no norm
-        norm = norms[-1]
-    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
-    if must_stay_finite(optimizers, facts, map(keras_variables.view, variables), norm):
-        return True
-    snapshot, committed = run.ring.newest(), incident.committed
-    if snapshot is None or committed is None or not snapshot.at_hand:
-        return False
-    norms = [m.norm for m in run.history.since(snapshot.step)]
-    values = [value for v in variables if (value := snapshot.value(v)) is not None]
-    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
-    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
-
-
-def negative_slot(train_state: TrainState) -> str:
-    """Return the path of the first second moment that has a negative value, `""` if none has."""
-    moments = keras_optimizers.second_moments(train_state.optimizers)
-    return next((v.path for v in moments if (keras_variables.view(v) < 0).any()), "")
-
-
-def must_stay_finite(
-    optimizers: Sequence[Any],
-    facts: Sequence[OptimizerFacts],
-    arrays: Iterable[Any],
-    norm: float,
-) -> bool:
-    """Return whether no step of these optimizers can produce NaN, Inf or a number beyond `TERM`,
-    given numbers of this size.
-
-    Args:
-        optimizers: the optimizers.
-        facts: their hyperparameters, in the same order.
-        arrays: weights and slots; entries that are not finite, or beyond what the terms can be,
-            are ignored.
-        norm: global gradient norm of the step.
-    """
-    return (
-        norm <= MODERATE
-        and all(map(_is_proven, map(keras_optimizers.inner, optimizers), facts))
-        and all(_largest_ordinary(array) <= MODERATE for array in arrays)
-    )
-
-
-def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
-    betas = [getattr(optimizer, name, 0.0) for name in ("beta_1", "beta_2", "rho", "momentum")]
-    return (
-        type(optimizer).__module__.startswith("keras.")
-        and facts.name in PROVEN
-        and not getattr(optimizer, "centered", False)
-        and facts.dtype in ("float32", "float64")
-        and not facts.rate_is_bad
-        and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)
-        and all(isinstance(beta, (int, float)) and 0.0 <= beta < 1.0 for beta in betas)
-    )
-
-
-def _largest_ordinary(array: Any) -> float:
-    wide = finiteness.widen(array)
-    return finiteness.largest(wide[np.abs(wide) < TERM])

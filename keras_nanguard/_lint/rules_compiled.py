@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core.finiteness import float_limits
+from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.losses import class_of, option_of, rejected
 from keras_nanguard._keras.optimizers import given_rate
@@ -134,17 +136,9 @@ practice.
 
 _PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
 
-_SMALLEST = {"float16": 6.104e-05, "bfloat16": 1.175e-38, "float32": 1.175e-38}
-"""Smallest normal numbers."""
-
 _LONG_RECURRENCE = 100
 """Number of steps. A gradient that grows by 1% per step grows by a factor of 2.7 in 100 steps and
 of 20,000 in 1,000."""
-
-_RECURRENT = (
-    *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
-    *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
-)
 
 
 def _rates(subject: Subject) -> list[float]:
@@ -185,7 +179,7 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Site]:
     if not isinstance(epsilon, (int, float)):
         return
     for name in sorted({str(variable.dtype) for variable in subject.model.trainable_variables}):
-        if epsilon == 0 or epsilon < _SMALLEST.get(name, 0.0):
+        if epsilon == 0 or epsilon < float_limits(name)[0]:
             yield type(subject.optimizer).__name__, f"epsilon {epsilon:g} for variables of {name}"
 
 
@@ -230,7 +224,7 @@ def no_clipping(subject: Subject) -> Iterator[Site]:
     if optimizer is None or any(getattr(optimizer, name, None) for name in names):
         return
     for placed in subject.operations:
-        if placed.kind in _RECURRENT:
+        if placed.kind in RECURRENT:
             steps = (*getattr(getattr(placed.layer, "input", None), "shape", ()), None, None)[1]
             if isinstance(steps, int) and steps > _LONG_RECURRENCE:
                 yield placed.path, f"{steps} steps of recurrence and no gradient clipping"

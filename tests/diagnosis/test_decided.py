@@ -13,8 +13,9 @@ from support.evidence import evidence_of
 from keras_nanguard import Finding
 from keras_nanguard._core.history import JUMP, RISE, Growth
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
+from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.causes import RECURRENT, Conclusion, decide
+from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import (
     EXPONENTIALS,
     POLES,

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from keras_nanguard._diagnose.explain_step import reads_iterator
+from keras_nanguard._backends.shared.iterators import reads_iterator
 
 FEED = iter([1, 2])
 ROWS = [1, 2]

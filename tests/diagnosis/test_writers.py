@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from keras_nanguard import NanGuard
-from keras_nanguard._diagnose.facts import MODERATE, PROVEN, must_stay_finite, optimizer_facts
+from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.written import MODERATE, PROVEN, must_stay_finite
 
 
 def parts(optimizer, weight, slot=None):

@@ -255,9 +255,6 @@ def _frames(call: Call | None) -> list[tuple[str, str]]:
     return frames
 
 
-LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
-
-
 def layer_row(
     path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_finite: bool = True
 ) -> LayerRow:
@@ -285,7 +282,7 @@ def layer_row(
         plus_inf=plus,
         minus_inf=int(wide.size - finite.size) - nan - plus,
         size=int(wide.size),
-        share_of_range=max(abs(low), abs(high)) / LARGEST.get(name, float("inf"))
+        share_of_range=max(abs(low), abs(high)) / finiteness.float_limits(name)[1]
         if finite.size
         else float("nan"),
         inputs_finite=inputs_finite,

@@ -1,0 +1,51 @@
+"""Whether the step of a loop takes its batch from an iterator: it cannot be called again then."""
+
+from __future__ import annotations
+
+import functools
+import io
+import types
+from collections.abc import Iterator
+from typing import Any
+
+MAX_DEPTH = 4
+"""Maximum depth to which calls between functions of the user are followed."""
+
+
+def reads_iterator(function: Any) -> bool:
+    """Whether a function, or one of the same module that it names, refers to an iterator: in its
+    closure, among the globals that it names, or as an attribute of the object whose method it is.
+
+    Each call of such a function takes the next item, so it cannot be called again with the same
+    data. Open files do not count.
+    """
+    referred = _referred(function, MAX_DEPTH, set())
+    return any(isinstance(v, Iterator) and not isinstance(v, io.IOBase) for v in referred)
+
+
+def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield the objects that a function refers to."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    function = getattr(function, "python_function", function)  # of a `tf.function`
+    function = getattr(function, "__wrapped__", function)
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType) or id(plain) in seen or not depth:
+        return
+    seen.add(id(plain))
+    names = [name for name in plain.__code__.co_names if name in plain.__globals__]
+    values = [plain.__globals__[name] for name in names]
+    for cell in plain.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        values += vars(owner).values() if hasattr(owner, "__dict__") else ()
+    for value in values:
+        yield value
+        own = str(plain.__module__).startswith("keras_nanguard.")  # the wrapper of a user's step
+        if own or getattr(value, "__module__", None) == plain.__module__:
+            yield from _referred(value, depth - 1, seen)
