@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -121,35 +121,11 @@ def recalibrate(
     """
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
-    for name, count in (("steps", steps), ("batch_size", batch_size)):
-        if count is not None and not (isinstance(count, numbers.Integral) and count > 0):
-            what, remedy = f"{name} to be a whole number above 0", "Leave it out for the default."
-            raise GuardError(expected(what, f"{name}={count!r}", remedy))
+    _refuse_no_count(steps=steps, batch_size=batch_size)
     arrays = live_arrays(model)
-    patterns = as_words(only, "only")
-    layers = _batchnorms(arrays, patterns)
-    if not layers:
-        what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
-        received = f"model={model.name}"
-        if patterns:
-            what, received = f"{what} that matches only", f"{received} and only={list(patterns)!r}"
-        raise GuardError(expected(what, received, remedy))
+    layers = _batchnorms(arrays, as_words(only, "only"), f"model={model.name}")
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
-    # Those that running the model may change: statistics, seeds, states and counters.
-    fixed = (a.who.role == "slot" or getattr(a.variable, "trainable", False) for a in arrays)
-    restorers = [keras_variables.restorer(a.variable) for a, one in zip(arrays, fixed) if not one]
-    done = 0
-    try:
-        with Overrides() as overrides:
-            for path, estimate in estimates.items():
-                overrides.set(estimate.layer, "call", _watched_call(path, estimate))
-            for batch in itertools.islice(_batches(x, batch_size), steps):
-                with current.host().without_gradients():
-                    model(batch, training=False)
-                done += 1
-    finally:
-        for restore in restorers:
-            restore()
+    done = _run(model, itertools.islice(_batches(x, batch_size), steps), estimates, arrays)
     if not done:
         remedy = "Pass arrays or an iterable of batches."
         raise GuardError(expected("at least one batch", "no data", remedy))
@@ -157,6 +133,41 @@ def recalibrate(
     found = tuple(one.report(path) for path, one in called.items())
     keras_variables.write_all(pair for one in called.values() for pair in one.result())
     return RecalibrateReport(str(model.name), done, found)
+
+
+def _refuse_no_count(**counts: int | None) -> None:
+    """Raise a `GuardError` for a number that is neither `None` nor a whole number above 0."""
+    for name, count in counts.items():
+        if count is not None and not (isinstance(count, numbers.Integral) and count > 0):
+            what, remedy = f"{name} to be a whole number above 0", "Leave it out for the default."
+            raise GuardError(expected(what, f"{name}={count!r}", remedy))
+
+
+def _run(
+    model: Any,
+    batches: Iterable[Any],
+    estimates: Mapping[str, _Estimate],
+    arrays: Sequence[LiveArray],
+) -> int:
+    """Run the model on each batch, with every layer that is estimated watched; return the number of
+    batches. Everything that running the model changes is restored: statistics, seeds, states and
+    counters.
+    """
+    fixed = (a.who.role == "slot" or getattr(a.variable, "trainable", False) for a in arrays)
+    restorers = [keras_variables.restorer(a.variable) for a, one in zip(arrays, fixed) if not one]
+    done = 0
+    try:
+        with Overrides() as overrides:
+            for path, estimate in estimates.items():
+                overrides.set(estimate.layer, "call", _watched_call(path, estimate))
+            for batch in batches:
+                with current.host().without_gradients():
+                    model(batch, training=False)
+                done += 1
+    finally:
+        for restore in restorers:
+            restore()
+    return done
 
 
 class _Estimate:
@@ -262,14 +273,25 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...]) -> dict[str, Any]:
-    """Return the built BatchNormalization layers by the path of their names."""
+def _batchnorms(
+    arrays: Sequence[LiveArray], only: tuple[str, ...], model: str
+) -> dict[str, Any]:
+    """Return the built BatchNormalization layers by the path of their names.
+
+    Raises:
+        GuardError: if there is none that matches `only`; it names `model`.
+    """
     found: dict[str, Any] = {}
     for array in arrays:
         path, layer = array.who.layer, array.owner
         wanted = selected(only, path, str(getattr(layer, "name", "")))
         if wanted and array.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
             found[path] = layer
+    if not found:
+        what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
+        if only:
+            what, model = f"{what} that matches only", f"{model} and only={list(only)!r}"
+        raise GuardError(expected(what, model, remedy))
     return found
 
 
