@@ -135,13 +135,21 @@ class Report:
         for site in sums:
             number: float = getattr(v, site)
             if not math.isfinite(number) and site not in seen:
-                counted = [row for row in self.rows if site != "gradients" or row[0] == site]
-                overflowed = counted or math.isinf(number)  # no sum of finite squares is NaN
-                kind: Kind = "explosion" if overflowed else "nonfinite"
-                found.append(Finding(site, kind, "", 0, 0, None, number))
+                found.append(Finding(site, self._kind_of(site, number), "", 0, 0, None, number))
         if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))
         return found
+
+    def _kind_of(self, site: Site, number: float) -> Kind:
+        """Return why a sum is not finite although no counted array of its site is bad.
+
+        Either its arrays were counted, and it has overflowed. Or they were not, which happens to
+        gradients alone, or to all sites: then Inf is an overflow, as no sum of finite squares is
+        NaN, and NaN is in one of the arrays.
+        """
+        sites = {row[0] for row in self.rows}
+        was_counted = site in sites if site == "gradients" else bool(sites)
+        return "explosion" if was_counted or math.isinf(number) else "nonfinite"
 
 
 @dataclass(frozen=True, slots=True)
