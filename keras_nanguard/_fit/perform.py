@@ -149,13 +149,13 @@ def _rates(run: Run) -> dict[int, float]:
 
 
 def _roll_back(context: ActionContext, p: Parameters) -> Done:
-    run, depth = context.run, p["depth"]
-    wanted = context.before_onset() if p["before_onset"] else context.newest(depth)
+    run = context.run
+    wanted = context.before_onset() if p["before_onset"] else context.newest(p["depth"])
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
     rerun = context.since(snapshot) if p["replay_steps"] else None
-    restored = context.restore(snapshot, rerun, rerun is None and p["reseed"])
+    restored = context.restore(snapshot, rerun, reseed=rerun is None)
     skip = int(p["skip_batches"])
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"

@@ -39,10 +39,6 @@ that it does not undo them.
 """
 
 
-MAX_DEPTH = 100
-"""Maximum depth of a rollback, also of one that goes further back on each repetition."""
-
-
 class Action(Record):
     """An action, as data.
 
@@ -83,9 +79,6 @@ class Rollback(Action):
     changes: ClassVar[bool] = True
     phase: ClassVar[int] = RESTORE
 
-    depth: int = Field(
-        default=1, ge=1, le=MAX_DEPTH, description="which verified snapshot, 1 is the newest"
-    )
     further_back: bool = Field(
         default=True, description="go one snapshot further back on each repetition"
     )
@@ -94,10 +87,6 @@ class Rollback(Action):
         ge=0,
         le=10**6,
         description="batches to skip, in addition to those that failed",
-    )
-    reseed: bool = Field(default=True, description="advance the random seeds")
-    before_onset: bool = Field(
-        default=False, description="restore the newest snapshot from before a divergence began"
     )
     replay_steps: bool = Field(
         default=False, description="replay the undone steps if their batches are still in memory"

@@ -26,7 +26,7 @@ from typing import Any
 
 from keras_nanguard._core.incident import Decision, Incident
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._policy.actions import MAX_DEPTH, Action, Skip
+from keras_nanguard._policy.actions import Action, Skip
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.state import (
     BUDGET_WINDOW,
@@ -218,9 +218,8 @@ def _parameters(
     )
     times = state.times(action.name)
     if action.name == "rollback":
-        further = times if found["further_back"] else 0
-        found["depth"] = min(found["depth"] + further, MAX_DEPTH)
-        found["before_onset"] = given.get("before_onset", found["before_onset"] or diverged)
+        found["depth"] = 1 + (times if found["further_back"] else 0)  # 1 is the newest snapshot
+        found["before_onset"] = diverged
         replay = found["replay_steps"] or diverged or _is_bad_state(incident)
         found["replay_steps"] = given.get("replay_steps", replay)
     elif action.name == "lower_lr" and (diverged or times) and "recover_after" not in given:

@@ -10,8 +10,7 @@ from keras_nanguard.actions import ACTIONS, Call
 REQUIRED = {"call": {"function": "page"}}
 
 OTHER = {
-    "rollback": {"depth": 3, "further_back": False, "skip_batches": 5, "reseed": False}
-    | {"before_onset": True, "replay_steps": True},
+    "rollback": {"further_back": False, "skip_batches": 5, "replay_steps": True},
     "lower_lr": {"factor": 0.5, "min_lr": 0.25, "recover_after": 7},
     "clip": {"global_clipnorm": 2.0, "factor": 0.25, "min_clipnorm": 0.125},
     "fix_loss_scale": {"reset_to": 8.0, "growth_steps": 5},

@@ -148,7 +148,7 @@ def test_a_rule_replaces_the_rule_of_the_same_name_whole():
 def test_a_policy_is_made_of_records_too():
     """The fields of a policy can be passed as records."""
     actions = keras_nanguard.actions
-    policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(depth=2)])
+    policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(skip_batches=2)])
     assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
     assert Policy(preset="stop") == Policy.load("stop")
 

@@ -165,8 +165,8 @@ class TestRollback:
         """
         kept = {}
         save = {"s4": lambda m: kept.update(zoo.state_of(m))}
-        guard = acting({"rollback": {"reseed": False}}, snapshot={"every": 4, "verify_after": 2})
-        train(guard, 6, callbacks=[At(s7=lambda m: kept.update(now=zoo.state_of(m)), **save)])
+        guard = acting("rollback", snapshot={"every": 4, "verify_after": 2})
+        train(guard, 6, build=lambda: zoo.plain(dropout=False, run_eagerly=True), callbacks=[At(s7=lambda m: kept.update(now=zoo.state_of(m)), **save)])
         back = {path: value for path, value in kept.pop("now") if not path.startswith(("loss/", "mean_absolute"))}
         for path, value in back.items():
             np.testing.assert_array_equal(value, kept[path], err_msg=path)
@@ -179,13 +179,14 @@ class TestRollback:
         assert outcomes(guard, "rollback")[0][2] == "restored the state before the first step; 6 committed steps undone"
 
     def test_depth(self):
-        """A deeper rollback goes further back, and later snapshots are not restored again."""
-        guard = acting({"rollback": {"depth": 2}}, snapshot={"every": 3, "verify_after": 1, "keep": 5})
+        """A repeated rollback goes further back, and later snapshots are not restored again."""
+        further = {"rollback": {"replay_steps": False}}
+        guard = acting("rollback", snapshot={"every": 3, "verify_after": 1, "keep": 5}, tables=further)
         train(guard, 10, 11)
         details = [detail for _, _, detail in outcomes(guard, "rollback")]
         assert details == [
-            "restored the state after 6 steps; 4 committed steps undone",
-            "restored the state after 3 steps; 3 committed steps undone",
+            "restored the state after 9 steps; 1 committed step undone",
+            "restored the state after 6 steps; 3 committed steps undone",
         ]
 
     def test_counts_only_committed(self):

@@ -23,7 +23,7 @@ SPACE = 8
 WARMUP = 32
 NONFINITE = ("nan", "inf", "-inf")
 
-BACK = {"rollback": {"further_back": False, "replay_steps": False, "before_onset": False}}
+BACK = {"rollback": {"further_back": False, "replay_steps": False}}
 POLICY = {
     "escalation": ["skip"],
     "action_budget": 200,
