@@ -119,6 +119,40 @@ class _Arm:
         return fmean(self.losses)
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The current state, compared with the first one.
+
+    Attributes:
+        present: its losses on the held-out batches.
+        untrained: the first state, with its losses.
+        learned: whether the current state is better, and depends on the inputs.
+        settings: the values that all states have in common; see `Trial.settings`.
+        growth: the largest growth of a kernel, and the path of this kernel.
+    """
+
+    present: list[float]
+    untrained: _Arm
+    learned: bool
+    settings: State
+    growth: tuple[float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _GoingOn:
+    """The result of training on as the run would, without progress.
+
+    Attributes:
+        losses: the losses on the held-out batches.
+        dead: the kernels that no longer change, if they are the majority.
+        damaged: whether they are, or a kernel has grown tenfold.
+    """
+
+    losses: list[float]
+    dead: tuple[str, ...]
+    damaged: bool
+
+
 class _Trials:
     """The trials of one check.
 
@@ -132,6 +166,7 @@ class _Trials:
     def __init__(self, run: Run, trying: Trial, batches: list[Any], held_out: Sequence[Any]):
         self._run, self._trying = run, trying
         self._batches, self._held_out = batches, held_out
+        self._diverged = run.recovery.lowering.diverged  # before, at a higher rate
         self._kernels = [
             v
             for v in run.train_state().trainable
@@ -142,54 +177,59 @@ class _Trials:
         """Run the trials; see the module docstring. `first` is the snapshot before the first step.
         """
         trying, held_out = self._trying, self._held_out
-        before = self._run.recovery.lowering.diverged
         few = held_out[:HELD_OUT]
-        needs_all = before or len(few) == len(held_out)
         after = trying.trained(trying.present, few)
         settings = trying.settings(after)
         start = trying.state_of(first, settings)
-        for some in (held_out,) if needs_all else (few, held_out):
+        enough = self._diverged or len(few) == len(held_out)
+        for some in (held_out,) if enough else (few, held_out):
             self._held_out = some
             untrained = _Arm(first, 1.0, start, trying.losses(start, some))
             present = trying.losses(trying.present, some)
             learned = self._has_learned(trying.present, present, untrained)
-            if before or not learned:
-                continue
-            if not self._dead(after):
+            if learned and not self._diverged and not self._dead(after):
                 return "learned" if len(some) == HELD_OUT else None
-        growth, path = self._growth(start)
-        further: State | None = trying.present
+        compared = _Compared(present, untrained, learned, settings, self._growth(start))
+        going_on = self._go_on(compared)
+        return None if going_on is None else self._prove(compared, going_on)
+
+    def _go_on(self, compared: _Compared) -> _GoingOn | None:
+        """Continue training on the remembered batches, as the run would; return the result, `None`
+        if that is progress.
+        """
+        further: State | None = self._trying.present
         batches = self._batches
         again = batches * (math.ceil(TRIAL / len(batches)) - 1)
         for more in (batches, again) if again else (batches,):
-            further = None if further is None else trying.trained(further, more)
-            goes_on = trying.losses(further, self._held_out)
+            further = None if further is None else self._trying.trained(further, more)
+            losses = self._trying.losses(further, self._held_out)
             dead = self._dead(further)
-            damaged = bool(dead) or growth >= GROWN
-            aim = untrained.losses if damaged else present
-            progress = clearly_lower(goes_on, present) and clearly_lower(goes_on, aim)
-            if progress and not dead and not before:
+            damaged = bool(dead) or compared.growth[0] >= GROWN
+            aims = (compared.present, compared.untrained.losses if damaged else compared.present)
+            progress = all(clearly_lower(losses, aim) for aim in aims)
+            if progress and not dead and not self._diverged:
                 return None
-        further = None  # the trials at lower rates need the memory
         self._batches = [*batches, *again]
-        others = (present, goes_on, untrained.losses)
-        least = min(map(fmean, others[:2] if before else others))
+        return _GoingOn(losses, dead, damaged)
+
+    def _prove(self, compared: _Compared, going_on: _GoingOn) -> Lost | None:
+        """Return the proof that a lower rate helps, if it does."""
+        present, untrained = compared.present, compared.untrained
+        others = (present, going_on.losses, untrained.losses)
+        least = min(map(fmean, others[:2] if self._diverged else others))
         best, far, clear = None, False, False
-        for origin in self._origins(untrained, settings):
+        for origin in self._origins(untrained, compared.settings):
             arm = self._best_arm(origin)
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            anew = origin is untrained and not learned
+            anew = origin is untrained and not compared.learned
             far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
-            if far or before:
+            if far or self._diverged:
                 break
-        if best is None:
+        if best is None or not (far or (clear and going_on.damaged)):
             return None
-        if not (far or (clear and damaged)):
-            return None
-        grown = path if growth >= GROWN else ""
-        return self._lost(present, untrained, best, settings, (growth, grown), dead)
+        return self._lost(compared, best, going_on.dead)
 
     def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
         """Yield the states to train from at a lower rate: the best snapshot if it has learned
@@ -261,31 +301,24 @@ class _Trials:
         ]
         return max(found, default=(1.0, ""))
 
-    def _lost(
-        self,
-        present: list[float],
-        untrained: _Arm,
-        best: _Arm,
-        settings: State,
-        grown: tuple[float, str],
-        dead: tuple[str, ...],
-    ) -> Lost:
+    def _lost(self, compared: _Compared, best: _Arm, dead: tuple[str, ...]) -> Lost:
         """Return a proof, with findings and sentences."""
-        run, now, (growth, path) = self._run, fmean(present), grown
+        run, present, (growth, path) = self._run, compared.present, compared.growth
+        now = fmean(present)
         found = [Finding("loss", "divergence", value=now)]
         step = best.snapshot.step
         start = f"step {step}" if step else "the first state"
         notes = [
             (
-                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights before"
-                f" the first step it is {untrained.mean:.3g}."
+                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights"
+                f" before the first step it is {compared.untrained.mean:.3g}."
             ),
             (
                 f"After a restart from {start} with {best.factor:g} times the learning rate it is"
                 f" {best.mean:.3g}."
             ),
         ]
-        if path:
+        if growth >= GROWN:
             found.append(Finding("weights", "divergence", path, value=growth))
             notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
         if dead:
@@ -294,10 +327,12 @@ class _Trials:
         (optimizer,) = run.train_state().optimizers
         rate = keras_optimizers.learning_rate(optimizer) * best.factor
         advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
-        diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
+        culprit = path if growth >= GROWN else ""
+        diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
         detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
-        return Lost(detected, self._trying.present, settings, run.recovery.rates_restorer())
+        restore_rates = run.recovery.rates_restorer()
+        return Lost(detected, self._trying.present, compared.settings, restore_rates)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:
