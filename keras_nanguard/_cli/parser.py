@@ -1,7 +1,5 @@
 """The command line: `keras-nanguard`, or `python -m keras_nanguard`.
 
-argparse instead of Typer: Typer 0.29 imports pydantic to convert any argument, which takes 0.14 s
-of the 0.3 s that `scan` may take to start (0.32 s of processor time with it, 0.18 s without).
 argcomplete completes words in the shell: it reads this parser, and is imported only then.
 Every command imports its dependencies when it runs: `--help` loads only this package, and no
 command that reads files imports Keras.

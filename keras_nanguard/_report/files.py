@@ -60,10 +60,11 @@ def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
         ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in run.incidents),
         ".html": lambda: html.page(run),
     }
-    if path.suffix not in texts:
+    kind = path.suffix.lower()
+    if kind not in texts:
         wanted = "a path that ends in .json, .jsonl or .html"
         raise GuardError(expected(wanted, f"path={str(path)!r}", "Choose one of them."))
-    return save(texts[path.suffix](), path)
+    return save(texts[kind](), path)
 
 
 def save(text: str, path: Path) -> Path:
@@ -111,7 +112,7 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
         return replace(_of_folder(path), directory=path, name=name)
     if path.suffix == _SQLITE:
         return replace(_of_recording(path), name=name)
-    if path.suffix == ".html" and path.is_file():
+    if path.suffix.lower() == ".html" and path.is_file():
         remedy = f"Open it in a browser. {_REMEDY}"
         raise GuardError(expected("a file of incidents", f"{str(path)!r}, a finished page", remedy))
     return ShownRun(_of_text(path), name=name)
@@ -166,7 +167,7 @@ def _of_text(path: Path) -> list[Incident]:
             raise ValueError(f"larger than {MAX_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
     with _expecting("JSON", path):
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             entries = [plain_values.loads(line) for line in text.split("\n") if line.strip()]
         else:
             document = plain_values.loads(text)

@@ -28,7 +28,7 @@ INCIDENTS = [
 ]
 
 
-@pytest.mark.parametrize("ending", ["json", "jsonl"])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "JSON", "JSONL"])
 def test_round_trip(tmp_path, ending):
     path = files.write(ShownRun(INCIDENTS), tmp_path / f"run.{ending}")
     assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
