@@ -19,6 +19,7 @@ from keras_nanguard._diagnose.evidence import (
     GROWTH,
     HUGE_DATA,
     LARGE_DATA,
+    MAX_NORM,
     MIN_WEIGHT_GROWTH,
     Evidence,
     OptimizerFacts,
@@ -393,7 +394,8 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     a Normalization layer; or this layer divides by zero.
     """
     origin, largest = e.replay.origin, e.largest
-    if _overflows(e) and not e.grown() and largest.max_abs >= HUGE_DATA:
+    squares = e.first == "slots" and e.run.gradient_norm >= MAX_NORM  # of a step that has committed
+    if (_overflows(e) or squares) and not e.grown() and largest.max_abs >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
         return Conclusion("input_scale", largest.name, e.trials.rows or outliers, 0.85, "huge")
     if _overflows(e) and _normalized(e):

@@ -15,7 +15,7 @@ from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
 from keras_nanguard._diagnose.causes import Because, Conclusion, decide
-from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.evidence import LOW, MAX_NORM, Evidence, OptimizerFacts
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import at_rows, sentences
 
@@ -25,11 +25,8 @@ RAW = 100.0
 LARGE_WEIGHT = 10.0
 """Magnitude of a weight that no usual initializer gives."""
 
-MAX_NORM = 1e15
-"""Gradient norm above which the squares in an optimizer may overflow, in float32."""
-
 MAX_HALF_NORM = 256.0
-"""The same in float16."""
+"""The same as `MAX_NORM`, in float16."""
 
 
 def conclude(evidence: Evidence) -> Diagnosis:

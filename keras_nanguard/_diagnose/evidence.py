@@ -24,6 +24,9 @@ HUGE_DATA = 1e4
 LARGE_DATA = 1e3
 """Magnitude above which a trial tests whether they explain it."""
 
+MAX_NORM = 1e15
+"""Gradient norm above which the squares in an optimizer may overflow, in float32."""
+
 FEW = 0.25
 """Share of the rows of a batch up to which they are few."""
 

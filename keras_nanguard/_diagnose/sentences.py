@@ -35,6 +35,11 @@ SITES = {
 
 RESULTS = {"finite": "is finite", "bad": "is bad again", "failed": "cannot be run"}
 
+LARGEST_NORM = 6.5e18
+"""Gradient norm from which its squares may have overflowed in a sum of float32: the norm is then a
+lower bound.
+"""
+
 OF_RATES = causes_with("settings")
 """Causes whose evidence has the hyperparameters of the optimizers."""
 
@@ -247,7 +252,8 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     for words, value in e.run.objective if relevant else ():
         yield f"{words} is {value:g}."
     if of_update and math.isfinite(e.run.gradient_norm):
-        yield f"The gradient norm of this step was {e.run.gradient_norm:.3g}."
+        least = "at least " if e.run.gradient_norm >= LARGEST_NORM else ""
+        yield f"The gradient norm of this step was {least}{e.run.gradient_norm:.3g}."
     of_scale = conclusion.cause in ("loss_scale_collapsed", "float16_overflow")
     if e.run.loss_scale is not None and of_scale:
         yield f"The loss scale was {e.run.loss_scale:g}."

@@ -84,6 +84,13 @@ def unnormalised_input(bad: bool) -> Case:
 
 
 @program
+def unnormalised_input_of_adam(bad: bool) -> Case:
+    """The squares of the gradients overflow, and nothing else."""
+    x, y = data()
+    return Case(linear(keras.optimizers.Adam(1e-3)), x * (1e12 if bad else 1.0), y, ("input_scale",), "inputs", None, 0)
+
+
+@program
 def unnormalised_integers(bad: bool) -> Case:
     """The model casts them to float32: they are numbers, not ids."""
     x, y = data()
