@@ -512,4 +512,5 @@ def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
         guard.session.end()
     guard.session = guard._session(model)
     guard.session.finished = True  # unless a step raises: the end of its loop is unknown
-    attachment(model, guard.session).make_with(make)
+    made = guard.session.run.access = attachment(model, guard.session)
+    made.make_with(make)

@@ -131,7 +131,13 @@ class StateAccess:
     """Host access to the train state between two executions.
 
     By default the variables always have the state, and every verdict is read at once.
+
+    Attributes:
+        transaction: the guarded step: a `Transaction` of the backend once it is created.
     """
+
+    def __init__(self) -> None:
+        self.transaction: Any = Transaction()
 
     def sync_variables(self) -> None:
         """Write the current state into the variables."""
@@ -177,7 +183,7 @@ class Replay:
     """`Origins(batch, variables, tolerated, rows)`, a `shared.origins.OriginTracker`."""
 
     Instrument: Any
-    """`Instrument(model, origins)`, a `shared.instrument.Instrument`."""
+    """`Instrument(model, record)`, a `shared.instrument.Instrument`."""
 
     def body_of(self, model: Any) -> Callable[..., Any]:
         """Return the train step of a model as a function of its batch, which reads and writes the
@@ -314,13 +320,6 @@ class Run(Protocol):
 
     model: Any
 
-    access: StateAccess
-    """Host access to the train state, which the backend sets."""
-
-    transaction: Any
-    """The guarded step, which the backend sets: a `Transaction` of this backend once it is created.
-    """
-
     say: Callable[[str], None]
     """Prints a line."""
 
@@ -329,6 +328,10 @@ class Run(Protocol):
 
     state_replaced: bool
     """Whether the state was replaced since this was last set to `False`."""
+
+    @property
+    def access(self) -> StateAccess:
+        """Host access to the train state and to the guarded step, of this backend."""
 
     @property
     def recovery(self) -> Recovery:

@@ -107,7 +107,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         ],
         "growth": plain_values.plain(asdict(evidence.run.growth)),
         "mode": evidence.mode,
-        "saving": bool(run.transaction.learned.keeps_undo),
+        "saving": bool(run.access.transaction.learned.keeps_undo),
         "model": {
             "class": type(run.model).__name__,
             "name": str(run.model.name),

@@ -148,7 +148,7 @@ class Explainer:
     def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
-            given = self.run.transaction.given
+            given = self.run.access.transaction.given
             return explained(self.run.model, str(error), getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
@@ -219,12 +219,12 @@ def _start(run: RunView) -> Start | None:
 
 
 def _reads_iterator(run: RunView) -> bool:
-    return run.transaction.model is None and reads_iterator(run.transaction.replayed)
+    return run.access.transaction.model is None and reads_iterator(run.access.transaction.replayed)
 
 
 def step_of(run: RunView) -> ReplayableStep:
     """Return the step of a run, to be run again."""
-    transaction, traced = run.transaction, run.train_state().optimizers
+    transaction, traced = run.access.transaction, run.train_state().optimizers
     return ReplayableStep(
         transaction.replayed,
         run.model,
@@ -243,7 +243,7 @@ def _mode(run: RunView) -> str:
     mode.
     """
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
-    mode = "xla" if run.transaction.jit else uncompiled
+    mode = "xla" if run.access.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"
 
 

@@ -49,15 +49,14 @@ class RunView(Protocol):
     """What the diagnosis reads of a run of the host (`_fit/run.py::Run`).
 
     Attributes:
+        access: its `transaction` is the guarded step (`_backends/interface.py::StateAccess`).
         directory: folder for files; `None` writes nothing.
-        transaction: the guarded step (`_backends/interface.py::Transaction`); `None` before it is
-            created.
         ring: the snapshots (`_fit/snapshots.py::Ring`).
     """
 
     model: Any
+    access: Any
     directory: str | None
-    transaction: Any
     history: History
     ring: Any
 

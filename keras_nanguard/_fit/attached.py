@@ -58,6 +58,7 @@ class Attached:
         self.session, self._reporter = session, reporter
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
+        session.run.access = self._attachment
         self._attachment.attach(self._in_use)
         self.fit = Fit(
             surrounding(),

@@ -156,7 +156,7 @@ class Incidents:
             self.handle(Detected(step - 1, run.scan(), verdict))
             self.replay.leave_out(step)
             return
-        run.recent.push(step, run.transaction.given, refused=True)
+        run.recent.push(step, run.access.transaction.given, refused=True)
         if refusal == "overflow":
             run.counts.overflow()
             return
@@ -257,7 +257,7 @@ class Incidents:
         """
         run = self._run
         gone = processes.count() > 1 or not run.access.can_run_again
-        return None if gone else run.transaction.batch(run.transaction.given)
+        return None if gone else run.access.transaction.batch(run.access.transaction.given)
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
@@ -275,7 +275,7 @@ class Incidents:
         run, findings = self._run, self._run.scan()
         if findings:
             run.recording.step(verdict)
-            batch = run.transaction.batch(run.transaction.given)
+            batch = run.access.transaction.batch(run.access.transaction.given)
             report = Report(verdict, (), (), batch)
             self.handle(Detected(run.step, findings, verdict, report))
         return bool(findings)

@@ -49,7 +49,9 @@ def guarded(
 
     @functools.wraps(getattr(function, "python_function", function))
     def step(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        returned: Returned = of_loop(running())(*args, **kwargs)
+        session = running()
+        called = session.run.access = of_loop(session)
+        returned: Returned = called(*args, **kwargs)
         return returned
 
     return step

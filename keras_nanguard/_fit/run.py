@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._backends.interface import StateAccess, Transaction
+from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
@@ -139,7 +139,7 @@ class Run:
         say: prints a line.
 
     Attributes:
-        access, transaction: host access to the train state, and the guarded step, from the backend.
+        access: host access to the train state and to the guarded step, from the backend.
         state_check: finds bad variables in the train state.
         counts: the counters.
         recovery: the changes of the policy.
@@ -174,14 +174,14 @@ class Run:
         self.recorder, self.functions, self.say = recorder, functions, say
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
-        self.access, self.transaction = StateAccess(), Transaction()
+        self.access = StateAccess()
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
         self.recording = RunRecording(
             recorder, self.counts, self.recovery, policy, self.train_state
         )
         self.history = History()
-        self.recent = RecentBatches(lambda given: self.transaction.batch(given))
+        self.recent = RecentBatches(lambda given: self.access.transaction.batch(given))
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()

@@ -149,8 +149,8 @@ class Session:
         )
         self.say_problem()
         tolerated = run.state_check.tolerate(run.train_state(), run.model)
-        run.transaction.tolerate(tolerated)
-        old = resumed or run.transaction.reused
+        run.access.transaction.tolerate(tolerated)
+        old = resumed or run.access.transaction.reused
         if (tolerated and old) or (resumed and run.recovery.adjustments()):
             run.access.rebuild()
         self.tasks.take_snapshot()
@@ -192,23 +192,23 @@ class Session:
         run = self.run
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
-        if run.transaction.counted:
+        if run.access.transaction.counted:
             self._judge_many(verdict)
         else:
             bad = verdict.refused or not verdict.finite
-            reports = run.transaction.take_reports() if bad else ()
+            reports = run.access.transaction.take_reports() if bad else ()
             self._judge(verdict, reports[-1] if reports else None)
             run.counts.advance()
             if run.agreement.news:
                 self.incidents.handle(Detected.between_steps(run, run.agreement.pick_up()))
-        run.checks_fully = run.recovery.active or run.transaction.counted
+        run.checks_fully = run.recovery.active or run.access.transaction.counted
         self._run_due()
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution, or raise their incidents, given the verdict of the last
         one.
         """
-        run, transaction, counts = self.run, self.run.transaction, self.run.counts
+        run, transaction, counts = self.run, self.run.access.transaction, self.run.counts
         first, end = counts.step, counts.step + (last_row.step + 1 - counts.step) % PERIOD
         run.state_replaced = False
         reports = {report.verdict.step: report for report in transaction.take_reports()}
@@ -226,8 +226,9 @@ class Session:
                 self._judge(verdict, report, readable=counts.step == end - 1)
             counts.advance()
         counts.advance(end - counts.step)
-        if run.transaction is not transaction:  # compiled again before all steps were counted
-            run.transaction.recount(end)
+        now = run.access.transaction
+        if now is not transaction:  # compiled again before all steps were counted
+            now.recount(end)
 
     def _judge(self, verdict: Verdict, report: Report | None, readable: bool = True) -> None:
         """Count one step or raise its incident; `readable`: whether it has left the current state.
@@ -246,7 +247,7 @@ class Session:
         else:
             if not self.incidents.poisoned(verdict):
                 self._count_committed(verdict)
-            run.transaction.resume()
+            run.access.transaction.resume()
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""
@@ -255,7 +256,7 @@ class Session:
         counts.commit()
         run.history.push(step, loss, gradients, scale)
         run.recorder.push(step, loss, gradients, scale)
-        run.recent.push(step, run.transaction.given)
+        run.recent.push(step, run.access.transaction.given)
         run.statistics, run.updated = verdict.statistics, verdict.weights + verdict.slots
         if abs(run.statistics) > monitors.ceiling or abs(run.updated) > monitors.highest:
             run.plan("checks", step + 1)

@@ -174,7 +174,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
     """
     access, train_state = run.access, run.read_train_state()  # a callback may have compiled it anew
     is_pure = all(map(keras_optimizers.rate_is_pure, train_state.optimizers))
-    can_be_undone = is_pure and not run.transaction.has_hidden_state
+    can_be_undone = is_pure and not run.access.transaction.has_hidden_state
     if not (access.can_run_again and run.refuses and can_be_undone and _room(run, rates)):
         yield None
         return
@@ -195,7 +195,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
             if hasattr(optimizer, "held"):
                 ending.callback(optimizer.held())
         called = keras_attributes.called_by_step(run.model)
-        untracked = run.transaction.learned.untracked.values()
+        untracked = run.access.transaction.learned.untracked.values()
         others = [*untracked, *keras_attributes.variables_of(called)]
         everything = [*train_state.written_by_calls, *others]
         restores = map(keras_variables.restorer, keras_variables.unique(everything))
@@ -203,7 +203,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         ending.callback(keras_attributes.restorer(called))
         ending.callback(run.recovery.forget_unchanged_rates)
         ending.callback(access.sync_variables)
-        ending.callback(run.transaction.take_reports)
+        ending.callback(run.access.transaction.take_reports)
         yield Trial(run, again)
 
 

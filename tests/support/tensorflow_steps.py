@@ -84,7 +84,8 @@ def run(transaction, given, several=1, way=""):
         transaction.given = (now[0],)
         try:
             result = execute(*now)
-        except Retrace:
+        except Retrace as found:
+            transaction.learn(found)
             execute = vars(transaction)["traced"] = execution(transaction, way)
             result = execute(*now)
         told, verdict = read(result)

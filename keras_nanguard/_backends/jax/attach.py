@@ -63,7 +63,7 @@ class ModelAttachment(attach.Attachment):
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
-        model, run, old = self.model, self.run, self.run.transaction
+        model, run, old = self.model, self.run, self.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
         transaction = self._cached_step(jit, keras.distribution.distribution())
         if transaction is not None:
@@ -80,7 +80,7 @@ class ModelAttachment(attach.Attachment):
             )
         if isinstance(old, Transaction):
             transaction.inherit(old)
-        run.access, run.transaction = self, transaction
+        self.transaction = transaction
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run_execution
 
@@ -91,7 +91,7 @@ class ModelAttachment(attach.Attachment):
     def step(self, state: Any, data: Any) -> Any:
         """Run one guarded step; return its logs and the state."""
         self._gathered = self.trainer_state.receive(state)
-        transaction = self.run.transaction
+        transaction = self.transaction
         ahead = self.session.may_run_ahead or self.pending is not None
         if ahead and transaction.may_run_ahead and not self._gathered:
             return self._run_ahead(data), self.trainer_state.take()
@@ -128,7 +128,7 @@ class ModelAttachment(attach.Attachment):
 
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
         """Start a step, and publish its new state before waiting for it."""
-        transaction, trainer_state = self.run.transaction, self.trainer_state
+        transaction, trainer_state = self.transaction, self.trainer_state
         result: StepResult = transaction.start(trainer_state.take(), data, after=after)
         trainer_state.hold(result.computed.state)
         transaction.published()
@@ -136,7 +136,7 @@ class ModelAttachment(attach.Attachment):
 
     def _finished(self, result: StepResult) -> StepResult:
         """Wait for the verdict of a step, which may have to run again."""
-        if self.run.transaction.finish(result):
+        if self.transaction.finish(result):
             return result
         with self.trainer_state.gathered():
             return self._finished(self._start(*result.args))
@@ -171,7 +171,7 @@ class ModelAttachment(attach.Attachment):
         return self.session.after(result.verdict, state_is_current=last) and result is pending
 
     def _rescue(self) -> None:
-        for computed in getattr(self.run.transaction, "unpublished", ()):
+        for computed in getattr(self.transaction, "unpublished", ()):
             self.trainer_state.hold(computed.state)
         self.trainer_state.rescue()
         self._resolve_at_last()
@@ -225,7 +225,7 @@ class LoopStep(attach.LoopStep):
         return self._run(batch, {}), self._taken()
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        result = self.run.transaction(self._taken(), args, kwargs)
+        result = self.transaction(self._taken(), args, kwargs)
         self.state, self.synced = result.computed.state, False
         return result.computed.outputs, result.verdict
 

@@ -1,26 +1,23 @@
-"""Common code of the attachments of all backends, and the order of events in one execution."""
+"""How the transaction is attached to a train step, and detached from it: common code of all
+backends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import keras
-
-from keras_nanguard._backends.interface import Run, Session, StateAccess
+from keras_nanguard._backends.interface import Session, StateAccess
+from keras_nanguard._backends.shared.execution import GuardedExecution, say_without_effect, undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     optimizers as keras_optimizers,
     overrides,
-    variables as keras_variables,
 )
-
-Result = TypeVar("Result")
 
 _KEPT = "_nanguard_kept_step"
 """The attribute of a model with the compiled step of its last guarded fit, so that the next one
@@ -86,7 +83,7 @@ def _require_compiled(model: Any, stock: bool) -> None:
         )
 
 
-class Attachment(StateAccess):
+class Attachment(GuardedExecution):
     """The transaction of one session, attached to one model's `fit` and `train_on_batch`.
 
     Keras reads `train_step` from the instance when it creates its train function, and calls the
@@ -94,33 +91,15 @@ class Attachment(StateAccess):
     so saving, cloning or pickling the model does not include them.
 
     A backend implements how the train function is built and how one execution runs.
-
-    Args:
-        model: a compiled model.
-        session: the host side, which is `_fit.session.Session`.
-
-    Attributes:
-        state: `"attached"` during a call of Keras, `"lasting"` for a model that is always guarded,
-            else `"free"`.
-    """
-
-    END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
-    """What an execution raises if there is no batch."""
-
-    LOGS_RESTORED = False
-    """Whether a refused step returns the logs of the restored metrics, not those that it
-    computed.
     """
 
     def __init__(self, model: Any, session: Session):
-        self.model, self.session, self.run = model, session, session.run
-        self.state: Literal["free", "attached", "lasting"] = "free"
-        # How the step was traced, by which the next fit may find it; `None` if it may not.
-        self._modes: tuple[Any, ...] | None = ()
+        super().__init__(model, session)
+        self._modes: tuple[Any, ...] | None = None
+        """How the step was traced, once it is built."""
+        self._make: Any = None
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
-        self._ignored = 0  # steps since the policy has ended training
-        self.run.access = self
 
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the model's train function until `detach`.
@@ -132,7 +111,7 @@ class Attachment(StateAccess):
         self.state, self.in_use = "attached", in_use
         self.body = _plain_step(self.model)
         if {"make_train_function", "train_step"} & vars(self.model).keys():
-            self._modes = None  # changed by other code, which may end before the next fit
+            self._keepable = False  # changed by other code, which may end before the next fit
         self._make = self.model.make_train_function
         self._cached = self.model.train_function, keras_compiled.compiled_as(self.model)
         self._overrides.set(self.model, "make_train_function", self.make)
@@ -170,15 +149,10 @@ class Attachment(StateAccess):
             if self.model.train_function is None or force:
                 self._build()
         except BaseException:
-            self._modes = None  # an incomplete step is not kept for the next fit
+            self._keepable = False  # an incomplete step
             self.detach()
             raise
         return self.model.train_function
-
-    @property
-    def _stock(self) -> bool:
-        """Whether the train step is Keras' own."""
-        return getattr(self.body, "__func__", None) is keras.Model.train_step
 
     def _key(self) -> tuple[Any, ...]:
         """Return everything that is built into a trace of the step."""
@@ -193,9 +167,9 @@ class Attachment(StateAccess):
         """Return the step of an earlier fit, traced in these modes, if it fits this one; else
         `None`.
         """
-        before = self._modes
-        self._modes = None if before is None else modes
-        if before != () or self.run.recovery.adjustments():  # changes of the policy are built in
+        is_first, self._modes = self._modes is None, modes
+        changed = not self._keepable or self.run.recovery.adjustments()  # which are built in
+        if changed or not is_first:
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -203,18 +177,19 @@ class Attachment(StateAccess):
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
-        transaction = self.run.transaction
-        if self._modes and not (self.run.recovery.adjustments() or transaction.learned.tolerated):
-            transaction.release_run()
+        if self._modes is None or not self._keepable:
+            return
+        if not (self.run.recovery.adjustments() or self.transaction.learned.tolerated):
+            self.transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
 
     def _made(self) -> Any:
         """Return the parts of this fit's step that the next fit needs."""
-        return self.run.transaction
+        return self.transaction
 
     def rebuild(self) -> None:
         """Compile the step again, after a change of something that is built into it."""
-        self._modes = None
+        self._keepable = False
         if self.state != "free" and self.model.train_function is not None:
             self._build()
 
@@ -231,105 +206,6 @@ class Attachment(StateAccess):
         finally:
             model.jit_compile = compile_with
         return model.train_function
-
-    def run_execution(self, *args: Any) -> Any:
-        """Replacement for the train function: one execution, including its exceptions."""
-        try:
-            return self._call(*args)
-        except self.END_OF_DATA:
-            raise
-        except BaseException as error:
-            self._modes = None
-            self._clean_up(error)
-            raise
-
-    def _clean_up(self, error: BaseException) -> None:
-        """Release the model after an error. Errors in this do not replace the first one."""
-        with contextlib.suppress(Exception):
-            self._rescue()
-        with contextlib.suppress(Exception):
-            self.session.note_error(error)
-        with contextlib.suppress(Exception):
-            self.detach()
-
-    def _call(self, *args: Any) -> Any:
-        """Run guarded steps, with the arguments and results of Keras' train function."""
-        return self.run_guarded(*args)
-
-    def run_guarded(self, data: Any) -> Any:
-        """Run the step with the tasks of the host before and after it; return the logs."""
-        session = self.session
-        if not session.nothing_pending:
-            self._before_step(data)
-            if self._skips(data):
-                return self._shown()
-            if self.run.stopped:
-                self._say_without_effect()
-                return self._without_effect(data)
-        logs, verdict = self._execute(data)
-        session.after(verdict)
-        return session.logs_for_callbacks(
-            logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED
-        )
-
-    def _before_step(self, data: Any) -> None:
-        """Run the tasks of the host that are due before a step on this data."""
-        self.session.before()
-
-    def _skips(self, data: Any) -> bool:
-        """Skip the batches of this data, if batches are to be skipped."""
-        return bool(self.session.skips_batches(iter(data), self.model.steps_per_execution))
-
-    def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        """Run the step; return its logs and its verdict, or that of the last of several."""
-        raise NotImplementedError
-
-    def _shown(self) -> Any:
-        """Return the logs of the last step, or those of fresh metrics."""
-        if self.session.logs.shown is None:
-            self.sync_variables()
-            self.session.logs_for_callbacks(self.model.get_metrics_result())
-        return self.session.logs.shown
-
-    def _say_without_effect(self) -> None:
-        """Count a step after the end of training, and tell a loop that does not end."""
-        self._ignored += 1
-        lasting = self.state == "lasting"
-        if lasting or not self.in_use(strictly=True):  # else Keras ends its own loop
-            _say_without_effect(self.run, self._ignored, "model.nanguard" if lasting else "guard")
-
-    def _without_effect(self, data: Any) -> Any:
-        """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
-        are those of the last step before, if there was one.
-        """
-        _undone(self.run, lambda: self._execute(data))
-        return self._shown()
-
-    def _rescue(self) -> None:
-        """Write the last available state into the variables, after a step has raised."""
-
-
-def _say_without_effect(run: Run, steps: int, whose: str) -> None:
-    """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
-    if str(steps).strip("0") == "1":
-        words = "1 step" if steps == 1 else f"{steps} steps"
-        run.say(
-            f"NanGuard: training has ended, so {words} since then had no effect. End the loop"
-            f" if {whose}.stopped is true."
-        )
-
-
-def _undone(run: Run, execute: Callable[[], Result]) -> Result:
-    """Run a step, restore every variable that it may write, drop the reports of it, and return its
-    result.
-    """
-    variables = run.train_state().written_by_calls
-    restores = [keras_variables.restorer(variable) for variable in variables]
-    result = execute()
-    created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
-    keras_variables.finish([*restores, *created])
-    run.transaction.take_reports()
-    return result
 
 
 class LoopStep(StateAccess):
@@ -357,16 +233,17 @@ class LoopStep(StateAccess):
         return contextlib.nullcontext()
 
     def __init__(self, function: Any, session: Session):
+        super().__init__()
         self.function, self.session, self.run = function, session, session.run
         self._ignored = 0  # steps since the policy has ended training
         self.rebuild()
 
     def rebuild(self) -> None:
         """Create the step again."""
-        old, transaction = self.run.transaction, self._transaction()
+        old, transaction = self.run.access.transaction, self._transaction()
         if isinstance(old, type(transaction)):
             transaction.inherit(old)
-        self.run.access, self.run.transaction = self, transaction
+        self.transaction = transaction
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""
@@ -377,9 +254,9 @@ class LoopStep(StateAccess):
         """Run one step; return its outputs. After the end of training it has no effect."""
         if self.run.stopped:
             self._ignored += 1
-            _say_without_effect(self.run, self._ignored, "guard")
+            say_without_effect(self.run, self._ignored, "guard")
             restore = self.held()
-            outputs, _ = _undone(self.run, lambda: self._execute(args, kwargs))
+            outputs, _ = undone(self.run, lambda: self._execute(args, kwargs))
             restore()
         else:
             outputs, verdict = self._execute(args, kwargs)

@@ -67,26 +67,65 @@ class Call:
         return [layer_row(self.path, self.layer_class, array, finite) for array in arrays]
 
 
+class LayerTable:
+    """Records the statistics of each call of an eager run.
+
+    Args:
+        origins: the tracker of bad values, which receives the running layers.
+
+    Attributes:
+        rows: the table of layers.
+        sample_losses: the result of each loss before its reduction, by name.
+    """
+
+    def __init__(self, origins: OriginTracker | None = None):
+        self.origins = origins or OriginTracker()
+        self.rows: list[LayerRow] = []
+        self.sample_losses: list[tuple[str, Any]] = []
+
+    def ended(self, call: Call) -> None:
+        """Record a call that has ended, and release its tensors."""
+        if call.role == LOSS and call.path != COMPILE_LOSS:
+            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
+        elif call.role == LAYER and (call.number <= CALLS or not all_finite(call.outputs)):
+            self.rows += call.rows() if len(self.rows) < ROWS else []
+        call.inputs, call.outputs = [], []
+
+    def returned(self, gradients: list[Any], upstream: Any) -> None:
+        """Record a gradient that passes a probe, among those of a call."""
+
+
+class CallTensors:
+    """Records the tensors of each call of a trace, which a compiled run returns.
+
+    Attributes:
+        origins: a tracker that is not read.
+        calls: the calls in the order in which they ended.
+    """
+
+    def __init__(self) -> None:
+        self.origins = OriginTracker()
+        self.calls: list[Call] = []
+
+    def ended(self, call: Call) -> None:
+        """Record a call that has ended."""
+        self.calls.append(call)
+
+    def returned(self, gradients: list[Any], upstream: Any) -> None:
+        """Record a gradient that passes a probe, among those of a call."""
+        gradients.append(upstream)
+
+
 class Instrument:
     """Context in which the calls of a model's layers and losses are recorded.
 
     Args:
         model: the model; `None` records nothing.
-        origins: the tracker of bad values, which receives the running layers. `None` keeps the
-            tensors of each call, which a compiled run has to return, instead of statistics.
-
-    Attributes:
-        calls: the calls in the order in which they ended, if their tensors are kept.
-        rows: the table of layers, else.
-        sample_losses: the result of each loss before its reduction, by name, else.
+        record: receives the calls.
     """
 
-    def __init__(self, model: Any, origins: OriginTracker | None = None):
-        self.model, self.keep = model, origins is None
-        self.origins = origins or OriginTracker()
-        self.calls: list[Call] = []
-        self.rows: list[LayerRow] = []
-        self.sample_losses: list[tuple[str, Any]] = []
+    def __init__(self, model: Any, record: LayerTable | CallTensors):
+        self.model, self.record, self.origins = model, record, record.origins
         self._stack: list[Call] = []
         self._counts: Counter[int] = Counter()
         self._overrides = Overrides()
@@ -129,14 +168,9 @@ class Instrument:
         """Undo `_begin`."""
 
     def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass. Its operations belong to no layer until a probe names one."""
-        origins = self.origins
-        before = origins.phase, origins.frames
-        origins.phase, origins.frames = "backward", []
-        try:
+        """Run a backward pass."""
+        with self.origins.in_phase("backward"):
             return real(*args, **kwargs)
-        finally:
-            origins.phase, origins.frames = before
 
     def _here(self) -> bool:
         """Whether a call belongs to the recorded run."""
@@ -181,7 +215,7 @@ class Instrument:
                 )
                 outputs = real(*args, **kwargs)
                 outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
-            self._note(current)
+            self.record.ended(current)
             return outputs
 
         return call
@@ -197,18 +231,12 @@ class Instrument:
     @contextlib.contextmanager
     def _inside(self, call: Call) -> Iterator[None]:
         """Let a call be the innermost running one."""
-        origins, before = self.origins, self.origins.phase
         self._stack.append(call)
-        origins.frames = [*origins.frames, (call.path, call.layer_class)]
-        if before == "forward":
-            origins.phase = call.phase
         try:
-            yield
+            with self.origins.in_call((call.path, call.layer_class), call.phase):
+                yield
         finally:
             self._stack.pop()
-            origins.frames = origins.frames[:-1]
-            if before == "forward" and origins.phase == call.phase:
-                origins.phase = "forward"
 
     def _taken_in(self, call: Call, value: Any) -> Any:
         if isinstance(value, keras.Variable) and call.role == REGULARIZER:
@@ -230,21 +258,10 @@ class Instrument:
 
         def passed(upstream: Any) -> Any:
             self.origins.frames = _frames(call if entering else call.parent)
-            if self.keep:
-                gradients.append(upstream)
+            self.record.returned(gradients, upstream)
             return upstream
 
         return keras_layers.with_mask_of(value, self._identity(value, passed))
-
-    def _note(self, call: Call) -> None:
-        if self.keep:
-            self.calls.append(call)
-            return
-        if call.role == LOSS and call.path != COMPILE_LOSS:
-            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
-        elif call.role == LAYER and (call.number <= CALLS or not all_finite(call.outputs)):
-            self.rows += call.rows() if len(self.rows) < ROWS else []
-        call.inputs, call.outputs = [], []
 
 
 def _frames(call: Call | None) -> list[tuple[str, str]]:

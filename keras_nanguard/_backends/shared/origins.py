@@ -7,8 +7,9 @@ reported, and which of several candidates is the culprit.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,10 +63,9 @@ class OriginTracker:
         rows: number of rows of the batch.
 
     Attributes:
-        phase: the running phase: `"forward"`, `"loss"`, `"backward"` or `"update"`; set by the
-            owner of the run.
-        frames: the running layers, outermost first, as `(path, class)`; set by the owner of the
-            run.
+        phase: the running phase: `"forward"`, `"loss"`, `"regularizer"`, `"backward"` or
+            `"update"`.
+        frames: the running layers, outermost first, as `(path, class)`.
         count: number of operations so far.
     """
 
@@ -84,6 +84,30 @@ class OriginTracker:
         self._arrays: list[tuple[finiteness.Array, Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             self._begin_with(tensor, Origin(place - len(batch), "batch", name, "forward"))
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Run a phase. Its operations belong to no layer until a probe names one."""
+        before = self.phase, self.frames
+        self.phase, self.frames = phase, []
+        try:
+            yield
+        finally:
+            self.phase, self.frames = before
+
+    @contextlib.contextmanager
+    def in_call(self, frame: tuple[str, str], phase: str) -> Iterator[None]:
+        """Run a layer or a loss, as `(path, class)`, of a phase of the forward pass."""
+        before = self.phase
+        self.frames = [*self.frames, frame]
+        if before == "forward":
+            self.phase = phase
+        try:
+            yield
+        finally:
+            self.frames = self.frames[:-1]
+            if before == "forward" and self.phase == phase:
+                self.phase = "forward"
 
     def of(self, tensor: Any) -> Origin | None:
         """Return the origin behind a tensor, or `None` if it is finite or unknown."""

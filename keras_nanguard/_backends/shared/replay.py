@@ -21,7 +21,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins
+from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins, CallTensors, LayerTable
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow, Verdict
@@ -210,7 +210,7 @@ class Recorded(NamedTuple):
     Attributes:
         losses: its losses.
         gradients: each gradient with the path of its variable.
-        updates: its updates, which can be run.
+        updates: its updates: `update.run()` runs one that was deferred.
         outputs: the model's outputs, by name.
     """
 
@@ -220,38 +220,52 @@ class Recorded(NamedTuple):
     outputs: Sequence[tuple[str, Any]]
 
 
+class FirstBad(NamedTuple):
+    """The first bad value of a step in causal order.
+
+    Attributes:
+        site: its site, `""` if everything is finite.
+        path: its variable, `""` if it is in none.
+        origin: its origin, if known.
+    """
+
+    site: str = ""
+    path: str = ""
+    origin: Origin | None = None
+
+
 def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: bool) -> ReplayResult:
     """Run a step once eagerly; see `ReplayableStep.run`."""
     train_state = TrainState.of(step.model, step.optimizers)
     origins = _origins(step, args, train_state) if observe else None
-    instrument = current.replay().Instrument(step.model if observe else None, origins)
+    table = LayerTable(origins)
     try:
         with (
-            instrument,
+            current.replay().Instrument(step.model if observe else None, table),
             origins or contextlib.nullcontext(),
             step.recorded(args, step.keeps_undo) as found,
         ):
             statistics = ((v, keras_variables.view(v)) for v in step.checked_statistics())
             first = first_bad(found.losses, found.gradients, statistics, origins)
-            if not first[0] and (update or step.keeps_undo):
-                if not step.keeps_undo:
-                    _update(found.updates, origins)
+            if not first.site and step.keeps_undo:
                 first = _first_written(train_state, origins)
-            first = first if first[0] else _exploded(found.gradients)
+            elif not first.site and update:
+                first = _updated(found.updates, train_state, origins)
+            first = first if first.site else _exploded(found.gradients)
     except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
         message = f"{type(error).__name__}: {error}"
-        return ReplayResult(error=message, rows=tuple(instrument.rows))
-    site, path, origin = first
+        return ReplayResult(error=message, rows=tuple(table.rows))
+    origin = first.origin
     if origin is not None and origin.culprit == COMPILE_LOSS:
-        origin = _with_part(origin, instrument.sample_losses)
+        origin = _with_part(origin, table.sample_losses)
     return ReplayResult(
-        first=site,
-        first_path=path,
+        first=first.site,
+        first_path=first.path,
         origin=origin,
         loss=total(found.losses),
-        rows=tuple(instrument.rows),
+        rows=tuple(table.rows),
         outputs=tuple((name, keras_variables.dense(t)) for name, t in found.outputs),
-        sample_losses=tuple(instrument.sample_losses),
+        sample_losses=tuple(table.sample_losses),
     )
 
 
@@ -271,21 +285,22 @@ def _origins(step: ReplayableStep, args: Sequence[Any], train_state: TrainState)
     return kind(named, paths, infinite, batches.row_count(args))
 
 
-def _update(updates: Sequence[Any], origins: Any) -> None:
-    """Run the deferred updates of a step."""
-    if origins is not None:
-        origins.phase, origins.frames = "update", []
-    for record in updates:
-        record.run()
+def _updated(updates: Sequence[Any], train_state: TrainState, origins: Any) -> FirstBad:
+    """Run the deferred updates of a step; return the first bad value that they have written."""
+    with contextlib.nullcontext() if origins is None else origins.in_phase("update"):
+        for record in updates:
+            record.run()
+        return _first_written(train_state, origins)
 
 
-def _first_written(train_state: TrainState, origins: Any) -> tuple[str, str, Origin | None]:
-    """Return the first bad site of the state after the updates, its path and its origin."""
+def _first_written(train_state: TrainState, origins: Any) -> FirstBad:
+    """Return the first bad value of the state after the updates."""
     for site, variables in (("slots", train_state.slots), ("weights", train_state.trainable)):
         for variable in variables:
             if not keras_variables.is_finite(variable):
-                return site, variable.path, origins.written(variable) if origins else None
-    return "", "", None
+                origin = origins.written(variable) if origins is not None else None
+                return FirstBad(site, variable.path, origin)
+    return FirstBad()
 
 
 def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
@@ -294,12 +309,13 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
     traced: list[Any] = []
 
     def body(args: Sequence[Any]) -> Any:
+        record = CallTensors()
         with (
-            current.replay().Instrument(step.model) as layers,
+            current.replay().Instrument(step.model, record) as layers,
             step.recorded(args, step.keeps_undo) as found,
         ):
-            traced[:] = layers.calls, [path for _, path in found.gradients]
-        groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in layers.calls)
+            traced[:] = record.calls, [path for _, path in found.gradients]
+        groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in record.calls)
         tensors = [tuple(map(layers.returned, group)) for group in groups]
         gradients = layers.returned(gradient for gradient, _ in found.gradients)
         return found.losses, gradients, list(map(layers.tensor_of, statistics)), tensors
@@ -310,11 +326,10 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
         call.inputs, call.outputs, call.gradients_out, call.gradients_in = found
     pairs = list(zip(gradients, paths))
     origins = CallOrigins(calls, args, pairs)
-    first, path, origin = first_bad(losses, pairs, zip(statistics, written), origins)
-    if not first:
-        first, path, origin = _exploded(pairs)
+    first = first_bad(losses, pairs, zip(statistics, written), origins)
+    site, path, origin = first if first.site else _exploded(pairs)
     rows = tuple(row for call in calls if call.role == LAYER for row in call.rows())
-    return ReplayResult(first=first, first_path=path, origin=origin, loss=total(losses), rows=rows)
+    return ReplayResult(first=site, first_path=path, origin=origin, loss=total(losses), rows=rows)
 
 
 def first_bad(
@@ -322,8 +337,8 @@ def first_bad(
     gradients: Sequence[tuple[Any, str]],
     statistics: Iterable[tuple[Any, Any]],
     origins: Any,
-) -> tuple[str, str, Origin | None]:
-    """Return the first bad site of a step without its updates, its path and its origin.
+) -> FirstBad:
+    """Return the first bad value of a step without its updates.
 
     Args:
         losses: the losses.
@@ -333,28 +348,29 @@ def first_bad(
     """
     for loss in losses:
         if not finiteness.is_finite(keras_variables.dense(loss)):
-            return "loss", "", origins.of(loss) if origins else None
+            return FirstBad("loss", "", origins.of(loss) if origins else None)
     for variable, value in statistics:
         if not finiteness.is_finite(keras_variables.dense(value)):
-            return "statistics", variable.path, origins.written(variable) if origins else None
+            origin = origins.written(variable) if origins else None
+            return FirstBad("statistics", variable.path, origin)
     arrays = [(keras_variables.dense(gradient), path) for gradient, path in gradients]
     bad = [n for n, (array, _) in enumerate(arrays) if not finiteness.is_finite(array)]
     if bad:
         known = {n: origins.of_gradient(gradients[n][0]) if origins else None for n in bad}
         earliest = min(bad, key=lambda n: getattr(known[n], "order", 1 << 60))
-        return "gradients", arrays[earliest][1], known[earliest]
-    return "", "", None
+        return FirstBad("gradients", arrays[earliest][1], known[earliest])
+    return FirstBad()
 
 
-def _exploded(gradients: Iterable[tuple[Any, str]]) -> tuple[str, str, Origin | None]:
-    """Return the largest of finite gradients as a bad site if the sum of their squares overflows.
+def _exploded(gradients: Iterable[tuple[Any, str]]) -> FirstBad:
+    """Return the largest of finite gradients as a bad value if the sum of their squares overflows.
 
     If the optimizer squares them, too, its slots are bad, and are reported instead.
     """
     squares = [(_squares(keras_variables.dense(gradient)), path) for gradient, path in gradients]
     if sum(square for square, _ in squares) >= OVERFLOW:
-        return "gradients", max(squares)[1], None
-    return "", "", None
+        return FirstBad("gradients", max(squares)[1])
+    return FirstBad()
 
 
 def _squares(array: np.ndarray[Any, Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.execution import Retrace
@@ -61,15 +61,15 @@ class ModelAttachment(attach.Attachment):
     LOGS_RESTORED = True
 
     def _build(self) -> None:
-        run, self.mode = self.run, self._running_mode()
-        self.can_run_again = self.mode.host_takes
-        cached = self._cached_step(*self.mode)
-        if cached is None:
-            self._build_new(self.mode)
-        else:
-            transaction, self.inner = cached
+        run, mode = self.run, self._running_mode()
+        self.mode, self.can_run_again = mode, mode.host_takes
+        cached = self._cached_step(*mode)
+        transaction, self.inner = self._created(mode) if cached is None else cached
+        if cached is not None:
             transaction.rebind(run)
-            self._place(transaction)
+            self._overrides.set(self.model, "train_step", transaction)
+        transaction.recount(run.step)
+        self.transaction = transaction
         self.model.train_function = self.run_execution
 
     def _running_mode(self) -> Mode:
@@ -83,8 +83,8 @@ class ModelAttachment(attach.Attachment):
         jit = bool(model.jit_compile) and not eager and not mirrored
         return Mode(strategy, mirrored, spread_out, steps, host_takes, eager, jit)
 
-    def _build_new(self, mode: Mode) -> None:
-        """Create the transaction, and the function that runs it."""
+    def _created(self, mode: Mode) -> tuple[Transaction, Any]:
+        """Return a new transaction, and the function that runs it."""
         run = self.run
         transaction = (MirroredTransaction if mode.mirrored else Transaction)(
             self._body(mode.eager),
@@ -96,16 +96,16 @@ class ModelAttachment(attach.Attachment):
             refuse=run.refuses and (mode.mirrored or not mode.spread_out),
             host_has_batches=mode.host_takes,
         )
-        if isinstance(run.transaction, Transaction):
-            transaction.inherit(run.transaction)
-        if mode.host_takes:
-            transaction.take = _taken
-        self._place(transaction)
+        if isinstance(self.transaction, Transaction):
+            transaction.inherit(self.transaction)
+        self._overrides.set(self.model, "train_step", transaction)  # which Keras reads
         if not (mode.eager or mode.spread_out):
             self._build_optimizer()
-        self.inner = self._made_by_keras(jit_compile=False)
+        inner = self._made_by_keras(jit_compile=False)
         if mode.host_takes:
-            self.inner = Direct(transaction, mode.eager)
+            transaction.take = _taken
+            inner = Direct(transaction, mode.eager)
+        return transaction, inner
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace.
@@ -131,18 +131,12 @@ class ModelAttachment(attach.Attachment):
         if self._stock and model.built and not optimizer.built and model.trainable_weights:
             build(optimizer, model.trainable_weights, eagerly=False)
 
-    def _place(self, transaction: Any) -> None:
-        """Set the transaction on the session, and on the model for Keras to trace."""
-        transaction.recount(self.run.step)
-        self.run.access, self.run.transaction = self, transaction
-        self._overrides.set(self.model, "train_step", transaction)
-
     def _made(self) -> tuple[Any, Any]:
-        return self.run.transaction, self.inner
+        return self.transaction, self.inner
 
     def detach(self) -> None:
         super().detach()
-        self.run.transaction.given = None
+        self.transaction.given = None
 
     def _before_step(self, data: Any) -> None:
         """Run the tasks of the host that are due.
@@ -165,16 +159,12 @@ class ModelAttachment(attach.Attachment):
 
     def _trace(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
-        while spec is not None:
-            try:
-                self.run.transaction.trace(spec)
-                return
-            except Retrace:
-                self._build()
+        if spec is not None:
+            _traced(self, lambda: self.transaction.trace(spec), self._build)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         if self.can_run_again:
-            batch = self.run.transaction.take(data)
+            batch = self.transaction.take(data)
             return self._run(lambda: self.inner(batch, data), (batch,))
         of_fit = isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
         # The batch of `train_on_batch` is kept, because a second trace reads it again.
@@ -187,7 +177,7 @@ class ModelAttachment(attach.Attachment):
 
     def _run(self, inner: Callable[[], Any], given: Any = None) -> tuple[Any, Verdict]:
         """Run one execution; `given`: its arguments, if the host has them."""
-        logs, verdict = _completed(self.run, inner, given, self._build)
+        logs, verdict = _completed(self, inner, given, self._build)
         return self._restored(logs) if verdict.refused else logs, verdict
 
     def _restored(self, logs: Any) -> Any:
@@ -278,24 +268,34 @@ class LoopStep(attach.LoopStep):
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         """Run one step; return its outputs and its verdict."""
         given = held((args, kwargs))
-        return _completed(self.run, lambda: self.compiled(args, kwargs), given, self.rebuild)
+        return _completed(self, lambda: self.compiled(args, kwargs), given, self.rebuild)
 
 
 def _completed(
-    run: Run, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
+    access: StateAccess, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
 ) -> tuple[Any, Verdict]:
     """Run a step, in another mode if its trace requires it; return its outputs and its verdict.
 
     Args:
-        run: the run that it belongs to.
+        access: has its transaction.
         inner: runs it.
         given: its arguments, if the host has them.
         rebuild: creates the transaction again, with the findings of its trace.
     """
+
+    def call() -> Any:
+        access.transaction.given = given
+        return inner()
+
+    outputs, row = _traced(access, call, rebuild)
+    return outputs, Verdict.of(row.numpy().tolist())
+
+
+def _traced(access: StateAccess, call: Callable[[], Any], rebuild: Callable[[], None]) -> Any:
+    """Call a function that may trace the step; in another mode if the trace requires it."""
     while True:
-        run.transaction.given = given
         try:
-            outputs, row = inner()
-            return outputs, Verdict.of(row.numpy().tolist())
-        except Retrace:
+            return call()
+        except Retrace as found:
+            access.transaction.learn(found)
             rebuild()

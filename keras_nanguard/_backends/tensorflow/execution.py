@@ -4,8 +4,8 @@ computes, the verdict, and how it commits or is refused. `step` has the outline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,29 +14,35 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions, updates
 from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
-from keras_nanguard._backends.tensorflow.reports import StepResult, components, packed
+from keras_nanguard._backends.tensorflow.reports import Counts, StepResult, components, packed
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
 
 class Retrace(Exception):
-    """Raised during tracing if the step has to be traced again, with what the `TracedStep` has
-    learned. Never leaves the library.
+    """Raised during tracing if the step has to be traced again. Never leaves the library.
+
+    Args:
+        keeps_undo: its updates have to run immediately.
+        untracked: variables that it writes and Keras does not track, by key.
     """
+
+    def __init__(self, keeps_undo: bool = False, untracked: Mapping[int, Any] | None = None):
+        super().__init__()
+        self.keeps_undo, self.untracked = keeps_undo, untracked or {}
 
 
 class TracedStep(interface.Transaction):
-    """A step, and what its traces have found.
+    """The facts about a step that its traces use and do not change.
 
     Attributes:
         run: the run that it belongs to.
         refuse: whether bad steps are refused.
-        hidden: whether operations have a random generator of their own, or call the host.
     """
 
     run: interface.Run
     refuse: bool
-    hidden: bool
 
     adapts_updates = True
     """Whether its updates are ordered, and keep the bits of Keras' own (see `updates`)."""
@@ -65,29 +71,59 @@ class Sums(NamedTuple):
     slots: Any
 
 
-class StepTrace:
-    """The part of one replica in a trace (or an eager run) of a step.
+@dataclass(frozen=True)
+class Body:
+    """What one run of the body on one replica has done.
 
     Attributes:
-        args: the arguments of the body.
-        kept: `(variable, old value)`, by key, of what the body may write and a refusal restores.
+        args: its arguments.
+        outputs: its outputs.
+        seen: its losses and updates.
+        train_state: the train state after it.
+        kept: `(variable, old value)`, by key, of what it may have written and a refusal restores;
+            of what it has written, once it is inspected.
         scales: each optimizer with a loss scale, and its scale and counter before the update.
-        sums: the sums over its own numbers, once the body has run.
+        accesses: what it reads and writes, once it is inspected and if a graph shows it.
+    """
+
+    args: Sequence[Any]
+    outputs: Any
+    seen: Seen
+    train_state: TrainState
+    kept: Mapping[int, tuple[Any, Any]]
+    scales: Sequence[tuple[Any, Any, Any]]
+    accesses: Accesses | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the transaction has computed from one run of the body.
+
+    Attributes:
+        body: this run.
+        sums: the sums over its numbers.
         scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
         losses: the summed losses.
         looked_at: `(site, path, tensor)` of everything that a report counts.
+        products: gradients to multiply again in their update, from `updates.unread_products`.
     """
 
+    body: Body
     sums: Sums
     scale: Any
-    losses: list[Any]
-    looked_at: list[tuple[str, str, Any]]
-    accesses: Accesses | None = None
-    """What the body reads and writes, if a graph shows it."""
+    losses: Sequence[Any]
+    looked_at: Sequence[tuple[str, str, Any]]
+    products: Mapping[int, Any]
+
+
+class ReplicaStep:
+    """One replica in a trace (or an eager run) of a step.
+
+    While the body runs, it stores the old values of what the body may write.
+    """
 
     def __init__(self, transaction: TracedStep):
         self.transaction = transaction
-        self.args: Sequence[Any] = ()
         self.seen = Seen()
         self.keeps_undo = transaction.immediate and transaction.refuse
         self.train_state = transaction.run.read_train_state()
@@ -95,8 +131,12 @@ class StepTrace:
         self.scales: list[tuple[Any, Any, Any]] = []
         self.created: set[int] = set()
         """Keys of the variables that were created inside the step."""
-        self.products: dict[int, Any] = {}
-        """Gradients to multiply again in their update, from `updates.unread_products`."""
+
+    def run(self, args: Sequence[Any]) -> Body:
+        """Run the body."""
+        self.keep()
+        outputs = self.transaction.body(*args)
+        return Body(args, outputs, self.seen, self.train_state, self.kept, self.scales)
 
     # The body, and what it may write
 
@@ -152,83 +192,58 @@ class StepTrace:
         """Return the keys of these variables in a graph."""
         return {id(self.local(v).handle) for v in variables}
 
-    @property
-    def large_keys(self) -> set[int]:
-        """The keys of weights and slots."""
-        return self.keys([*self.train_state.trainable, *self.train_state.slots])
+    def large_keys(self, state: TrainState) -> set[int]:
+        """Return the keys of weights and slots."""
+        return self.keys([*state.trainable, *state.slots])
 
-    @property
-    def known_keys(self) -> set[int]:
-        """The keys of all variables of this replica that are known to the step."""
-        scales = (v for o, *_ in self.scales for v in keras_optimizers.scales_of(o))
-        return self.large_keys | self.kept.keys() | self.keys(scales)
+    def known_keys(self, body: Body) -> set[int]:
+        """Return the keys of all variables of this replica that are known to the step."""
+        scales = (v for o, *_ in body.scales for v in keras_optimizers.scales_of(o))
+        return self.large_keys(body.train_state) | body.kept.keys() | self.keys(scales)
 
     # What the graph shows
 
-    def inspect(self, graph: Any, start: int, foreign: Collection[int]) -> None:
-        """Keep only what the body writes; raise `Retrace` if this mode does not suit it.
+    def inspect(self, body: Body, graph: Any, start: int, foreign: Collection[int]) -> Body:
+        """Return the body with what it has written; raise `Retrace` if this mode does not suit it.
 
         Args:
+            body: the run of the body.
             graph: the graph of the step.
             start: mark of the graph at which the body begins.
             foreign: keys of the variables of other replicas.
         """
-        self.accesses = Accesses(graph, start, self.seen.boundary, foreign)
-        self.transaction.hidden = intercept.has_hidden_state(graph)
-        written = self.accesses.written
-        if not self.keeps_undo and not self.large_keys.isdisjoint(written):
-            self.must_be_immediate()
-        unknown = written.keys() - self.known_keys
+        accesses = Accesses(graph, start, body.seen.boundary, foreign)
+        written = accesses.written
+        if not self.keeps_undo and not self.large_keys(body.train_state).isdisjoint(written):
+            raise Retrace(keeps_undo=True)
+        unknown = written.keys() - self.known_keys(body)
         found = {key: intercept.untracked(written[key]) for key in unknown}
         untracked = {key: variable for key, variable in found.items() if variable is not None}
         if untracked:
-            learned = self.transaction.learned
-            untracked = {**learned.untracked, **untracked}
-            self.transaction.learned = replace(learned, untracked=untracked)
-            raise Retrace
-        self.kept = {key: pair for key, pair in self.kept.items() if key in written}
-
-    def check_deferred(self) -> None:
-        """Raise `Retrace` if the rest of the body depends on updates that were deferred.
-
-        The graph of the conditional has them, and reads what they have written.
-        """
-        traced = tf.compat.v1.get_default_graph()
-        if self.accesses is not None and self.accesses.depend_on(traced):
-            self.must_be_immediate()
-
-    def must_be_immediate(self) -> None:
-        """Have the step traced again with updates that run immediately."""
-        self.transaction.learned = replace(self.transaction.learned, keeps_undo=True)
-        raise Retrace
+            raise Retrace(untracked=untracked)
+        kept = {key: pair for key, pair in body.kept.items() if key in written}
+        return replace(body, kept=kept, accesses=accesses)
 
     # What the step computes
 
-    def measure(self, outputs: Any) -> None:
+    def measure(self, body: Body) -> Measured:
         """Sum up loss, gradients and written statistics, and weights and slots if they were
         written, too.
         """
-        state, seen, transaction = self.train_state, self.seen, self.transaction
+        state, seen, transaction = body.train_state, body.seen, self.transaction
         kind = reductions.kind([*state.trainable, *state.slots])
-        others = self.large_keys | self.keys(state.metrics) | transaction.learned.tolerated
-        kept = [v for key, (v, _) in self.kept.items() if key not in others]
-        written = list(filter(reductions.can_be_bad, kept))
-        self.losses = seen.losses or transaction.losses(outputs)
-        pairs = [pair for record in seen.records for pair in record.pairs]
-        if transaction.adapts_updates and not tf.executing_eagerly():
-            if transaction.immediate:
-                pairs = [(updates.read_apart(g), v) for g, v in pairs]
-            else:
-                self.products = updates.unread_products(g for g, _ in pairs)
+        losses = seen.losses or transaction.losses(body.outputs)
+        pairs, products = self.gradients(seen)
+        written = self.statistics(body)
         after = (state.trainable, state.slots) if transaction.immediate else ((), ())
-        self.sums = Sums(
-            reductions.add([tf.cast(loss, kind) for loss in self.losses], kind),
+        sums = Sums(
+            reductions.add([tf.cast(loss, kind) for loss in losses], kind),
             reductions.squares([g for g, _ in pairs], kind),
             reductions.total(written, kind),
             *(reductions.total((v.value for v in part), kind) for part in after),
         )
-        scales = [scale for _, scale, _ in self.scales]
-        self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
+        scales = [scale for _, scale, _ in body.scales]
+        scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
         paths = {
             id(self.local(v).handle): v.path for v in (*state.other, *state.trainable, *state.rates)
         }
@@ -237,64 +252,105 @@ class StepTrace:
         found += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
         for site, part in zip(("weights", "slots"), after):
             found += [(site, v.path, self.local(v)) for v in part]
-        self.looked_at = [place for place in found if reductions.can_be_bad(place[2])]
+        looked_at = [place for place in found if reductions.can_be_bad(place[2])]
+        return Measured(body, sums, scale, losses, looked_at, products)
 
-    def look(self) -> tuple[Any, Any, Any]:
-        """Return whether all entries are finite, a scalar bool; the counts of each place; and its
-        row of `StepResult.replicas`.
-        """
-        counts = reductions.counts([tensor for _, _, tensor in self.looked_at])
-        decide = tf.constant([site != "outputs" for site, _, _ in self.looked_at], tf.int64)
-        bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
-        finite = reductions.all_finite(self.losses) & (bad == 0)
-        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if tf.is_tensor(t)]
-        given_bad = ~finite & ~reductions.all_finite(given)
-        dense = [t for t in tf.nest.flatten(self.args) if isinstance(t, tf.Tensor) and t.shape.rank]
-        rows = tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
-        blame = [tf.cast(~finite, tf.int64), tf.cast(given_bad, tf.int64), rows]
-        return finite, counts, tf.stack(blame)
+    def gradients(self, seen: Seen) -> tuple[list[tuple[Any, Any]], Mapping[int, Any]]:
+        """Return the gradients to read, with their variables, and those to multiply again."""
+        pairs = [pair for record in seen.records for pair in record.pairs]
+        if not self.transaction.adapts_updates or tf.executing_eagerly():
+            return pairs, {}
+        if self.transaction.immediate:
+            return [(updates.read_apart(g), v) for g, v in pairs], {}
+        return pairs, updates.unread_products(g for g, _ in pairs)
 
-    # Commit or refuse
+    def statistics(self, body: Body) -> list[Any]:
+        """Return what the body has written besides weights, slots and metrics."""
+        state = body.train_state
+        tolerated = self.transaction.learned.tolerated
+        others = self.large_keys(state) | self.keys(state.metrics) | tolerated
+        kept = [variable for key, (variable, _) in body.kept.items() if key not in others]
+        return list(filter(reductions.can_be_bad, kept))
 
-    def commit(self) -> list[Any]:
-        """Run the deferred updates; return the sums over weights and slots."""
-        optimizers = self.train_state.optimizers if self.transaction.adapts_updates else ()
-        updates.run(self.seen.records, optimizers, self.products)
-        return reductions.update_sums(self.train_state, self.seen.records, self.scale.dtype)
 
-    def refuse(self, loss: Any, gradients: Any, halted: Any) -> None:
-        """Restore the kept values, and update each loss scale, given the sums of the verdict."""
-        for variable, old in self.kept.values():
-            variable.assign(old)
-        numbers = reductions.OPERATIONS, loss, gradients
-        for optimizer, old, steps in self.scales:
-            initial = tf.cast(optimizer.initial_scale, old.dtype)
-            after = rules.learned_scale(*numbers, old, steps, initial, halted)
-            for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
-                variable.value.assign(value)
+# Commit or refuse
+
+
+def commit(measured: Measured, adapts_updates: bool) -> list[Any]:
+    """Run the deferred updates; return the sums over weights and slots.
+
+    Args:
+        measured: what one replica has computed.
+        adapts_updates: see `TracedStep`.
+    """
+    body = measured.body
+    optimizers = body.train_state.optimizers if adapts_updates else ()
+    updates.run(body.seen.records, optimizers, measured.products)
+    return reductions.update_sums(body.train_state, body.seen.records, measured.scale.dtype)
+
+
+def check_deferred(body: Body) -> None:
+    """Raise `Retrace` if the rest of the body depends on updates that were deferred.
+
+    The graph of the conditional has them, and reads what they have written.
+    """
+    traced = tf.compat.v1.get_default_graph()
+    if body.accesses is not None and body.accesses.depend_on(traced):
+        raise Retrace(keeps_undo=True)
+
+
+def refuse(body: Body, loss: Any, gradients: Any, halted: Any) -> None:
+    """Restore the kept values, and update each loss scale, given the sums of the verdict."""
+    for variable, old in body.kept.values():
+        variable.assign(old)
+    numbers = reductions.OPERATIONS, loss, gradients
+    for optimizer, old, steps in body.scales:
+        initial = tf.cast(optimizer.initial_scale, old.dtype)
+        after = rules.learned_scale(*numbers, old, steps, initial, halted)
+        for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
+            variable.value.assign(value)
+
+
+def look(measured: Measured) -> tuple[Any, Any, Any]:
+    """Return whether all entries are finite, a scalar bool; the counts of each place; and its row
+    of `StepResult.replicas`.
+    """
+    args = measured.body.args
+    counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
+    decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)
+    bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
+    finite = reductions.all_finite(measured.losses) & (bad == 0)
+    given = [t for t in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(t)]
+    given_bad = ~finite & ~reductions.all_finite(given)
+    dense = [t for t in tf.nest.flatten(args) if isinstance(t, tf.Tensor) and t.shape.rank]
+    rows = tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
+    blame = [tf.cast(~finite, tf.int64), tf.cast(given_bad, tf.int64), rows]
+    return finite, counts, tf.stack(blame)
 
 
 class Step(intercept.Intercept):
     """One trace (or one eager run) of a step on all of its replicas; usually there is one.
 
+    In this order: `run` inside the context, `inspect`, `measure` of each replica, `decide`.
+
     Args:
         transaction: the step.
-        traces: the part of each replica.
+        replicas: its replicas.
     """
 
-    def __init__(self, transaction: TracedStep, traces: Sequence[StepTrace]):
-        self.transaction, self.traces = transaction, traces
-        optimizers = traces[0].train_state.optimizers
+    def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaStep]):
+        self.transaction, self.replicas = transaction, replicas
+        optimizers = replicas[0].train_state.optimizers
         super().__init__(transaction.model, optimizers, transaction.immediate)
         self.start = intercept.mark(self.graph)
 
-    def here(self) -> StepTrace:
-        """Return the part of the calling replica."""
-        return self.traces[0]
+    def here(self) -> ReplicaStep:
+        """Return the calling replica."""
+        return self.replicas[0]
 
-    def each(self, function: Callable[[StepTrace], Any]) -> list[Any]:
-        """Call a function on each part, on its replica; return the results in order."""
-        return [function(trace) for trace in self.traces]
+    def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+        """Call a function with the value of each replica, on that replica; return the results."""
+        return list(map(function, values))
 
     def seen(self) -> Seen:
         return self.here().seen
@@ -303,76 +359,78 @@ class Step(intercept.Intercept):
         self.here().on_update(record)
 
     def note_created(self, variable: Any) -> None:
-        for trace in self.traces:
-            trace.hold([variable])
-        self.traces[0].created |= self.traces[0].keys([variable])
+        for replica in self.replicas:
+            replica.hold([variable])
+        self.replicas[0].created |= self.replicas[0].keys([variable])
         with tf.init_scope():
             self.transaction.run.note_created(variable, variable.numpy())
 
-    def run(self, args: Sequence[Any]) -> Any:
-        """Run the body on the calling replica, inside the context; return its outputs."""
-        trace = self.here()
-        trace.args = args
-        trace.keep()
+    def run(self, args: Sequence[Any]) -> Body:
+        """Run the body on the calling replica, inside the context."""
         with self.creating():
-            return self.transaction.body(*args)
+            return self.here().run(args)
 
-    def inspect(self) -> None:
-        """Find what the body has written, once all replicas have run it."""
+    def inspect(self, bodies: Sequence[Body]) -> list[Body]:
+        """Return the bodies of all replicas with what they have written; raise `Retrace` if this
+        mode does not suit one of them.
+        """
         train_state = self.transaction.run.read_train_state()
+        found: list[Body] = []
         shared: set[int] = set()
-        for trace in self.traces:
-            trace.train_state = train_state
+        for body in bodies:
             # The first replica handles what all of them share.
-            trace.kept = {key: pair for key, pair in trace.kept.items() if key not in shared}
-            shared |= trace.kept.keys()
-        if self.graph is not None and self.transaction.refuse:
-            owned = [trace.known_keys for trace in self.traces]
-            for number, trace in enumerate(self.traces):
-                foreign = set().union(*owned[:number], *owned[number + 1 :])
-                trace.inspect(self.graph, self.start, foreign)
+            kept = {key: pair for key, pair in body.kept.items() if key not in shared}
+            shared |= kept.keys()
+            found.append(replace(body, train_state=train_state, kept=kept))
+        if self.graph is None or not self.transaction.refuse:
+            return found
+        pairs = list(zip(self.replicas, found))
+        owned = [replica.known_keys(body) for replica, body in pairs]
+        others = [set().union(*owned[:n], *owned[n + 1 :]) for n in range(len(owned))]
+        return [
+            replica.inspect(body, self.graph, self.start, foreign)
+            for (replica, body), foreign in zip(pairs, others)
+        ]
 
-    @property
-    def places(self) -> tuple[tuple[str, str], ...]:
-        """`(site, path)` of each line of the counts."""
-        return tuple((site, path) for trace in self.traces for site, path, _ in trace.looked_at)
-
-    def decide(self, outputs: Any, halted: Any, number: Any) -> StepResult:
+    def decide(
+        self, outputs: Any, measured: Sequence[Measured], halted: Any, number: Any
+    ) -> StepResult:
         """Compute one verdict, and let each replica commit or refuse.
 
         Args:
             outputs: what the step returns.
+            measured: what each replica has computed.
             halted: scalar bool, whether it is refused regardless of its numbers.
             number: the number of the step, a scalar int64.
         """
-        transaction, first = self.transaction, self.traces[0]
+        transaction, first = self.transaction, measured[0]
         dtype = first.scale.dtype
-        finite, counts, replicas = self._examined()
-        sums = [reductions.add(s, dtype) for s in zip(*(trace.sums for trace in self.traces))]
+        finite, counts, replicas = self._examined(measured)
+        sums = [reductions.add(s, dtype) for s in zip(*(one.sums for one in measured))]
         settled = [reductions.settled(s, finite) for s in sums]
         loss, gradients, statistics, *written = settled
-        scales = [first.scale] if first.scales else []
+        scales = [first.scale] if first.body.scales else []
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, scales, halted)
         # Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies
         # the factors of an update (of the scale of a BatchNormalization) in another order than in a
         # plain step, which may differ in the last bit.
         logs = [] if transaction.model is None else components(outputs)
 
-        def commit() -> list[Any]:
+        def committed() -> list[Any]:
             after = written
             if not transaction.immediate:
-                found = zip(*self.each(lambda trace: trace.commit()))
-                after = [reductions.add(s, dtype) for s in found]
-                for trace in self.traces:
-                    trace.check_deferred()
+                found = self.each(lambda m: commit(m, transaction.adapts_updates), measured)
+                after = [reductions.add(s, dtype) for s in zip(*found)]
+                for one in measured:
+                    check_deferred(one.body)
             return [*after, *map(tf.identity, logs)]
 
-        def refuse() -> list[Any]:
+        def refused() -> list[Any]:
             if transaction.refuse:
-                self.each(lambda trace: trace.refuse(loss, gradients, halted))
+                self.each(lambda m: refuse(m.body, loss, gradients, halted), measured)
             return [*written, *map(tf.identity, logs)]
 
-        weights, slots, *passed = tf.cond(may_commit, commit, refuse)
+        weights, slots, *passed = tf.cond(may_commit, committed, refused)
         verdict = Verdict(
             tf.cast(~may_commit if transaction.refuse else tf.constant(False), dtype),
             *(loss, gradients, statistics, weights, slots),
@@ -383,17 +441,18 @@ class Step(intercept.Intercept):
         outputs = outputs if transaction.model is None else packed(outputs, passed)
         return StepResult(outputs, tf.stack(list(verdict)), counts, ~may_commit & ~halted, replicas)
 
-    def _examined(self) -> tuple[Any, Any, Any]:
+    def _examined(self, measured: Sequence[Measured]) -> tuple[Any, Counts, Any]:
         """Return whether all entries of the step are finite, and `counts` and `replicas` as in
         `StepResult`. Entries are only read if a sum is not finite.
         """
+        places = [(site, path) for one in measured for site, path, _ in one.looked_at]
 
-        def look() -> tuple[Any, Any, Any]:
-            finite, counts, replicas = zip(*self.each(lambda trace: trace.look()))
+        def looked() -> tuple[Any, Any, Any]:
+            finite, counts, replicas = zip(*self.each(look, measured))
             return tf.reduce_all(finite), tf.concat(counts, 0), tf.stack(replicas)
 
-        sums = [s for trace in self.traces for s in trace.sums]
-        trusted = tf.math.is_finite(tf.add_n(sums))
-        shapes = (len(self.places), 3), (len(self.traces), 3)
+        trusted = tf.math.is_finite(tf.add_n([s for one in measured for s in one.sums]))
+        shapes = (len(places), 3), (len(measured), 3)
         nothing = tf.constant(True), *(tf.zeros(shape, tf.int64) for shape in shapes)
-        return tf.cond(trusted, lambda: nothing, look)  # type: ignore[no-any-return]
+        finite, counts, replicas = tf.cond(trusted, lambda: nothing, looked)
+        return finite, Counts(tuple(places), counts), replicas

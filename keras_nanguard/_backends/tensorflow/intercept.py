@@ -41,9 +41,9 @@ class Update:
         self.pairs = [(g, v) for g, v in zip(grads, map(as_keras, known)) if g is not None]
         self.variables = [v for _, v in self.pairs]
 
-    def run(self) -> None:
-        """Run the deferred call."""
-        self.real(self.grads, *self.given)
+    def run(self, grads: list[Any] | None = None) -> None:
+        """Run the deferred call; `grads`: other tensors with the same gradients."""
+        self.real(self.grads if grads is None else grads, *self.given)
 
 
 @dataclass(slots=True)

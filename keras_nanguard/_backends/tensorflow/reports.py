@@ -22,14 +22,26 @@ Places = tuple[tuple[str, str], ...]
 """`(site, path)` of each line of counts."""
 
 
+class Counts(tf.experimental.ExtensionType):  # type: ignore[misc]
+    """The bad entries of a step by place. `places` is constant in a trace of the step.
+
+    Attributes:
+        places: `(site, path)` of each line.
+        lines: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
+            of the sums were finite.
+    """
+
+    places: Places
+    lines: tf.Tensor
+
+
 class StepResult(NamedTuple):
     """The result of one step.
 
     Attributes:
         outputs: its outputs.
         row: the numbers of its verdict, shape `(len(FIELDS),)`.
-        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
-            of the sums were finite.
+        counts: its bad entries.
         bad: scalar bool, whether to report it: refused, and not because it was halted.
         replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
             are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
@@ -37,28 +49,22 @@ class StepResult(NamedTuple):
 
     outputs: Any
     row: Any
-    counts: Any
+    counts: Counts
     bad: Any
     replicas: Any
 
 
-class Reports:
-    """The results of the steps of a transaction, until the host takes them.
-
-    Waiting batches take at most `batches.MAX_BYTES`; the first one is always stored. A healthy
-    step stores no report.
+class Rows:
+    """The numbers of steps that may run before the host reads their verdicts: they are counted, the
+    row of each waits for the host, and after one that left a bad state all are refused.
 
     Args:
-        counted: any number of steps may run before the host reads their verdicts. They are counted,
-            the row of each waits for the host, and after one that left a bad state all are refused.
-            Otherwise the host reads the verdict of each step before the next one begins.
-        with_batches: each report stores its batch, which the host does not have.
+        counted: whether they may. Otherwise the host reads the verdict of each step before the next
+            one begins, and no number is stored.
     """
 
-    def __init__(self, counted: bool, with_batches: bool):
-        self.counted, self.with_batches = counted, with_batches
-        self._traced: list[tuple[Places, Any]] = []
-        self._queues: dict[tuple[Any, ...], Any] = {}
+    def __init__(self, counted: bool):
+        self.counted = counted
         with tf.init_scope():
             self._number = tf.Variable(-1, dtype=tf.int64, trainable=False)
             self._halted = tf.Variable(False, trainable=False)
@@ -75,30 +81,71 @@ class Reports:
         self._number.assign(number)
         return self._halted.read_value(), number
 
-    def end(self, result: StepResult, places: Places, args: Any, refuse: bool) -> None:
-        """End a step, and store its report if it is bad.
+    def end(self, row: Any, refuse: bool) -> None:
+        """End a step.
 
         Args:
-            result: its result.
-            places: site and path of each line of its counts.
-            args: its arguments.
+            row: the numbers of its verdict.
             refuse: whether bad steps are refused.
         """
-        if self.counted:
-            with tf.device("CPU:0"):
-                self._rows.enqueue([tf.cast(result.row, tf.float64)])
-            if refuse:
-                verdict = Verdict(*tf.unstack(result.row))
-                is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
-                left_bad = is_bad & tf.equal(verdict.refused, 0)
-                self._halted.assign(self._halted.read_value() | left_bad)
-        tf.cond(result.bad, lambda: self._put(result, places, args), lambda: tf.constant(False))
+        if not self.counted:
+            return
+        with tf.device("CPU:0"):
+            self._rows.enqueue([tf.cast(row, tf.float64)])
+        if refuse:
+            verdict = Verdict(*tf.unstack(row))
+            is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
+            left_bad = is_bad & tf.equal(verdict.refused, 0)
+            self._halted.assign(self._halted.read_value() | left_bad)
 
-    def _put(self, result: StepResult, places: Places, args: Any) -> Any:
+    # On the host
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
+        known = {verdict.step: verdict for verdict in self._taken()}
+        return [known[step % PERIOD] for step in range(start, end)]
+
+    def resume(self) -> None:
+        """Allow steps to commit again after the host has repaired the state."""
+        self._halted.assign(False)
+
+    def recount(self, number: int) -> None:
+        """Set the number of the next step."""
+        self._number.assign(number - 1)
+        self._taken()
+
+    def _taken(self) -> list[Verdict]:
+        with tf.device("CPU:0"):
+            rows = self._rows.dequeue_many(self._rows.size())
+        return [Verdict.of(row) for row in rows.numpy().tolist()]
+
+
+class Reports:
+    """The reports of the bad steps of a transaction, until the host takes them.
+
+    Waiting batches take at most `batches.MAX_BYTES`; the first one is always stored. A healthy
+    step stores no report.
+
+    Args:
+        with_batches: each report stores its batch, which the host does not have.
+    """
+
+    def __init__(self, with_batches: bool):
+        self.with_batches = with_batches
+        self._traced: list[tuple[Places, Any]] = []
+        self._queues: dict[tuple[Any, ...], Any] = {}
+
+    # In the step
+
+    def add(self, result: StepResult, args: Any) -> None:
+        """Store the report of a step if it is bad, from its result and its arguments."""
+        tf.cond(result.bad, lambda: self._put(result, args), lambda: tf.constant(False))
+
+    def _put(self, result: StepResult, args: Any) -> Any:
         """Store one report; return a scalar bool, because it is a branch of a conditional."""
         args = args if self.with_batches else ()
         leaves = [tf.convert_to_tensor(t) for t in components(args)]
-        self._traced.append((places, tf.nest.map_structure(_spec, args)))
+        self._traced.append((result.counts.places, tf.nest.map_structure(_spec, args)))
         number = tf.constant(len(self._traced) - 1, tf.int64)
         kinds = tuple(leaf.dtype for leaf in leaves)
         with tf.device("CPU:0"):
@@ -112,7 +159,7 @@ class Reports:
                 waiting = queue.size()
                 room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batches.MAX_BYTES
                 kept = room | (waiting == 0)
-                numbers = [number, result.counts, result.replicas]
+                numbers = [number, result.counts.lines, result.replicas]
                 parts = [_if_kept(kept, leaf) for leaf in leaves]
                 queue.enqueue([tf.cast(result.row, tf.float64), kept, *numbers, *parts])
                 return tf.constant(True)
@@ -143,25 +190,6 @@ class Reports:
                 lines = np.reshape([*found.values()], (-1, 3))
                 reports.append(Report(verdict, tuple(found), lines, batch, blamed))
         return sorted(reports, key=lambda report: report.verdict.step)
-
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
-        known = {verdict.step: verdict for verdict in self._taken()}
-        return [known[step % PERIOD] for step in range(start, end)]
-
-    def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
-        self._halted.assign(False)
-
-    def recount(self, number: int) -> None:
-        """Set the number of the next step."""
-        self._number.assign(number - 1)
-        self._taken()
-
-    def _taken(self) -> list[Verdict]:
-        with tf.device("CPU:0"):
-            rows = self._rows.dequeue_many(self._rows.size())
-        return [Verdict.of(row) for row in rows.numpy().tolist()]
 
 
 def _blamed(replicas: np.ndarray[Any, Any], batch: Any) -> tuple[tuple[int, ...], Any]:

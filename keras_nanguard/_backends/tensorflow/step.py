@@ -30,8 +30,16 @@ import tensorflow as tf
 
 from keras_nanguard._backends.interface import Learned, Run
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
-from keras_nanguard._backends.tensorflow.execution import Step, StepTrace, TracedStep
-from keras_nanguard._backends.tensorflow.reports import Places, Reports, StepResult
+from keras_nanguard._backends.tensorflow.execution import (
+    Body,
+    Measured,
+    ReplicaStep,
+    Retrace,
+    Step,
+    TracedStep,
+)
+from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
+from keras_nanguard._backends.tensorflow.reports import Reports, Rows, StepResult
 from keras_nanguard._core.verdict import Report, Verdict
 
 
@@ -60,6 +68,8 @@ class Transaction(TracedStep):
 
     is_transaction = True
 
+    has_hidden_state = False
+
     take: Callable[[Any], Any] | None = None
 
     def __init__(
@@ -78,10 +88,9 @@ class Transaction(TracedStep):
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
         self.learned, self.given = Learned(), None
-        self.hidden = False
-        self.places: Places = ()
         self.losses = losses_in_logs if of_trainer else scalars
-        self.reports = Reports(counted, with_batches=not host_has_batches)
+        self.rows = Rows(counted)
+        self.reports = Reports(with_batches=not host_has_batches)
         self._compiled: Callable[..., StepResult] = self._traced
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
@@ -93,18 +102,21 @@ class Transaction(TracedStep):
     def execute(self, *args: Any) -> Any:
         """Run the body once as a transaction; `testing` wraps this."""
         traced = self._traced if tf.executing_eagerly() else self._compiled
-        result = traced(*self.reports.begin(), *args)
-        self.reports.end(result, self.places, args, self.refuse)
+        result = traced(*self.rows.begin(), *args)
+        self.rows.end(result.row, self.refuse)
+        self.reports.add(result, args)
         return result.outputs, result.row
 
     def _traced(self, halted: Any, number: Any, *args: Any) -> StepResult:
-        step = Step(self, [StepTrace(self)])
+        step = Step(self, [ReplicaStep(self)])
         with step:
-            outputs = step.run(args)
-        step.inspect()
-        step.here().measure(outputs)
-        self.places = step.places
-        return step.decide(outputs, halted, number)
+            body = step.run(args)
+        (body,) = self._inspected(step, [body])
+        return step.decide(body.outputs, [step.here().measure(body)], halted, number)
+
+    def _inspected(self, step: Step, bodies: Sequence[Body]) -> list[Body]:
+        self.has_hidden_state = step.graph is not None and has_hidden_state(step.graph)
+        return step.inspect(bodies)
 
     # For the host, between two runs
 
@@ -113,7 +125,7 @@ class Transaction(TracedStep):
         return self.reports.take(self.given)
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        return self.reports.verdicts(start, end)
+        return self.rows.verdicts(start, end)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         copies = [getattr(v.value, "values", (v.value,)) for v in variables]  # one per replica
@@ -121,15 +133,10 @@ class Transaction(TracedStep):
         self.learned = replace(self.learned, tolerated=self.learned.tolerated | tolerated)
 
     def resume(self) -> None:
-        self.reports.resume()
-
-    @property
-    def has_hidden_state(self) -> bool:
-        """Whether the graph has operations with a generator of their own, or that call the host."""
-        return self.hidden
+        self.rows.resume()
 
     def recount(self, step: int) -> None:
-        self.reports.recount(step)
+        self.rows.recount(step)
 
     def trace(self, spec: Any) -> None:
         """Trace the step for arguments like this, without running it."""
@@ -137,7 +144,16 @@ class Transaction(TracedStep):
 
     # For the next trace, and the next fit
 
-    def inherit(self, other: TracedStep) -> None:
+    def learn(self, found: Retrace) -> None:
+        """Use what a trace has found in the next one."""
+        known = self.learned
+        self.learned = replace(
+            known,
+            keeps_undo=known.keeps_undo or found.keeps_undo,
+            untracked={**known.untracked, **found.untracked},
+        )
+
+    def inherit(self, other: Transaction) -> None:
         """Start with the findings of another transaction for the same body."""
         self.learned = other.learned
 
@@ -175,19 +191,23 @@ class MirroredTransaction(Transaction):
 
     def execute(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
-        begun = merge(lambda strategy: self.reports.begin())
+        begun = merge(lambda strategy: self.rows.begin())
         step = merge(lambda strategy: _MirroredStep(self, strategy).__enter__())
-        outputs = step.run(args)
-        merge(lambda strategy: step.inspect())
-        step.here().measure(outputs)
 
-        def end(strategy: Any) -> Any:
-            result = step.decide(None, *begun)
-            whole = tf.nest.map_structure(_whole, *(trace.args for trace in step.traces))
-            self.reports.end(result, step.places, whole, self.refuse)
+        def inspected(strategy: Any, body: Any) -> list[Body]:
+            return self._inspected(step, strategy.experimental_local_results(body))
+
+        bodies = merge(inspected, args=(step.run(args),))
+        own = bodies[step.number()]
+
+        def end(strategy: Any, measured: Any) -> Any:
+            result = step.decide(None, strategy.experimental_local_results(measured), *begun)
+            whole = tf.nest.map_structure(_whole, *(body.args for body in bodies))
+            self.rows.end(result.row, self.refuse)
+            self.reports.add(result, whole)
             return result.row
 
-        return outputs, merge(end)
+        return own.outputs, merge(end, args=(step.here().measure(own),))
 
     def trace(self, spec: Any) -> None:
         run = self.model.distribute_strategy.run
@@ -195,8 +215,8 @@ class MirroredTransaction(Transaction):
         traced.get_concrete_function(spec)
 
 
-class _ReplicaTrace(StepTrace):
-    """The part of one replica in a step.
+class _MirroredReplica(ReplicaStep):
+    """One of several replicas in a step.
 
     Args:
         transaction: the step.
@@ -213,16 +233,16 @@ class _ReplicaTrace(StepTrace):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
-    def measure(self, outputs: Any) -> None:
+    def measure(self, body: Body) -> Measured:
         """Sum up its part of the step.
 
         Keras averages logs; losses are made to be added up. The sum of squares of the gradients is
         at least that of their sums over the replicas.
         """
-        super().measure(outputs)
-        count = self.strategy.num_replicas_in_sync
-        loss = self.sums.loss if self.seen.losses else self.sums.loss / count
-        self.sums = self.sums._replace(loss=loss, gradients=self.sums.gradients * count)
+        measured, count = super().measure(body), self.strategy.num_replicas_in_sync
+        sums = measured.sums
+        loss = sums.loss if body.seen.losses else sums.loss / count
+        return replace(measured, sums=sums._replace(loss=loss, gradients=sums.gradients * count))
 
 
 class _MirroredStep(Step):
@@ -232,33 +252,36 @@ class _MirroredStep(Step):
 
     def __init__(self, transaction: TracedStep, strategy: Any):
         numbers = range(strategy.num_replicas_in_sync)
-        super().__init__(transaction, [_ReplicaTrace(transaction, strategy, n) for n in numbers])
+        super().__init__(transaction, [_MirroredReplica(transaction, strategy, n) for n in numbers])
         self.strategy = strategy
 
-    def run(self, args: Sequence[Any]) -> Any:
+    def run(self, args: Sequence[Any]) -> Body:
         try:
             return super().run(args)
         except BaseException:
             self.__exit__()
             raise
 
-    def inspect(self) -> None:
+    def inspect(self, bodies: Sequence[Body]) -> list[Body]:
         self.__exit__()
-        super().inspect()
+        return super().inspect(bodies)
 
-    def here(self) -> StepTrace:
+    def number(self) -> int:
+        """Return the number of the calling replica."""
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return self.traces[int(tf.get_static_value(number))]
+        return int(tf.get_static_value(number))
 
-    def each(self, function: Callable[[StepTrace], Any]) -> list[Any]:
+    def here(self) -> ReplicaStep:
+        return self.replicas[self.number()]
+
+    def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
         results: dict[int, Any] = {}
 
         def call() -> None:
-            trace = self.here()
-            results[self.traces.index(trace)] = function(trace)
+            results[self.number()] = function(values[self.number()])
 
         self.strategy.extended.call_for_each_replica(call)
-        return [results[number] for number in range(len(self.traces))]
+        return [results[number] for number in range(len(values))]
 
 
 def _whole(*parts: Any) -> Any:

@@ -64,9 +64,11 @@ def run(records: Iterable[Update], optimizers: Iterable[Any], products: Mapping[
                     real = getattr(optimizer, name)
                     overrides.set(optimizer, name, _assigning(real, name, divides))
         for record in records:
-            if products:  # then all gradients have to be of one graph
-                record.grads = [g if g is None else _own(g, products) for g in record.grads]
-            record.run()
+            # If some are multiplied again, all gradients have to be of one graph.
+            if products:
+                record.run([g if g is None else _own(g, products) for g in record.grads])
+            else:
+                record.run()
 
 
 def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any]:

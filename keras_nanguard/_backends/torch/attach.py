@@ -50,7 +50,7 @@ class ModelAttachment(attach.Attachment):
         super().detach()
 
     def _build(self) -> None:
-        model, run, old = self.model, self.run, self.run.transaction
+        model, run, old = self.model, self.run, self.transaction
         transaction = step.Transaction(
             self.body,
             run,
@@ -61,20 +61,20 @@ class ModelAttachment(attach.Attachment):
         )
         if isinstance(old, step.Transaction):
             transaction.inherit(old)
-        run.access, run.transaction = self, transaction
+        self.transaction = transaction
         with self._guarded_step():
             self._function = self._made_by_keras(jit_compile=False)
         model.train_function = self.run_execution
 
     def _made(self) -> Any:
-        return self.run.transaction.compiled
+        return self.transaction.compiled
 
     def _guarded_step(self) -> Overrides:
         """Override the `train_step` of the model. Keras reads it when it creates its train
         function, before Keras 3.16 at each execution.
         """
         overrides = Overrides()
-        overrides.set(self.model, "train_step", self.run.transaction)
+        overrides.set(self.model, "train_step", self.transaction)
         return overrides
 
     can_run_again = True
@@ -83,7 +83,7 @@ class ModelAttachment(attach.Attachment):
         return self._execute(list(args))[1]
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        transaction = self.run.transaction
+        transaction = self.transaction
         before = transaction.learned.steps
         with self._guarded_step():
             logs = self._function(data)
@@ -125,5 +125,5 @@ class LoopStep(attach.LoopStep):
         )
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        outputs = self.run.transaction(args, kwargs)
-        return outputs, self.run.transaction.verdict
+        outputs = self.transaction(args, kwargs)
+        return outputs, self.transaction.verdict

@@ -55,7 +55,7 @@ def test_no_step_waits(order):
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
     ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
     assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored | layers
-    assert guard.session.run.transaction._program._cache_size() <= 1, "steps are compiled once"
+    assert guard.session.run.access.transaction._program._cache_size() <= 1, "steps are compiled once"
 
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
@@ -129,7 +129,7 @@ def test_the_same_without_the_bad_batches(where, steps):
     assert run.steps == [*bad, *(whole + n for n in bad)]
     assert [(i.epoch, i.batch) for i in run.guard.incidents] == [(e, n) for e in (0, 1) for n in bad]
     assert run.guard.session.run.step == 2 * whole and run.guard.session.run.counts.refused == 2 * len(bad)
-    assert run.guard.session.run.transaction._program._cache_size() <= 1
+    assert run.guard.session.run.access.transaction._program._cache_size() <= 1
 
 
 ACTIONS = {

@@ -74,7 +74,7 @@ def network(optimizer, **mode):
 def test_written_over(recwarn, optimizer):
     """A step that overwrites its state refuses without a trace, for any optimizer."""
     runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=3), tolerance=1e-5)
-    assert not any(run.guard.session.run.transaction.learned.keeps_undo for run in runs)
+    assert not any(run.guard.session.run.access.transaction.learned.keeps_undo for run in runs)
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -290,7 +290,7 @@ def test_own_step(kind):
     """A custom train step is the same transaction; if it uses updated variables, this is detected.
     """
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    assert bad.guard.session.run.transaction.learned.keeps_undo == STEPS[kind]
+    assert bad.guard.session.run.access.transaction.learned.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -393,7 +393,7 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
-        step, (batch,) = explain_step.step_of(guard.session.run), guard.session.run.transaction.given
+        step, (batch,) = explain_step.step_of(guard.session.run), guard.session.run.access.transaction.given
         loss = step.rerun((batch,)).loss
         bad = step.rerun(((batch[0] * np.nan, batch[1]),))
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
@@ -417,7 +417,7 @@ def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
             rate.lower(0.5, 0.0, 0.0)
             session.run.access.rebuild()
             return
-        step, args = session.run.transaction, session.run.transaction.given
+        step, args = session.run.access.transaction, session.run.access.transaction.given
         moved = [step.judged(*args).weights]
         rate.lower(1e-3, 0.0, 0.0)
         moved.append(step.judged(*args).weights)
@@ -579,10 +579,10 @@ def test_loop_that_is_compiled_again():
         step, state = guard.step(jax.jit(loop.step)), loop.state
         for batch in batches((4,)):
             _, state = step(state, *batch)
-            before = session.run.transaction
+            before = session.run.access.transaction
             before.learned = replace(before.learned, tolerated=before.learned.tolerated | {session.run.step})
             session.run.access.rebuild()
-            assert session.run.transaction is not before and session.run.transaction.learned.tolerated == set(range(1, session.run.step + 1))
+            assert session.run.access.transaction is not before and session.run.access.transaction.learned.tolerated == set(range(1, session.run.step + 1))
     assert [i.step for i in guard.incidents] == [4]
 
 

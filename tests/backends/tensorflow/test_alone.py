@@ -475,7 +475,8 @@ def test_a_step_that_makes_nothing():
         try:
             _, verdict = read(execute(batches(SPOILT, [0])[0]))
             break
-        except Retrace:
+        except Retrace as found:
+            transaction.learn(found)
             execute = execution(transaction)
     assert verdict.refused and len(transaction.learned.untracked) == 1
     same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)

@@ -336,7 +336,7 @@ def test_bad_batches_leave_nothing_behind(name, mode):
     assert [incident.step for incident in guard.incidents] == [*BAD, *(BATCHES + step for step in BAD)]
     same(state, plain)
     if mode == "graph":
-        assert guard.session.run.transaction.learned.keeps_undo == (name in KEEPS_OLD_VALUES)
+        assert guard.session.run.access.transaction.learned.keeps_undo == (name in KEEPS_OLD_VALUES)
     if name == "writes a table":  # said among the limits
         assert int(model.table.lookup(tf.constant(1, tf.int64))) == 2 * BATCHES
 

@@ -27,7 +27,7 @@ def test_the_class_is_changed_once_for_a_fit():
     again = zoo.After(lambda model: during.add(VARIABLE._direct_assign), 4)
     run = zoo.run(zoo.plain, zoo.regression(), guard=True, epochs=1, callbacks=[seen, again])
     assert len(during) == 1 and before not in during and VARIABLE._direct_assign is before
-    reference = weakref.ref(run.guard.session.run.transaction)
+    reference = weakref.ref(run.guard.session.run.access.transaction)
     assert reference() is not None
     del run
     gc.collect()

@@ -675,3 +675,30 @@ def test_keras_runs_another_step(monkeypatch):
     monkeypatch.setattr(keras.Model, "make_train_function", bypassing)
     with pytest.raises(GuardError, match="Keras to run the guarded step"):
         zoo.run(zoo.plain, zoo.regression(), guard="undiagnosed", epochs=1)
+
+
+def test_two_steps_in_one_loop():
+    """Each call runs its own function, and a refusal is of the one that was called."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = NanGuard(verbose=0, diagnose=False)
+
+    def towards(target):
+        def step(x):
+            optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return guard.step(step)
+
+    x = torch.ones((4, 3))
+    with guard.watch(model, optimizer):
+        first, second = towards(1.0), towards(3.0)
+        losses = [step(x).item() for step in (first, second, first)]
+        first(x * float("nan"))
+        assert guard.refused and not np.isnan(np.array(model.get_weights()[0])).any()
+        second(x)
+    np.testing.assert_allclose(losses, [1.0, (0.8 - 3.0) ** 2, (2.56 - 1.0) ** 2], rtol=1e-5)
+    assert not guard.refused and [incident.step for incident in guard.incidents] == [3]

@@ -1,0 +1,158 @@
+"""The order of events in one execution of a guarded train function: common code of all backends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import keras
+
+from keras_nanguard._backends.interface import Run, Session, StateAccess
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._keras import variables as keras_variables
+
+Result = TypeVar("Result")
+
+
+class GuardedExecution(StateAccess):
+    """Runs a model's train function with the tasks of the host around it. A backend implements how
+    its steps run.
+
+    Args:
+        model: a compiled model.
+        session: the host side, which is `_fit.session.Session`.
+
+    Attributes:
+        state: `"attached"` during a call of Keras, `"lasting"` for a model that is always guarded,
+            else `"free"`.
+        body: the train step of the model, without the transaction.
+        in_use: whether the call of Keras is still running.
+    """
+
+    END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
+    """What an execution raises if there is no batch."""
+
+    LOGS_RESTORED = False
+    """Whether a refused step returns the logs of the restored metrics, not those that it
+    computed.
+    """
+
+    def __init__(self, model: Any, session: Session):
+        super().__init__()
+        self.model, self.session, self.run = model, session, session.run
+        self.state: Literal["free", "attached", "lasting"] = "free"
+        self.in_use: Callable[..., bool] = lambda strictly=False: True
+        self.body: Any = None
+        self._ignored = 0  # steps since the policy has ended training
+        self._keepable = True
+        """Whether the next fit may use the step: nothing that is built into it was changed."""
+
+    def detach(self) -> None:
+        """Restore the model's own methods; may be called any number of times."""
+        raise NotImplementedError
+
+    @property
+    def _stock(self) -> bool:
+        """Whether the train step is Keras' own."""
+        return getattr(self.body, "__func__", None) is keras.Model.train_step
+
+    def run_execution(self, *args: Any) -> Any:
+        """Replacement for the train function: one execution, including its exceptions."""
+        try:
+            return self._call(*args)
+        except self.END_OF_DATA:
+            raise
+        except BaseException as error:
+            self._keepable = False
+            self._clean_up(error)
+            raise
+
+    def _clean_up(self, error: BaseException) -> None:
+        """Release the model after an error. Errors in this do not replace the first one."""
+        with contextlib.suppress(Exception):
+            self._rescue()
+        with contextlib.suppress(Exception):
+            self.session.note_error(error)
+        with contextlib.suppress(Exception):
+            self.detach()
+
+    def _call(self, *args: Any) -> Any:
+        """Run guarded steps, with the arguments and results of Keras' train function."""
+        return self.run_guarded(*args)
+
+    def run_guarded(self, data: Any) -> Any:
+        """Run the step with the tasks of the host before and after it; return the logs."""
+        session = self.session
+        if not session.nothing_pending:
+            self._before_step(data)
+            if self._skips(data):
+                return self._shown()
+            if self.run.stopped:
+                self._say_without_effect()
+                return self._without_effect(data)
+        logs, verdict = self._execute(data)
+        session.after(verdict)
+        return session.logs_for_callbacks(
+            logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED
+        )
+
+    def _before_step(self, data: Any) -> None:
+        """Run the tasks of the host that are due before a step on this data."""
+        self.session.before()
+
+    def _skips(self, data: Any) -> bool:
+        """Skip the batches of this data, if batches are to be skipped."""
+        return bool(self.session.skips_batches(iter(data), self.model.steps_per_execution))
+
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+        """Run the step; return its logs and its verdict, or that of the last of several."""
+        raise NotImplementedError
+
+    def _shown(self) -> Any:
+        """Return the logs of the last step, or those of fresh metrics."""
+        if self.session.logs.shown is None:
+            self.sync_variables()
+            self.session.logs_for_callbacks(self.model.get_metrics_result())
+        return self.session.logs.shown
+
+    def _say_without_effect(self) -> None:
+        """Count a step after the end of training, and tell a loop that does not end."""
+        self._ignored += 1
+        lasting = self.state == "lasting"
+        if lasting or not self.in_use(strictly=True):  # else Keras ends its own loop
+            say_without_effect(self.run, self._ignored, "model.nanguard" if lasting else "guard")
+
+    def _without_effect(self, data: Any) -> Any:
+        """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
+        are those of the last step before, if there was one.
+        """
+        undone(self.run, lambda: self._execute(data))
+        return self._shown()
+
+    def _rescue(self) -> None:
+        """Write the last available state into the variables, after a step has raised."""
+
+
+def say_without_effect(run: Run, steps: int, whose: str) -> None:
+    """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
+    if str(steps).strip("0") == "1":
+        words = "1 step" if steps == 1 else f"{steps} steps"
+        run.say(
+            f"NanGuard: training has ended, so {words} since then had no effect. End the loop"
+            f" if {whose}.stopped is true."
+        )
+
+
+def undone(run: Run, execute: Callable[[], Result]) -> Result:
+    """Run a step, restore every variable that it may write, drop the reports of it, and return its
+    result.
+    """
+    variables = run.train_state().written_by_calls
+    restores = [keras_variables.restorer(variable) for variable in variables]
+    result = execute()
+    created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
+    keras_variables.finish([*restores, *created])
+    run.access.transaction.take_reports()
+    return result
