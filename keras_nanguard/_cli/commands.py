@@ -347,7 +347,7 @@ def _compared(given: argparse.Namespace) -> int:
             output.say(f"keras-nanguard: skipped {one_line(error)}", sys.stderr)
     if not runs:
         raise problems[0]
-    if given.output and Path(given.output).suffix != ".html":
+    if given.output and Path(given.output).suffix.lower() != ".html":
         what, remedy = "a path that ends in .html", "Write one report a run, or .html."
         raise GuardError(expected(f"{what} for several runs", f"-o {given.output}", remedy))
     if given.output:

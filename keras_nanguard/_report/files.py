@@ -110,7 +110,7 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
     name, path = os.fspath(path), Path(path)
     if path.is_dir():
         return replace(_of_folder(path), directory=path, name=name)
-    if path.suffix == _SQLITE:
+    if path.suffix.lower() == _SQLITE:
         return replace(_of_recording(path), name=name)
     if path.suffix.lower() == ".html" and path.is_file():
         remedy = f"Open it in a browser. {_REMEDY}"

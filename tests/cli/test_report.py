@@ -34,6 +34,16 @@ def test_round_trip(tmp_path, ending):
     assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
 
 
+def test_endings_in_any_case(tmp_path, capsys):
+    """A recording is read, and several runs are compared as HTML, whatever the case of the ending.
+    """
+    written(tmp_path, synthetic())
+    path = (tmp_path / database.NAME).rename(tmp_path / "run.SQLITE")
+    assert files.read(path).recording is not None
+    main(["report", str(path), str(path), "-o", str(tmp_path / "ALL.HTML")])
+    assert "<html" in (tmp_path / "ALL.HTML").read_text()
+
+
 def test_folder_of_bundles(tmp_path):
     for incident in INCIDENTS:
         folder = tmp_path / f"incident-{incident.step}"
