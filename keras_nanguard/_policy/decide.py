@@ -143,7 +143,7 @@ def _is_bad_state(incident: Incident) -> bool:
 def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
     """Return the current stage of the escalation."""
     steps = state.consecutive if is_of_data(incident) else state.climb
-    place = min(steps, len(policy.escalation)) - 1
+    place = min(max(steps, 1), len(policy.escalation)) - 1  # 0: the same step had bad data, too
     rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
     nothing_committed = incident.committed == 0
     actions = tuple(

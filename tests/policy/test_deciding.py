@@ -159,6 +159,15 @@ def test_an_escalation_of_fewer_stages_stays_at_its_last():
     assert done[:5] == [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]]
 
 
+def test_a_second_incident_of_a_step_begins_the_escalation():
+    """A step whose batch was bad is no stage of the escalation. If the same step is bad for another
+    reason too, the first stage applies, not the last one.
+    """
+    policy = Policy.load(escalation=["warn", "stop"], rules=[])
+    ofdata = bad(50, site="inputs")
+    assert run(policy, [ofdata, bad(50)])[0][1] == ["warn", "skip"]
+
+
 def test_a_stage_that_changed_nothing_is_not_repeated():
     """A skipped action is omitted until a good step has occurred."""
     policy, state = Policy.load(), PolicyState()
