@@ -154,6 +154,10 @@ class NanGuard(keras.callbacks.Callback):
         """The incidents so far, in order of time."""
         return self._log.incidents
 
+    @incidents.setter
+    def incidents(self, incidents: list[Incident]) -> None:
+        self._log.incidents = incidents
+
     @property
     def verbose(self) -> int:
         """How much is printed: 0, 1 or 2."""

@@ -207,3 +207,12 @@ def test_policy_of_a_loaded_model(tmp_path):
     assert len(used.incidents) >= 1 and used.session is not None
     model.nanguard_policy = "recover"
     assert model.nanguard is used, "with what it has seen"
+
+
+def test_incidents_can_be_set():
+    """A user may begin a new list of incidents; the guard adds to it."""
+    guard = NanGuard(verbose=0, diagnose=False)
+    for _ in range(2):
+        guard.incidents = mine = []
+        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+        assert guard.incidents is mine and [i.step for i in mine] == [5]
