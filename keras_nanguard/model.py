@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import keras
@@ -24,6 +25,15 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         or (len(args) == 1 and "outputs" in kwargs)
         or ("inputs" in kwargs and "outputs" in kwargs)
     )
+
+
+def _place_of_callbacks(fit: Any) -> int:
+    """Return the place of `callbacks` among the positional arguments of a `fit`, which may be that
+    of another base class; a place behind all others if it has none.
+    """
+    parameters = inspect.signature(fit).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return names.index("callbacks") if "callbacks" in names else sys.maxsize
 
 
 @functools.cache
@@ -128,8 +138,9 @@ class NanGuardModel(keras.Model):
         fit.
         """
         guard, self.train_function = self.nanguard, None
-        call = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs)
-        given: Any = call.arguments.get("callbacks")
+        place = _place_of_callbacks(super().fit)
+        by_place = place < len(args)
+        given: Any = args[place] if by_place else kwargs.get("callbacks")
         is_list = isinstance(given, keras.callbacks.CallbackList)
         others = given.callbacks if is_list else keras.tree.flatten(given or [])
         if not any(isinstance(callback, NanGuard) for callback in others):
@@ -138,9 +149,11 @@ class NanGuardModel(keras.Model):
             if is_list:
                 given.append(guard)
                 given.set_model(self)
+            elif by_place:
+                args = (*args[:place], [guard, *others], *args[place + 1 :])
             else:
-                call.arguments["callbacks"] = [guard, *others]
-        return super().fit(*call.args[1:], **call.kwargs)
+                kwargs["callbacks"] = [guard, *others]
+        return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""
