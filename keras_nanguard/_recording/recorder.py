@@ -57,9 +57,11 @@ class RateColumn:
         self._last: tuple[int, float] | None = None
         self._epoch: int | None = None
 
-    def begin_fit(self) -> None:
-        """Forget the reading of the last fit."""
+    def begin_fit(self, end: int) -> None:
+        """Forget the reading of the last fit. The next step will have the `id` `end`."""
         self._last = None
+        if self._epoch is not None:
+            self._epoch = end
 
     def begin_epoch(self, end: int) -> None:
         """Note that the next step, which will have the `id` `end`, begins an epoch."""
@@ -228,7 +230,7 @@ class Recorder:
             if path is not None:
                 self._open(path)
             self.base = first_of_fit(self._steps, self.base, resumed)
-            self._rates.begin_fit()
+            self._rates.begin_fit(self._memory.end)
             self._scaled, self._running = scaled, True
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             kind: EventKind = "begin"
@@ -350,7 +352,8 @@ class Recorder:
     @property
     def _steps(self) -> int:
         """The number of steps of all fits so far that have been recorded."""
-        return int(self._memory.one("SELECT coalesce(max(step) + 1, 0) FROM steps"))
+        query = f"SELECT coalesce(max(step) + 1, 0) FROM steps WHERE status != {SKIPPED}"
+        return int(self._memory.one(query))
 
     def _work(self, now: float) -> None:
         """Put new steps into the database, and everything new into the file."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, Recording
 
 QUIET = {"verbose": 0, "diagnose": False}
 
@@ -40,3 +41,14 @@ def test_first_epoch_is_another_one():
     norms = [steps["gradient_norm"][steps["epoch"] == epoch].mean() for epoch in (2, 3)]
     assert history["nanguard/grad_norm"] == pytest.approx(norms)
     assert [event.epoch for event in guard.recording.events] == [2, 2, 3, 3]
+
+
+def test_rates_of_an_earlier_process(tmp_path):
+    """A run in a directory with an earlier one leaves the rates of the earlier one."""
+    data = zoo.regression()
+    for rate in (0.02, 0.01):
+        guard = NanGuard(directory=tmp_path, **QUIET)
+        zoo.plain(keras.optimizers.SGD(rate)).fit(*data.all, batch_size=zoo.BATCH, epochs=2, verbose=0, callbacks=[guard])
+    expected = np.float32([0.02] * 24 + [0.01] * 24)
+    for recording in (guard.recording, Recording.read(tmp_path)):
+        np.testing.assert_array_equal(recording.steps["learning_rate"], expected)

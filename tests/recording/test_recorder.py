@@ -90,6 +90,16 @@ class TestSteps:
             made.push(step, 1.0, 1.0, 1.0)
         assert len(made.recording) == run_of(made.recording).totals.steps == total
 
+    def test_batches_that_are_skipped_at_the_end_of_a_fit(self):
+        """The next fit begins with the number of the next step."""
+        made = recorder()
+        made.push(0, 1.0, 1.0, 1.0)
+        made.skip(1, 0, 1)
+        made.end("finished", 1, 0)
+        made.begin({}, scaled=True, path=None)
+        made.push(0, 1.0, 1.0, 1.0)
+        assert made.base == 1 and run_of(made.recording).totals.steps == 2
+
 
 class TestRecorder:
 
