@@ -7,7 +7,6 @@ report. The texts for each cause are in `_core/causes.toml`. Pure functions from
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -110,7 +109,8 @@ def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
     blamed = diagnosis is not None and diagnosis.culprit.endswith("/learning_rate")
     if blamed or "pole" in values:
         at = f" at iteration {values['pole']:.0f}" if "pole" in values else ""
-        return f"the learning rate was {values.get('learning_rate', math.nan):.3g}{at}"
+        rate = values.get("learning_rate")  # a custom function is not read
+        return f"the learning rate was {'out of range' if rate is None else f'{rate:.3g}'}{at}"
     pattern = CAUSE_WORDS[diagnosis.cause].get("reason") if diagnosis is not None else None
     if diagnosis is None or pattern is None:
         return _finding(first) if first is not None else "incident"

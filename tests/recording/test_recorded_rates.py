@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import math
+import traceback
+
 import keras
 import numpy as np
 import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, Recording
+from keras_nanguard._keras import optimizers
 
 QUIET = {"verbose": 0, "diagnose": False}
 
@@ -52,3 +56,52 @@ def test_rates_of_an_earlier_process(tmp_path):
     expected = np.float32([0.02] * 24 + [0.01] * 24)
     for recording in (guard.recording, Recording.read(tmp_path)):
         np.testing.assert_array_equal(recording.steps["learning_rate"], expected)
+
+
+def read_by_guard():
+    """Whether the guard reads a rate now, and not a step of Keras."""
+    return any(frame.filename == optimizers.__file__ for frame in traceback.extract_stack())
+
+
+def train(rate, guard):
+    """Train with a bad last batch."""
+    data = zoo.poison(zoo.regression(), zoo.BATCHES - 1)
+    eager = keras.backend.backend() != "jax"
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(rate), run_eagerly=eager), data, guard=guard, epochs=1)
+
+
+def test_a_custom_function_is_not_read():
+    """It may count its calls, so only the steps call it (and a diagnosis, which needs its value).
+    """
+    reads = []
+
+    def rate():
+        if read_by_guard():
+            reads.append("".join(traceback.format_stack()))
+        return 0.01
+
+    guard = NanGuard(**QUIET)
+    train(rate, guard)
+    assert len(guard.incidents) == 1 and reads == []
+
+
+def test_a_schedule_that_raises_outside_of_a_step():
+    """It does not end training, and the incident has no rate."""
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            if read_by_guard():
+                raise RuntimeError("no rate")
+            return 0.01
+
+    guard = NanGuard(**QUIET)
+    train(Schedule(), guard)
+    (incident,) = guard.incidents
+    assert incident.refused and "learning_rate" not in incident.values
+
+
+def test_a_custom_function_that_is_to_blame(capsys):
+    """The line of its incident has no number, because the incident has none."""
+    train(lambda: math.inf, NanGuard())
+    lines = capsys.readouterr().out.splitlines()
+    assert "the learning rate was out of range" in lines[0] and "nan." not in lines[0], lines
