@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from keras_nanguard._recording.database import (
     insert,
     rows_of,
 )
-from keras_nanguard._recording.recording import BadSample, EventKind, Recording, from_rows
-from keras_nanguard._recording.writer import RecordingFile, unwritten
+from keras_nanguard._recording.recording import BadSample, EventKind, Recording, from_rows, read
+from keras_nanguard._recording.writer import RecordingFile, is_nonempty
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -104,6 +105,39 @@ def first_of_fit(recorded: int, base: int, resumed: int | None) -> int:
     return recorded if resumed is None else min(base + resumed, recorded)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a fit continues: the recording of earlier fits.
+
+    Attributes:
+        memory: the recording.
+        base: the first step of its last fit.
+        since: the first step of its last run, which may consist of several resumed fits.
+        samples: its bad samples, as in `Recorder`.
+    """
+
+    memory: Memory
+    base: int
+    since: int
+    samples: dict[tuple[str, str], BadSample]
+
+    @classmethod
+    def of_file(cls, path: Path, memory: Memory) -> Beginning:
+        """Return the recording of an earlier process in a file, with the facts that `memory` has
+        about the current one.
+
+        Raises:
+            GuardError: if the file is not a recording, or cannot be read.
+            MemoryError: if it is too large.
+        """
+        earlier, rows = read(path)
+        kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
+        meta = [*rows_of(memory.connection)["meta"], *kept]
+        base, since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
+        return cls(Memory({**rows, "meta": meta}), base, since, samples)
+
+
 class Recorder:
     """The recording of all fits of one guard, during the run. Steps are counted across fits.
 
@@ -122,22 +156,20 @@ class Recorder:
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._scaled = False
         self._rates, self._due = RateColumn(), 0.0
-        self._file = RecordingFile(self.end_with_process)
-        self._problem = self._reported = ""
+        self._file, self._reported = RecordingFile(), ""
         self._lock = threading.RLock()
         self._running = False
         self.note(format=FORMAT, status="running")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle: everything recorded, without the file."""
+        """Return the state of a copy or a pickle: everything recorded. Its file is not open."""
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            return {**vars(self), "_lock": None, "_now": None, "_file": None, "_memory": rows}
+            return {**vars(self), "_lock": None, "_now": None, "_memory": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {"_lock": threading.RLock(), "_now": time.time}
-        own |= {"_file": RecordingFile(self.end_with_process), "_memory": Memory(state["_memory"])}
+        own = {"_lock": threading.RLock(), "_now": time.time, "_memory": Memory(state["_memory"])}
         self.__dict__ |= {**state, **own}
 
     # Steps
@@ -227,9 +259,11 @@ class Recorder:
         """
         with self._lock:
             self._fold()
+            found = Beginning(self._memory, self.base, self._since, self.samples)
             if path is not None:
-                self._open(path)
-            self.base = first_of_fit(self._steps, self.base, resumed)
+                found = self._open(path, found)
+            self._memory, self._since, self.samples = found.memory, found.since, found.samples
+            self.base = first_of_fit(self._steps, found.base, resumed)
             self._rates.begin_fit(self._memory.end)
             self._scaled, self._running = scaled, True
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
@@ -245,18 +279,17 @@ class Recorder:
             self.event(kind, 0, epoch, data={"base": self.base})
             self._write()
 
-    def _open(self, path: Path) -> None:
-        """Begin to write to a file, and continue the recording that an earlier process has written
-        there."""
-        found = self._file.open(path, self._memory)
-        if found is None:
-            return
-        earlier, rows = found
-        noted = rows_of(self._memory.connection)["meta"]
-        kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
-        self._memory = Memory({**rows, "meta": [*noted, *kept]})
-        self.base, self._since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
-        self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
+    def _open(self, path: Path, found: Beginning) -> Beginning:
+        """Begin to write to a file. Return what the fit continues: what an earlier process has
+        recorded there, if nothing is recorded yet. An error ends the writing, not training."""
+        try:
+            if not found.memory.end and is_nonempty(path):
+                found = Beginning.of_file(path, found.memory)
+                self._file.take_over(path)
+            self._file.open(path, found.memory, self.end_with_process)
+        except Exception as error:  # noqa: BLE001  such as no memory
+            self._file.give_up(error)
+        return found
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
@@ -305,7 +338,6 @@ class Recorder:
             self._running = False
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
-            self._fold()
             self._write()
         self._file.close()
 
@@ -318,7 +350,7 @@ class Recorder:
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        found = self._problem or self._file.problem
+        found = self._file.problem
         if found == self._reported:
             return ""
         self._reported = found or self._reported
@@ -356,21 +388,25 @@ class Recorder:
         return int(self._memory.one(query))
 
     def _work(self, now: float) -> None:
-        """Put new steps into the database, and everything new into the file."""
+        """Do what is done about once a second."""
         with self._lock:
             self._due = now + INTERVAL
-            try:
-                self._fold()
-            except Exception as error:  # noqa: BLE001  such as no memory: training continues
-                self._problem = unwritten(error)
-                return
-            if self._file.ready:
-                self._write()
+            self._write(always=False)
 
-    def _write(self) -> None:
-        """Have everything new written to the file."""
-        self.note(written=self._now())
-        self._file.write(self._memory)
+    def _write(self, always: bool = True) -> None:
+        """Put the pending steps into the database, and everything new into the file. An error ends
+        the writing, not training.
+
+        Args:
+            always: whether to write also if the file still writes the last changes.
+        """
+        try:
+            self._fold()
+            if always or self._file.ready:
+                self.note(written=self._now())
+                self._file.write(self._memory)
+        except Exception as error:  # noqa: BLE001  such as no memory
+            self._file.give_up(error)
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:

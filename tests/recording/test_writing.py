@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
 import sqlite3
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +18,8 @@ from support import recordings, zoo
 from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
+from keras_nanguard._recording import recorder as recording_module
+from keras_nanguard._recording.database import Memory
 
 zoo.once()
 
@@ -58,6 +64,95 @@ def test_a_lack_of_memory_is_told_after_the_fit(tmp_path, monkeypatch):
         made._work(0.0)
     made.end("finished", 0, 0)
     assert "MemoryError" in made.problem()
+
+
+def fails(*args, **kwargs):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("method", ["note", "_fold"])
+def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
+    """The step goes on, the reason is told once, and nothing is written until the next fit. That one
+    writes everything that is in memory, and tells new reasons.
+    """
+    made = begun(tmp_path)
+    push(made, 3)
+    assert flushed(made)
+    with monkeypatch.context() as short:
+        short.setattr(made, method, fails)
+        made._due = 0.0
+        made.push(3, 1.0, 1.0, 1.0)
+    assert made.problem() == "recording.sqlite is not written: MemoryError" and made.problem() == ""
+    push(made, 3, 4)
+    made.end("finished", 7, 0)
+    assert len(made.recording) == 7 and len(Recording.read(tmp_path)) == 3
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    assert flushed(made)
+    same(made.recording, Recording.read(tmp_path))
+    with monkeypatch.context() as other:
+        other.setattr(Memory, "unwritten", lambda self: 1 / 0)
+        made._due = 0.0
+        made.push(5, 1.0, 1.0, 1.0)
+    assert made.problem() == "recording.sqlite is not written: division by zero"
+    push(made, 3, 6)
+    made.end("finished", 9, 0)
+    assert len(Recording.read(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("what", ["Memory", "Writer"])
+def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, what):
+    """Without the memory for an earlier recording, or a thread, the run goes on, and the recording in
+    the file stays, in later fits as well.
+    """
+    first = begun(tmp_path)
+    push(first, 10)
+    first.end("finished", 10, 0)
+    made = Recorder()
+    with monkeypatch.context() as short:
+        place = recording_module if what == "Memory" else sys.modules[File.__module__]
+        short.setattr(place, what, fails)
+        made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() == "recording.sqlite is not written: MemoryError"
+    same(first.recording, Recording.read(tmp_path))
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    if what == "Memory":
+        assert "use one directory per run" in made.problem()
+        same(first.recording, Recording.read(tmp_path))
+    else:
+        assert len(Recording.read(tmp_path)) == 20 and made.problem() == ""
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+def test_a_copy_continues_the_file(tmp_path, how):
+    """A copy of a recorder continues its file, unless another one has written it meanwhile."""
+    made = begun(tmp_path)
+    push(made, 10)
+    made.end("finished", 10, 0)
+    other = how(made)
+    other.begin({}, scaled=True, path=tmp_path / NAME)
+    push(other, 5)
+    other.end("finished", 5, 0)
+    assert other.problem() == "" and len(Recording.read(tmp_path)) == 15
+    same(other.recording, Recording.read(tmp_path))
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    assert "in use by another run" in made.problem() and len(Recording.read(tmp_path)) == 15
+
+
+def test_a_recorder_ends_without_garbage_collection(tmp_path):
+    made = begun(tmp_path)
+    made.end("finished", 0, 0)
+    alive = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_values_of_any_kind(tmp_path):
