@@ -180,12 +180,24 @@ def symbolic_inputs(model: Any) -> list[Any]:
     return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
 
 
+TAKES_IDS = frozenset(
+    {"Embedding", "CategoryEncoding", "IntegerLookup", "StringLookup", "Hashing", "HashedCrossing"}
+)
+"""Layers whose inputs may be ids, although a model casts them to its default dtype."""
+
+
 def takes_floats(model: Any) -> bool:
-    """Whether a model casts all its inputs to a float dtype: integers in them are then numbers, not
-    ids or tokens.
+    """Whether integers in the inputs of a model are numbers, not ids or tokens: it casts all of
+    them to a float dtype, and none of its layers takes ids. A custom layer may take ids.
     """
-    inputs = getattr(model, "inputs", None) or ()
-    return bool(inputs) and all("float" in str(t.dtype) for t in keras.tree.flatten(inputs))
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or ())
+    if not inputs or not all("float" in str(t.dtype) for t in inputs):
+        return False
+    return all(
+        type(layer).__module__.startswith("keras.") and class_of(layer) not in TAKES_IDS
+        for layer in layers_of(model)
+        if layer is not model
+    )
 
 
 def class_of(thing: Any) -> str:

@@ -98,12 +98,13 @@ class ModelAttachment(attach.Attachment):
         )
         if isinstance(self.transaction, Transaction):
             transaction.inherit(self.transaction)
+        if mode.host_takes:  # before Keras makes the function: an injected fault looks at it
+            transaction.take = _taken
         self._overrides.set(self.model, "train_step", transaction)  # which Keras reads
         if not (mode.eager or mode.spread_out):
             self._build_optimizer()
         inner = self._made_by_keras(jit_compile=False)
         if mode.host_takes:
-            transaction.take = _taken
             inner = Direct(transaction, mode.eager)
         return transaction, inner
 

@@ -28,6 +28,9 @@ class Retrace(Exception):
         untracked: variables that it writes and Keras does not track, by key.
     """
 
+    ag_pass_through = True
+    """AutoGraph raises an exception with this attribute as it is, instead of a copy."""
+
     def __init__(self, keeps_undo: bool = False, untracked: Mapping[int, Any] | None = None):
         super().__init__()
         self.keeps_undo, self.untracked = keeps_undo, untracked or {}

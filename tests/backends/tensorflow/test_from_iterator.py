@@ -133,6 +133,39 @@ def test_a_train_function_of_any_number_of_steps(bad):
     assert (counts.committed, counts.refused, counts.step) == (4, 1, 5)
 
 
+def test_a_step_that_depends_on_its_update_with_autograph():
+    """AutoGraph converts a train function of the user's own, and what the guard raises to trace a
+    step again passes through it.
+    """
+
+    class Decays(Traced):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.layers[0].kernel.assign(self.layers[0].kernel * 0.5)
+            return logs
+
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+
+                def run(iterator):
+                    return self.train_step(next(iterator))
+
+                self.train_function = tf.function(run)
+            return self.train_function
+
+    x, y = numbers(16)
+    ended = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        model = Decays()
+        model.compile("sgd", "mse", jit_compile=False)
+        model.build((None, 4))
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+        ended.append(model.get_weights())
+    for one, other in zip(*ended):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_functions_that_run_eagerly():
     """With `tf.config.run_functions_eagerly` the Python code of a step runs in each step, as
     without a guard.
