@@ -103,8 +103,6 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int) -
     context = ActionContext(run, incident, report, replays, _rates(run) if lowers else {})
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
-    if any(one.rebuild for one in done):
-        run.access.rebuild()
     restored = [one.restored for one in done if one.restored is not None]
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
@@ -121,8 +119,11 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
     performer = PERFORMERS[name]
+    undo = context.run.recovery.restorer()
     try:
         done = performer.perform(context, action)
+        if done.rebuild:
+            _rebuild(context.run, undo)
     except StateLostError:
         raise
     except NotDoneError as reason:
@@ -132,6 +133,15 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     if performer.writes in ("parts", "estimates"):
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
+
+
+def _rebuild(run: Run, undo: Callable[[], None]) -> None:
+    """Compile the step again; if that fails, undo what would be built into it."""
+    try:
+        run.access.rebuild()
+    except Exception:
+        undo()
+        raise
 
 
 def _rates(run: Run) -> dict[int, float]:

@@ -73,13 +73,18 @@ class Rate:
         return self._left is None and self._scale is None and self.factor == 1.0
 
     @property
+    def adjustable(self) -> bool:
+        """Whether the compiled step reads the factor."""
+        return self._scale is not None
+
+    @property
     def value(self) -> float:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
 
     def make_adjustable(self) -> bool:
         """Make the compiled step read the factor; return whether it has to be compiled again."""
-        if self.plain or self._scale is not None:
+        if self.plain or self.adjustable:
             return False
         name = "nanguard_rate_factor"
         scale = self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name=name)

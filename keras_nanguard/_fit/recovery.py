@@ -65,6 +65,22 @@ class Recovery:
 
         return restore
 
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that undoes all later changes to rates and settings, for a step that is
+        compiled as now.
+        """
+        restore_rates, settings = self.rates_restorer(), len(self.changed)
+        adjustable = {key for key, rate in self.rates.items() if rate.adjustable}
+
+        def restore() -> None:
+            restore_rates()
+            for key, rate in self.rates.items():
+                if key not in adjustable:
+                    rate.release()
+            self._give_back(settings)
+
+        return restore
+
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
         if id(optimizer) not in self.rates:
@@ -84,6 +100,12 @@ class Recovery:
         """Set an attribute until the fit ends."""
         self.changed.append((target, name, getattr(target, name)))
         setattr(target, name, value)
+
+    def _give_back(self, first: int = 0) -> None:
+        """Set the attributes back that were changed, from the `first` change on."""
+        for target, name, value in reversed(self.changed[first:]):
+            setattr(target, name, value)
+        del self.changed[first:]
 
     def adjustments(self) -> dict[int, Any]:
         """Return the factors that a step multiplies rates by and that are not variables, by `id` of
@@ -165,9 +187,7 @@ class Recovery:
 
     def end(self) -> None:
         """Undo the changes to the optimizers."""
-        for target, name, value in reversed(self.changed):
-            setattr(target, name, value)
-        self.changed.clear()
+        self._give_back()
         for rate in self.rates.values():
             rate.release()
 

@@ -442,6 +442,42 @@ class TestLowerLr:
         assert isinstance(loaded.optimizer._learning_rate, schedules.CosineDecay)
 
 
+class MadeOnce(keras.Sequential):
+    """A model whose train function can be made only while `makes` is true."""
+
+    makes = True
+
+    def make_train_function(self, force=False):
+        self.train_function = None
+        if not self.makes:
+            raise RuntimeError("no memory to compile")
+        return super().make_train_function(force=force)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="the guard makes the step itself")
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("action", [{"lower_lr": {"factor": 0.25}}, {"clip": {"global_clipnorm": 0.25}}])
+def test_a_step_that_cannot_be_compiled_again(action, eager):
+    """The action is skipped with the error, training goes on with the step and the rate of before,
+    and the same action is done at a later incident if the step can be compiled then.
+    """
+    rates = SCHEDULES["CosineDecay"]()
+    model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(rates), loss=lambda y, p: ops.mean(p), run_eagerly=eager)
+    guard, seen = acting(action, "warn"), []
+
+    def allow(model):
+        seen.append((guard.session.run.recovery.rate_factor, guard.session.run.recovery.changed, model.optimizer.global_clipnorm))
+        model.makes = True
+
+    steps = walk(model, guard, 4, 7, callbacks=[At(s3=lambda m: setattr(m, "makes", False), s6=allow)])
+    (name,) = action
+    (_, *first), (_, second, _) = outcomes(guard, name)
+    assert first == ["skipped", "RuntimeError: no memory to compile"] and second == "done"
+    assert seen == [(1.0, [], None)]
+    np.testing.assert_allclose(steps, expected_walk(rates, (4, 7), 1.0)[:7] + expected_walk(rates, (4, 7), 0.5)[7:], atol=1e-5)
+
+
 class EachBatch(keras.callbacks.Callback):
     """Sets the rate before each batch, unaware of other changes."""
 

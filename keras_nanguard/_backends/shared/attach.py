@@ -188,10 +188,21 @@ class Attachment(GuardedExecution):
         return self.transaction
 
     def rebuild(self) -> None:
-        """Compile the step again, after a change of something that is built into it."""
-        self._keepable = False
-        if self.state != "free" and self.model.train_function is not None:
+        """Compile the step again, after a change of something that is built into it. If that fails,
+        the step of before goes on.
+        """
+        self._keepable, model = False, self.model
+        if self.state == "free" or model.train_function is None:
+            return
+        transaction, function = self.transaction, model.train_function
+        step = vars(model).get("train_step")
+        try:
             self._build()
+        except BaseException:
+            self.transaction, model.train_function = transaction, function
+            if step is not None:
+                overrides.set_instance(model, "train_step", step)
+            raise
 
     def _build(self) -> None:
         """Create the train function with the transaction, and set it on the model."""
