@@ -24,6 +24,7 @@ from keras_nanguard._recording.database import (
     COMMITTED,
     FORMAT,
     MEASURED,
+    REMOVED,
     SKIPPED,
     Memory,
     as_json,
@@ -42,7 +43,7 @@ MAX_PENDING = 4096
 
 MAX_PLACES = 4096
 
-_KEPT_META = ("began", "base", "since")
+_KEPT_META = ("began", "base", "since", *REMOVED)
 """Entries of `meta` that are kept from an earlier process."""
 
 

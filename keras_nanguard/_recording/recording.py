@@ -23,6 +23,7 @@ from keras_nanguard._recording.database import (
     NAME,
     OVERFLOW,
     REFUSED,
+    REMOVED,
     SKIPPED,
     STEP_COLUMNS,
     Row,
@@ -39,6 +40,7 @@ MAX_WHOLE = 1 << 53
 _META: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "backend", "policy", "status", "writer"), (str,)),
     **dict.fromkeys(("began", "written"), (int, float)),
+    **dict.fromkeys(REMOVED, (int,)),
     **dict.fromkeys(("format", "epochs", "steps_per_epoch", "base", "since"), (int, type(None))),
     "versions": (dict,),
     "budgets": (list,),
@@ -123,13 +125,15 @@ class Recording:
     Attributes:
         meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text),
             `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
-            `"failed"`), `epochs`, `steps_per_epoch`, and `budgets` (for each limit of the policy
-            `rule`, `do`, `used`, `times`, `per_steps`).
+            `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (for each limit of the policy
+            `rule`, `do`, `used`, `times`, `per_steps`), and `removed_refused`, `removed_overflows`
+            and `removed_run_again`, the numbers of refused steps that were removed from `steps`.
         steps: the steps in the order in which they ran, as one array for each of `step`, `epoch`,
             `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status`
             (0 committed, 1 refused, 2 overflow that the loss scale handles, 3 skipped) and `undone`
             (by a rollback). A replayed step has a second row with the same number. Above 32,768
-            rows every second committed step is removed, except among the last 8,192 rows.
+            rows every second committed step is removed, and every second step if most are refused,
+            except among the last 8,192 rows.
         events: events in order of time.
         layers: for each variable path the arrays `step`, `weight_norm` and `update_ratio`
             (trainable variables), or `step`, `low` and `high` (statistics of BatchNormalization).

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.totals import Totals
-from keras_nanguard._recording.database import OVERFLOW, REFUSED, SKIPPED
+from keras_nanguard._recording.database import OVERFLOW, REFUSED, REMOVED, SKIPPED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report.console import summary, why
 
@@ -38,7 +38,8 @@ class ShownRun:
 
     @property
     def totals(self) -> Totals:
-        """The numbers of steps in the recording; without a recording the incidents are counted.
+        """The numbers of steps of the recording, including those that were removed from it; without
+        a recording the incidents are counted.
 
         A refused step that was replayed does not count as refused, as in the guard's own counts.
         """
@@ -48,9 +49,12 @@ class ShownRun:
         status, undone = steps["status"], steps["undone"]
         again = undone & np.isin(status, (REFUSED, OVERFLOW))
         ran = int(steps["step"][status != SKIPPED].max()) + 1  # steps are numbered from 0
-        refused = int(((status == REFUSED) & ~again).sum())
-        overflows = int(((status == OVERFLOW) & ~again).sum())
-        return Totals(ran, refused + overflows, overflows, int(again.sum()))
+        kinds = ((status == REFUSED) & ~again, (status == OVERFLOW) & ~again, again)
+        removed = (self.recording.meta.get(key, 0) for key in REMOVED)
+        refused, overflows, run_again = (
+            int(kept.sum()) + number for kept, number in zip(kinds, removed)
+        )
+        return Totals(ran, refused + overflows, overflows, run_again)
 
     @property
     def summary(self) -> str:

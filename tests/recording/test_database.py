@@ -21,7 +21,20 @@ import numpy as np
 import pytest
 from support import recordings, zoo
 from support.limits import limit
-from support.recordings import NAME, BadSample, File, begun, event_of, flushed, insert, push, same
+from support.recordings import (
+    COMMITTED,
+    NAME,
+    OVERFLOW,
+    REFUSED,
+    BadSample,
+    File,
+    begun,
+    event_of,
+    flushed,
+    insert,
+    push,
+    same,
+)
 
 from keras_nanguard import GuardError, Recording
 
@@ -69,6 +82,21 @@ def test_thinned_steps_in_the_file(tmp_path, set_limit):
     same(resumed.recording, Recording.read(tmp_path))
     resumed.end("finished", 2048, 0)
     assert Recording.read(tmp_path).steps["step"].max() == 7 * 2048 - 1
+
+
+def test_totals_of_removed_steps(tmp_path, set_limit):
+    """The file counts the refused steps that were removed from it, also over two processes."""
+    set_limit("steps of a recording", 1024)
+    for process in (1, 2):
+        made = begun(tmp_path)
+        for step in range(10_000):
+            made.push(step, 1.0, 1.0, 1.0, (COMMITTED, REFUSED, OVERFLOW)[step % 3])
+            if step == 9000:
+                made.undo(8998, again=frozenset(range(8998, 9001)))
+        assert flushed(made)
+        for recording in (made.recording, Recording.read(tmp_path)):
+            assert recordings.run_of(recording).totals == (10_000 * process, 6664 * process, 3332 * process, 2 * process)
+        made.end("finished", 10_000, 0)
 
 
 def test_a_disk_that_is_too_slow(tmp_path, set_limit):
@@ -317,7 +345,7 @@ HOSTILE = {
         f"meta {key}: {value[:12]}": changed(f"INSERT OR REPLACE INTO meta VALUES ('{key}', '{value}')")
         for key, value in (
             *(("budgets", "5"), ("backend", "[]"), ("model", "{}"), ("status", "1"), ("versions", "[]"), ("base", '"1"'), ("epochs", "[]")),
-            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true")),
+            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true"), ("removed_refused", "[1]")),
         )
     },
     "cut": cut,

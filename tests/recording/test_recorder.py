@@ -71,7 +71,8 @@ class TestSteps:
         assert kept[-(MAX_STEPS // 4) :].tolist() == list(range(total))[-(MAX_STEPS // 4) :]
         if bad < 0.5:
             assert set(np.flatnonzero(whole["status"] != COMMITTED)) <= set(kept.tolist())
-        assert run_of(made.recording).totals.steps == (total or None)
+        bad, overflows = (int(np.isin(whole["status"], which).sum()) for which in ([REFUSED, OVERFLOW], OVERFLOW))
+        assert run_of(made.recording).totals == (total or None, bad, overflows, 0)
 
     def test_undone_steps_are_removed_like_others(self):
         """Among the kept steps those after the snapshot are undone, earlier ones are not."""
