@@ -17,7 +17,7 @@ from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
-from keras_nanguard._fit.rates import Lowering
+from keras_nanguard._fit.rates import Lowering, Rate
 from keras_nanguard._fit.rollback import ActionContext, Restored
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
@@ -383,16 +383,24 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         rate = run.recovery.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
             continue
-        lowered, which = rate.value, f"the learning rate of {optimizer.name}"
+        lowered, which = _shown(rate), f"the learning rate of {optimizer.name}"
         if restore:
             rate.restore(1.0)
-            changed.append(f"{which} is reset to {rate.value:.3g} (from {lowered:.3g})")
+            changed.append(f"{which} is reset to {_shown(rate)} (from {lowered})")
         else:
             share = f"{rate.factor:.3g} times the configured rate"
-            changed.append(f"{which} stays at {lowered:.3g}, {share}")
+            changed.append(f"{which} stays at {lowered}, {share}")
     if restore:
         run.recovery.lowering = run.recovery.lowering._replace(recover_after=0)
     return changed
+
+
+def _shown(rate: Rate) -> str:
+    """Return a learning rate as text."""
+    try:
+        return f"{rate.value:.3g}"
+    except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
+        return "an unknown value"
 
 
 def _call(context: ActionContext, p: Parameters) -> Done:

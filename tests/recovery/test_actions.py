@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard, actions
 from keras_nanguard._fit.perform import PERFORMERS
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
 
@@ -812,6 +813,42 @@ class TestStop:
         run = train(guard, 6)
         assert "still has the last good state" in outcomes(guard, "stop")[0][2]
         assert int(run.model.optimizer.iterations.numpy()) == 6
+
+    def test_rate_that_cannot_be_read(self):
+        """A custom schedule that raises outside of a step leaves the end of training as it is: with
+        the last good state, the later steps replayed, and the rate reset.
+        """
+        broken = []
+
+        def read_by_guard():
+            frames = traceback.extract_stack()
+            return any((f.filename, f.name) == (keras_optimizers.__file__, "learning_rate") for f in frames)
+
+        class Schedule(schedules.LearningRateSchedule):
+            def __call__(self, step):
+                if broken and read_by_guard():
+                    raise RuntimeError("no rate")
+                return 0.01
+
+        rules = [{"name": "bad data", "site": "inputs", "do": ["lower_lr"]}, {"name": "bad state", "do": ["stop"]}]
+        found = []
+        for breaks in (False, True):
+
+            def damage(model, breaks=breaks):
+                broken.extend([1] * breaks)
+                corrupt(model.layers[0].kernel)
+
+            guard = acting(tables={"rules": rules}, snapshot={"every": 4, "verify_after": 1})
+            run = train(guard, 2, build=lambda: zoo.plain(keras.optimizers.SGD(Schedule(), name="sgd")), callbacks=[At(s7=damage)])
+            ((_, status, words),) = outcomes(guard, "stop")
+            found.append((status, words.split("; "), run.model.get_weights()))
+        (*expected, weights), (*given, others) = found
+        unknown = "the learning rate of sgd is reset to an unknown value (from an unknown value)"
+        assert expected[1][2].startswith("the learning rate of sgd is reset to 0.01 (from ") and given[1][2] == unknown
+        del expected[1][2], given[1][2]
+        assert given == expected == ["done", ["training stops", "the state after 4 steps restored, and 4 later steps replayed"]]
+        for one, other in zip(weights, others, strict=True):
+            np.testing.assert_array_equal(one, other)
 
     @pytest.mark.parametrize("ending", ["stop", "raise"])
     def test_diverged(self, ending, tmp_path, capsys):
