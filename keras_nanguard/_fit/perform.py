@@ -123,7 +123,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     try:
         done = performer.perform(context, action)
         if done.rebuild:
-            _rebuild(context.run, undo)
+            context.run.rebuild(undo)
     except StateLostError:
         raise
     except NotDoneError as reason:
@@ -133,15 +133,6 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     if performer.writes in ("parts", "estimates"):
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
-
-
-def _rebuild(run: Run, undo: Callable[[], None]) -> None:
-    """Compile the step again; if that fails, undo what would be built into it."""
-    try:
-        run.access.rebuild()
-    except Exception:
-        undo()
-        raise
 
 
 def _rates(run: Run) -> dict[int, float]:

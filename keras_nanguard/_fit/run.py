@@ -234,6 +234,14 @@ class Run:
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
+    def rebuild(self, undo: Callable[[], None]) -> None:
+        """Compile the step again; if that fails, undo what would be built into it."""
+        try:
+            self.access.rebuild()
+        except Exception:
+            undo()
+            raise
+
     def read_train_state(self) -> TrainState:
         """Return the current train state of the model."""
         train_state = TrainState.of(self.model, self.optimizers)

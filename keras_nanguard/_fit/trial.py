@@ -179,9 +179,10 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         yield None
         return
     access.sync_variables()
+    undo = run.recovery.restorer()
     for optimizer in train_state.optimizers if rates else ():
         if run.recovery.rate(optimizer).make_adjustable():
-            access.rebuild()
+            run.rebuild(undo)
     with ExitStack() as ending:
         again = ending.enter_context(without_faults(run.model))
         host = current.host()

@@ -14,6 +14,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard, actions
 from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._fit.trial import trial
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
@@ -477,6 +478,24 @@ def test_a_step_that_cannot_be_compiled_again(action, eager):
     assert first == ["skipped", "RuntimeError: no memory to compile"] and second == "done"
     assert seen == [(1.0, [], None)]
     np.testing.assert_allclose(steps, expected_walk(rates, (4, 7), 1.0)[:7] + expected_walk(rates, (4, 7), 0.5)[7:], atol=1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="only there a custom step can run again")
+def test_a_trial_whose_step_cannot_be_compiled():
+    """The rate is not adjustable afterwards, because the compiled step does not read its factor."""
+    model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), loss="mse")
+    guard, seen = acting("warn"), []
+
+    def attempt(model):
+        model.makes, run = False, guard.session.run
+        with pytest.raises(RuntimeError, match="no memory to compile"), trial(run):
+            raise AssertionError("a trial")
+        seen.extend(rate.adjustable for rate in run.recovery.rates.values())
+        seen.append("_get_current_learning_rate" in vars(model.optimizer))
+
+    walk(model, guard, callbacks=[At(s3=attempt)])
+    assert seen == [False, False]
 
 
 class EachBatch(keras.callbacks.Callback):
