@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from campaigns import fuzz_files as made
-from campaigns.fuzz_folders import chosen, command, file_name, not_from_outside, sized
+from campaigns.fuzz_folders import chosen, command, file_name, link, not_from_outside, sized
 from campaigns.fuzz_oracles import check_printed
 from campaigns.fuzz_recipes import Recipe, json_text, patched
 from keras_nanguard._core.errors import NanGuardError
 
-__all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "orbax", "weights"]
+__all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "orbax", "sharded", "weights"]
 
 
 @contextmanager
@@ -85,11 +85,26 @@ def keras_bytes(tree: Any) -> bytes:
 
 
 def keras_file(recipe: Recipe, folder: Path) -> Path:
-    return sized(folder / "model.keras", keras_bytes(recipe["tree"]), recipe)
+    tree = recipe["tree"]
+    if isinstance(tree, dict) and tree.get("unzipped"):
+        (folder / "model").mkdir()
+        sized(folder / "model" / "model.weights.h5", made.hdf5(tree.get("weights")), recipe)
+        (folder / "model" / "config.json").write_text(json_text(tree.get("config")), "utf-8", "surrogatepass")
+        for name, target in tree["links"].items() if isinstance(tree.get("links"), dict) else ():
+            link(folder / "model" / file_name(name), str(target))
+        return folder / "model"
+    return sized(folder / "model.keras", keras_bytes(tree), recipe)
 
 
 def weights(recipe: Recipe, folder: Path) -> Path:
     return sized(folder / "model.weights.h5", made.hdf5(recipe["tree"]), recipe)
+
+
+def sharded(recipe: Recipe, folder: Path) -> Path:
+    tree = recipe["tree"] if isinstance(recipe["tree"], dict) else {}
+    for name, shard in tree.get("shards", {}).items() if isinstance(tree.get("shards"), dict) else ():
+        (folder / file_name(name)).write_bytes(made.hdf5(shard))
+    return sized(folder / "model.weights.json", json_text(tree.get("index")).encode("utf-8", "surrogatepass"), recipe)
 
 
 def orbax(recipe: Recipe, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ def trained(folder: Path) -> None:
     guard = NanGuard(directory=folder, verbose=0, snapshot={"storage": "disk", "every": 4, "verify_after": 2, "keep": 2})
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
     model.save(folder / "model.keras")
+    model.save(folder / "model.h5")
     model.save_weights(folder / "model.weights.h5")
+    with contextlib.suppress(TypeError, ValueError):  # this Keras has no shards
+        model.save_weights(folder / "sharded.weights.json", max_shard_size=1e-7)
 
 
 def run_of(model: Any) -> Any:
@@ -144,7 +148,7 @@ def _files(folder: Path) -> dict[str, Any]:
 def _models(run: Path) -> dict[str, list[Recipe]]:
     import zipfile
 
-    weights = made.read_hdf5(run / "model.weights.h5")
+    weights, legacy = made.read_hdf5(run / "model.weights.h5"), made.read_hdf5(run / "model.h5")
     with zipfile.ZipFile(run / "model.keras") as archive:
         config = json.loads(archive.read("config.json"))
     keras = {"config": config, "weights": weights, "more": [{"name": "metadata.json", "data": "{}"}]}
@@ -168,13 +172,16 @@ def _models(run: Path) -> dict[str, list[Recipe]]:
         {"name": "d.npy", "descr": "<f8", "shape": [1 << 13], "body": {"fill": 0, "n": 1 << 16}, "deflated": True, "lie": {}},
         {"name": "e.npy", "header": "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }", "body": "0000803f" * 2},
     ]
+    index = {"metadata": {"total_size": 1e-7}, "weight_map": {"/layers/dense/vars": ["model_00000.weights.h5"]}}
     return {
         "npz": [{"tree": arrays}],
         "keras": [
             {"tree": keras},
             {"tree": {**keras, "deflated": True, "lies": {}}},
+            {"tree": {**keras, "unzipped": True, "links": {"up": "../../..", "pipe": "fifo"}}},
         ],
-        "weights": [{"tree": weights}, {"tree": {"attrs": {}, "nodes": odd}}],
+        "weights": [{"tree": weights}, {"tree": legacy}, {"tree": {"attrs": {}, "nodes": odd}}],
+        "sharded": [{"tree": {"index": index, "shards": {"model_00000.weights.h5": weights, "model_00001.weights.h5": weights}}}],
     }
 
 

@@ -92,10 +92,13 @@ def count(name: str, text: str, default: int | None = None, low: int = 1) -> Arg
 
 # Arguments of several commands
 
-FILES = "a .keras, .weights.h5 or .npz file, or an Orbax checkpoint"
+FILES = (
+    "a .keras, .weights.h5, .h5 or .npz file, the .json index of sharded weights, or an Orbax"
+    " checkpoint"
+)
 """The files of models, in words."""
 
-MODEL = argument("path", "MODEL", "a .keras file")
+MODEL = argument("path", "MODEL", "a .keras or legacy .h5 file of a whole model")
 JSON = flag("--json", "print JSON, one document per line")
 
 _STATISTICS = "magnitude that no moving statistic may exceed (default: 1e6)"

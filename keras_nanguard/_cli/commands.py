@@ -42,6 +42,7 @@ CHECKED_POLICY = COMPARED_RUNS = 1
 
 @command(
     argument("paths", "FILE", FILES, nargs="+"),
+    flag("--notes", "also list harmless observations, such as kernels of zeros"),
     *LIMITS,
     JSON,
 )
@@ -65,6 +66,10 @@ def scan(given: argparse.Namespace) -> int:
             codes.add(output.MISUSE)
             continue
         codes.add(output.show(report, given.json, report.ok))
+        for entry in report.variables if given.notes and not given.json else ():
+            for one in entry.problems:
+                if one.severity == "note":
+                    output.say(f"note: {entry.path}: {one.detail}")
     return max(codes)
 
 
@@ -86,13 +91,14 @@ def _method(role: str) -> Argument:
     *LIMITS,
     flag("--in-place", "replace the file; the old one is kept as FILE.bak"),
     flag("--dry-run", "list what would change and write nothing"),
+    count("--seed", "seed for the weights of --weights initial", low=0),
     JSON,
 )
 def repair(given: argparse.Namespace) -> int:
     """Replace the bad values of a model file, and nothing else, in a new file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite")
+    names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite", "seed")
     names += ("limit", "statistics_limit")
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     report = repair_file(given.path, given.output, **options)
@@ -116,7 +122,8 @@ def recalibrate(given: argparse.Namespace) -> int:
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
-    path = checked_output(given.path, given.output, overwrite=given.overwrite)
+    new = {"overwrite": given.overwrite, "extension": ".keras"}
+    path = checked_output(given.path, given.output, **new)
     from keras_nanguard._files.recalibrate import recalibrate as estimate
 
     with _taking_data(given.data):

@@ -8,7 +8,6 @@
 | `isolated`, `worker` | a file is read in another process: the two ends of the pipe |
 | `formats` | how a file of each kind becomes `formats.contents.Contents` |
 | `live` | how a live model becomes the same |
-| `sources` | the good model or file that a repair takes values from |
 | `repair_arrays`, `repair_live`, `repair_file` | the repair of any model, a live one, a file |
 | `initial_values` | the initial values that a repair of a file needs |
 | `loading` | models and data for the command line |

@@ -20,7 +20,7 @@ from keras_nanguard._core.history import Growth
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.limits import MAX_UNBACKED, PARSE_ERRORS
+from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
 from keras_nanguard._files.formats.npz import opened_arrays
 
 FORMAT = 1
@@ -114,7 +114,7 @@ def _read(folder: Path) -> Bundle:
         _variables(folder / "state.npz", entries),
         [] if later else _variables(folder / "start.npz", entries),
         stored(Growth, about["growth"]),
-        regular(model, atomic_files.MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
+        regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
     )
 
 
@@ -151,7 +151,7 @@ def regular(path: Path, max_bytes: int) -> Path:
 
 def document(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a bundle."""
-    value = plain_values.loads(regular(path, atomic_files.MAX_JSON).read_text(encoding="utf-8"))
+    value = plain_values.loads(regular(path, MAX_JSON).read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise _refused(f"a JSON object in {path.name}", type(value).__name__)
     return value

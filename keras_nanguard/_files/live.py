@@ -25,7 +25,7 @@ from keras_nanguard._keras import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveArray(ModelArray):
     """The value of one variable of a live model.
 
@@ -46,7 +46,7 @@ def is_model(thing: Any) -> bool:
 
 def live_contents(model: Any) -> Contents:
     """Return a model with the arrays of `live_arrays`."""
-    return Contents("model", live_arrays(model), str(model.name))
+    return Contents("model", list(live_arrays(model)), source=str(model.name))
 
 
 def live_arrays(model: Any) -> list[LiveArray]:

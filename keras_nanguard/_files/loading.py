@@ -24,7 +24,7 @@ def load_model(path: str) -> Any:
     """Load a model.
 
     Args:
-        path: a `.keras` file.
+        path: a `.keras` or legacy `.h5` file of a whole model.
 
     Returns:
         The model, compiled if the file has a compile configuration.
@@ -33,7 +33,7 @@ def load_model(path: str) -> Any:
         FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is never executed.
     """
     refuse_missing(path, "a model file")
-    refuse_hdf5(path)
+    refuse_code_in_hdf5(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
 
@@ -44,16 +44,26 @@ def load_model(path: str) -> Any:
         raise FileFormatError(f"{plain_text(path)} {reason}.") from error
 
 
-def refuse_hdf5(path: str) -> None:
-    """Raise a `FileFormatError` for an HDF5 file: Keras 3.6, for one, runs the code of a Lambda
-    layer in a legacy `.h5` file in safe mode, too."""
+def refuse_code_in_hdf5(path: str) -> None:
+    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one,
+    runs its code in safe mode, too."""
     if not os.path.isfile(path):
         return
     with readable(path), open(path, "rb") as file:
-        is_hdf5 = file.read(len(SIGNATURE)) == SIGNATURE
-    if is_hdf5:
-        remedy = "Load it with keras.models.load_model, and save it as .keras."
-        raise FileFormatError(expected("a .keras file", f"{plain_text(path)}, in HDF5", remedy))
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            return
+    config = isolated.ask("names", path)["config"]
+    refused = f"{plain_text(path)} cannot be loaded as a model"
+    if config is None:
+        raise FileFormatError(f"{refused}: it has no configuration.")
+    nodes = [config]
+    for node in nodes:  # which grows
+        known = node if isinstance(node, dict) else {}
+        words = [known.get(key) for key in ("class_name", "registered_name", "function_type")]
+        if any("lambda" in str(word).lower() for word in words):
+            reason = "it has a Lambda layer, which is code and never runs"
+            raise FileFormatError(f"{refused}: {reason}.")
+        nodes += node if isinstance(node, list) else known.values()
 
 
 def data_arrays(path: str) -> tuple[Any, Any]:

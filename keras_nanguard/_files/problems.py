@@ -46,6 +46,10 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
         "note",
         "{count} NaN or Inf in a metric, left by the last evaluation; the next one resets it",
     ),
+    "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
+    "all_zero": ("note", "all {count} values are 0"),
+    "constant": ("note", "all {count} values are {value:.6g}"),
+    "denormal": ("note", "{count} denormal, which float arithmetic may flush to 0"),
 }
 """Every problem that a scan can report: its severity, and its sentence."""
 
@@ -57,26 +61,51 @@ class ArrayStats:
     Attributes:
         size: number of values (a complex value counts as two).
         nan: number of NaN.
-        inf: number of infinities of either sign.
+        posinf: number of +Inf.
+        neginf: number of -Inf.
+        zeros: number of exact zeros, of either sign.
+        denormals: number of nonzero values below the smallest normal number of the dtype of the
+            array.
         beyond_float16: number of finite values above 65504 in magnitude.
         beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was
             given.
         min: smallest finite value, or `None` if there is none.
         max: largest finite value, or `None` if there is none.
+        mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is
+            none.
     """
 
     size: int = 0
     nan: int = 0
-    inf: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zeros: int = 0
+    denormals: int = 0
     beyond_float16: int = 0
     beyond_limit: int = 0
     min: float | None = None
     max: float | None = None
+    mean: float | None = None
+
+    @property
+    def inf(self) -> int:
+        """Number of infinities of either sign."""
+        return self.posinf + self.neginf
 
     @property
     def nonfinite(self) -> int:
         """Number of values that are NaN or infinite."""
         return self.nan + self.inf
+
+    @property
+    def constant(self) -> bool:
+        """Whether there are at least two values and all of them are the same finite number."""
+        return self.size > 1 and self.nonfinite == 0 and self.min == self.max
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether there is at least one value and every value is zero."""
+        return self.size > 0 and self.zeros == self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +177,12 @@ def problem(code: str, count: int = 0, **values: Any) -> Problem:
 
 def find_problems(array: ModelArray, found: ArrayStats, limits: Limits) -> tuple[Problem, ...]:
     """Return the problems of an array, worst first, from its statistics, taken with its limit."""
-    problems = _problems(array.who, found, limits)
+    problems = _problems(array.who, found, limits, len(array.shape))
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
-def _problems(who: Identity, found: ArrayStats, limits: Limits) -> Iterator[Problem]:
+def _problems(who: Identity, found: ArrayStats, limits: Limits, rank: int) -> Iterator[Problem]:
+    """Yield the problems; a kernel of zeros is reported, a bias of zeros is its initial value."""
     if who.layer_class == "Metric":  # a result, not part of the model
         if found.nonfinite:
             yield problem("metric", found.nonfinite)
@@ -166,11 +196,16 @@ def _problems(who: Identity, found: ArrayStats, limits: Limits) -> Iterator[Prob
             yield problem("negative_variance", value=low)
         elif is_loss_scale(who) and low <= 0:
             yield problem("loss_scale", 1, value=low)
-        elif not_negative(who) and who.role == "statistics" and largest == 0 == found.nonfinite:
+        elif not_negative(who) and who.role == "statistics" and found.all_zero:
             yield problem("zero_variance", found.size)
         if found.beyond_limit and who.role != "other":
             bound = limits.of(who)
             code = "beyond_limit" if bound == limits.limit else "out_of_range"
             yield problem(code, found.beyond_limit, limit=bound, value=largest)
-        if found.beyond_float16 and who.role == "weight" and who.in_float16:
-            yield problem("float16_overflow", found.beyond_float16, value=largest)
+        if found.beyond_float16 and who.role == "weight":
+            code = "float16_overflow" if who.in_float16 else "beyond_float16"
+            yield problem(code, found.beyond_float16, value=largest)
+    if who.role == "weight" and rank > 1 and (found.all_zero or found.constant):
+        yield problem("all_zero" if found.all_zero else "constant", found.size, value=found.min)
+    if who.role in ("weight", "statistics") and found.denormals:
+        yield problem("denormal", found.denormals)

@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
 from keras_nanguard._files.scan_report import report_of
-from keras_nanguard._files.sources import stored
 
-_ENDINGS = (".weights.h5", ".keras", ".npz")
+_ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 
 
 def repair(
@@ -37,6 +39,7 @@ def repair(
     in_place: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
+    seed: int | None = None,
 ) -> RepairReport:
     """Replace the bad values of a live model or of a file, and nothing else.
 
@@ -50,9 +53,8 @@ def repair(
             gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initializer; in a file only constants),
-            `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is one, else
-            `"keep"`.
+        weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or
+            `"keep"`. By default `"source"` if there is one, else `"keep"`.
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
@@ -64,6 +66,7 @@ def repair(
             the target is replaced.
         dry_run: report what would be done, and write nothing.
         overwrite: allow `output` to exist.
+        seed: seed for the random initial values of a file.
 
     Returns:
         The report: every change, every variable that was not changed and why, and the scans before
@@ -80,12 +83,19 @@ def repair(
         report = repair("model.keras", weights="zeros")
         print(report)
     """
-    options = RepairOptions.of(
-        source is not None,
-        {"statistics": statistics, "weights": weights, "slots": slots},
-        limits=Limits(limit, STATISTICS_LIMIT if statistics_limit is None else statistics_limit),
+    auto = "source" if source is not None else None
+    if source is None and "source" in (statistics, weights, slots):
+        remedy = "Pass a good model or file."
+        raise GuardError(expected("a source to take values from", "source=None", remedy))
+    bound = STATISTICS_LIMIT if statistics_limit is None else statistics_limit
+    options = RepairOptions(
+        statistics or auto or "initial",
+        weights or auto or "keep",
+        slots or "reset",
+        Limits(limit, bound),
         only=as_words(only, "only"),
         dry_run=dry_run,
+        seed=seed,
     )
     if isinstance(model_or_path, (str, os.PathLike)):
         path, named = os.fsdecode(model_or_path), None if output is None else os.fsdecode(output)
@@ -107,7 +117,7 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")
     backup = after = None
     try:
-        with stored(source) as good:
+        with _stored(source) as good:
             details: dict[str, Any] = {"options": asdict(options), "source": good}
             found = isolated.ask("repair", path, None, **details, scratch=scratch, output=final)
         before = report_of(found["before"])
@@ -123,8 +133,24 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     return RepairReport(before.source, written, backup, options.dry_run, changes, before, after)
 
 
+@contextmanager
+def _stored(source: Any) -> Iterator[str | None]:
+    """Yield the path of a file with the values of the source: its own, or one with those of a live
+    model."""
+    if source is None or isinstance(source, (str, os.PathLike)):
+        yield None if source is None else os.fsdecode(source)
+        return
+    from keras_nanguard._files.live import live_arrays
+
+    found = reversed(live_arrays(source))
+    with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+        path = os.path.join(folder, "source.npz")
+        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
+        yield path
+
+
 def checked_output(
-    path: str, output: str | None, *, overwrite: bool, in_place: bool = False
+    path: str, output: str | None, *, overwrite: bool, in_place: bool = False, extension: str = ""
 ) -> str:
     """Return the absolute path of the new file.
 
@@ -133,11 +159,12 @@ def checked_output(
         output: path of the new file, by default `model.repaired.keras` next to `model.keras`.
         in_place: replace the old file.
         overwrite: allow the output to exist.
+        extension: extension of the new file, by default that of the old one, as Keras chooses the
+            format of a file by its extension.
 
     Raises:
-        GuardError: if it exists, is a folder or a device, has no folder or another extension (by
-            which Keras chooses the format), is the old file (also through a link), or `in_place`
-            was given, too.
+        GuardError: if it exists, is a folder or a device, has no folder or another extension, is
+            the old file (also through a link), or `in_place` was given, too.
     """
     if in_place and output is not None:
         received = f"both, output={output!r}"
@@ -146,7 +173,8 @@ def checked_output(
     if in_place:
         return whole
     ending = next((ending for ending in _ENDINGS if whole.endswith(ending)), "")
-    default = f"{whole.removesuffix(ending)}.repaired{ending}"
+    wanted = extension or ending
+    default = f"{whole.removesuffix(ending)}.repaired{wanted}"
     final = os.path.abspath(default if output is None else output)
     exists, is_file = os.path.exists(final), os.path.isfile(final)
     folder, same = os.path.dirname(final), os.path.realpath(final) == os.path.realpath(path)
@@ -155,7 +183,7 @@ def checked_output(
         (exists and not is_file, "an output that is a file", "Name another one."),
         (exists and not overwrite, "an output that does not exist", "Pass overwrite=True."),
         (not os.path.isdir(folder), "an existing folder", f"Create the folder {folder} first."),
-        (not final.endswith(ending), f"an output that ends in {ending}", "Name another one."),
+        (not final.endswith(wanted), f"an output that ends in {wanted}", "Name another one."),
     ):
         if wrong:
             raise GuardError(expected(what, f"output={final!r}", remedy))

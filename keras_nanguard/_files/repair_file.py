@@ -11,7 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,8 +73,8 @@ def repair_file(
     found: dict[str, Any] = {"before": asdict(before), "changes": changes, "after": None}
     if repair.replacements:
         with opened(os.path.join(scratch, os.path.basename(output))) as contents:
-            named = replace(contents, source=plain_text(output))
-            found["after"] = asdict(scan_contents(named, limits, progress))
+            contents.source = plain_text(output)
+            found["after"] = asdict(scan_contents(contents, limits, progress))
     return found
 
 
@@ -98,6 +98,7 @@ class FileRepair(Repair):
     def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, ModelArray]):
         super().__init__(contents, options, good)
         self._optimizer = optimizer_settings(contents.config)
+        self._draw = np.random.default_rng(options.seed)
         self.replacements: dict[str, NDArray[Any]] = {}
 
     def replace(self, array: ModelArray, values: NDArray[Any]) -> None:
@@ -108,7 +109,7 @@ class FileRepair(Repair):
         """Return the initial values that follow from the configuration, or the reason why there are
         none."""
         if array.who.role != "slot":
-            return initial_value(array.who.name, array.who.settings)
+            return initial_value(array.who.name, array.shape, array.who.settings, self._draw)
         return initial_slot(array.who.name, self._optimizer)
 
 
@@ -129,8 +130,11 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         FileFormatError: if the kind cannot be rewritten, or the old file is damaged.
         Unwritable: if the new file cannot be written.
     """
-    if kind not in ("keras", "npz", "weights.h5"):
-        instead = "load it and repair the model"
+    if kind not in ("keras", "npz", "weights.h5", "h5"):
+        instead = {
+            "folder": f"repair its {WEIGHTS}",
+            "sharded": "repair each shard, in place",
+        }.get(kind, "load it and repair the model")
         raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
     target = os.path.join(scratch, os.path.basename(output))
     try:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import Contents, ModelArray
+from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
-from keras_nanguard._files.repair_arrays import Repair, Values
+from keras_nanguard._files.repair_arrays import Repair, Values, by_name
 from keras_nanguard._files.repair_report import RepairOptions, RepairReport
 from keras_nanguard._files.scan import scan_contents
-from keras_nanguard._files.sources import opened_source
+from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
@@ -26,10 +31,26 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     contents = live_contents(model)
     before = scan_contents(contents, options.limits)
     options.refuse_no_match(before)
-    with opened_source(source, [entry.path for entry in before.bad]) as good:
+    with _good_arrays(source, before) as good:
         changes = tuple(LiveRepair(model, contents, options, good).changes(before))
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
+
+
+@contextmanager
+def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
+    """Yield the arrays of a source by path; of a file only those that are bad in the model."""
+    if source is None:
+        yield {}
+    elif not isinstance(source, (str, os.PathLike)):
+        yield by_name(live_contents(source))
+    else:
+        names = [entry.path for entry in before.bad]
+        with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+            copy = os.path.join(folder, "values.npz")
+            isolated.ask("values", os.fsdecode(source), names=names, output=copy)
+            with opened_arrays(copy) as stored:
+                yield stored
 
 
 class LiveRepair(Repair):

@@ -3,6 +3,7 @@ takes its choices from here."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class RepairOptions:
     limits: Limits = field(default_factory=Limits)
     only: tuple[str, ...] = ()
     dry_run: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -44,28 +46,10 @@ class RepairOptions:
             if value not in allowed:
                 received = f"{name}={value!r}"
                 raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
-
-    @classmethod
-    def of(
-        cls, has_source: bool, methods: Mapping[str, str | None], **others: Any
-    ) -> RepairOptions:
-        """Return the options with the defaults of the methods that are `None`.
-
-        Args:
-            has_source: whether there is a good model or file.
-            methods: the method of each role, by its name in `CHOICES`.
-            others: limits, only, dry_run.
-
-        Raises:
-            GuardError: if a method is not one of its choices, or requires a source.
-        """
-        if not has_source and "source" in methods.values():
-            remedy = "Pass a good model or file."
-            raise GuardError(expected("a source to take values from", "source=None", remedy))
-        auto = dict.fromkeys(("statistics", "weights"), "source") if has_source else {}
-        given = {name: value for name, value in methods.items() if value}
-        chosen: dict[str, Any] = {**auto, **given, **others}
-        return cls(**chosen)
+        seed = self.seed
+        if seed is not None and not (isinstance(seed, numbers.Integral) and seed >= 0):
+            what, received = "seed to be a whole number of 0 or above", f"seed={seed!r}"
+            raise GuardError(expected(what, received, "Choose another one."))
 
     def method(self, role: str) -> str:
         """Return the method for a role; a variable that is neither weight, statistic nor slot is

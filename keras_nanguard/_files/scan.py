@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ def scan(
     than memory.
 
     Args:
-        model_or_path: a built Keras model, or the path of a `.keras`, `.weights.h5` or `.npz`
-            file, or an Orbax checkpoint.
+        model_or_path: a built Keras model, or the path of a `.keras`, `.weights.h5`, legacy `.h5`,
+            `.npz` file, the index of sharded weights, or an Orbax checkpoint.
         limit: magnitude that no value may exceed; `None` for no limit.
         statistics_limit: magnitude that no moving statistic may exceed.
         progress: called with the number of bytes read so far and of all bytes.
@@ -88,7 +89,7 @@ def scan_contents(
         done += array.nbytes
         if progress is not None:
             progress(done, total)
-    return ScanReport(contents.source, contents.kind, tuple(variables), contents.notes)
+    return ScanReport(contents.source, contents.kind, tuple(variables), tuple(contents.notes))
 
 
 def _scanned(array: ModelArray, limits: Limits) -> ScannedVariable:
@@ -114,36 +115,57 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
         limit: magnitude above which a finite value is counted as beyond the limit.
     """
     counts: Counter[str] = Counter()
-    smallest, largest = math.inf, -math.inf
-    bounds = {"beyond_float16": FLOAT16_MAX, "beyond_limit": math.inf if limit is None else limit}
+    smallest, largest, total = math.inf, -math.inf, 0.0
     with np.errstate(all="ignore"):
-        for values in _blocks(pieces):
+        for values, tiny in _blocks(pieces):
             # The minimum or maximum of values with a NaN is NaN, and an infinity is one of the two.
             counts["size"] += values.size
             low, high = float(values.min()), float(values.max())
             if not (math.isfinite(low) and math.isfinite(high)):
                 counts["nan"] += int(np.count_nonzero(np.isnan(values)))
-                counts["inf"] += int(np.count_nonzero(np.isinf(values)))
+                counts["posinf"] += int(np.count_nonzero(values == np.inf))
+                counts["neginf"] += int(np.count_nonzero(values == -np.inf))
                 values = values[np.isfinite(values)]
                 if not values.size:
                     continue
                 low, high = float(values.min()), float(values.max())
             smallest, largest = min(smallest, low), max(largest, high)
+            added = float(values.sum())
+            total += added if math.isfinite(added) else float(values.sum(dtype=np.float64))
+            magnitudes = np.abs(values)
+            if magnitudes.min() < tiny:
+                zeros = int(np.count_nonzero(magnitudes == 0))
+                counts["zeros"] += zeros
+                counts["denormals"] += int(np.count_nonzero(magnitudes < tiny)) - zeros
+            bounds = {"beyond_float16": FLOAT16_MAX, "beyond_limit": limit}
             for name, bound in bounds.items():
-                if max(-low, high) > bound:
-                    counts[name] += int(np.count_nonzero(np.abs(values) > np.float64(bound)))
-    if smallest > largest:
+                if bound is not None and max(-low, high) > bound:
+                    counts[name] += int(np.count_nonzero(magnitudes > np.float64(bound)))
+    finite = counts["size"] - counts["nan"] - counts["posinf"] - counts["neginf"]
+    if not finite:
         return ArrayStats(**counts)
-    return ArrayStats(**counts, min=smallest, max=largest)
+    mean = min(max(total / finite, smallest), largest)
+    return ArrayStats(**counts, min=smallest, max=largest, mean=mean)
 
 
-def _blocks(pieces: Iterable[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the values in blocks, in the native float type in which NumPy counts them exactly."""
+def _blocks(pieces: Iterable[Any]) -> Iterator[tuple[NDArray[Any], Any]]:
+    """Yield the values in blocks, in the native float type in which NumPy counts them exactly, with
+    the smallest normal number of their own dtype."""
     for piece in pieces:
         flat = np.ascontiguousarray(piece).reshape(-1)
         if flat.dtype.kind == "c":
             flat = flat.view(flat.real.dtype)
         is_wide = flat.dtype.kind == "f" and flat.dtype.itemsize >= 4
         wide = flat.dtype.newbyteorder("=") if is_wide else np.dtype(np.float32)
+        tiny = wide.type(_smallest_normal(flat.dtype))
         for start in range(0, flat.size, _PIECE_VALUES):
-            yield flat[start : start + _PIECE_VALUES].astype(wide, copy=False)
+            yield flat[start : start + _PIECE_VALUES].astype(wide, copy=False), tiny
+
+
+@cache
+def _smallest_normal(dtype: np.dtype[Any]) -> float:
+    if dtype.kind == "f" and dtype.name.startswith("float") and dtype.itemsize > 1:
+        return float(np.finfo(dtype).smallest_normal)
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)

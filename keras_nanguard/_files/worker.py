@@ -45,11 +45,14 @@ def _scan(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str, An
 
 
 def _names(path: str, progress: Progress) -> dict[str, Any]:
-    """Return the name of a model, `""` if it has none, and layer, name and role of each array."""
+    """Return the configuration of a model, its name, `""` if it has none, and layer, name and role
+    of each array."""
     with opened(path) as contents:
-        root = LayerConfig(contents.config).name or contents.names.get("", "")
+        config = contents.config
+        root = LayerConfig(config).name or contents.names.get("", "")
         identities = (array.who for array in contents.arrays)
-        return {"root": root, "variables": [(who.layer, who.name, who.role) for who in identities]}
+        variables = [(who.layer, who.name, who.role) for who in identities]
+        return {"config": config, "root": root, "variables": variables}
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {

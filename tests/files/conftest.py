@@ -117,6 +117,27 @@ class Maker:
         np.savez(path, **arrays)
         return str(path)
 
+    def sharded(self, bad=None, name="model"):
+        """Write two shards and their index."""
+        source = self.weights(bad, name="whole.h5")
+        weight_map = {}
+        with h5py.File(source) as whole:
+            for number, top in enumerate(("functional", "dense")):
+                shard = f"{name}_{number:05}.weights.h5"
+                with h5py.File(self.folder / shard, "w") as file:
+                    whole.copy(f"layers/{top}", file.create_group("layers"), top)
+                    file.visit(
+                        lambda key, shard=shard: (
+                            weight_map.update({f"/{key}": [shard]})
+                            if key.endswith("vars")
+                            else None
+                        )
+                    )
+        path = self.folder / f"{name}.weights.json"
+        path.write_text(json.dumps({"metadata": {"total_size": 1.0}, "weight_map": weight_map}))
+        os.unlink(source)
+        return str(path)
+
     def raw(self, data, name="raw.bin"):
         """Write bytes."""
         path = self.folder / name

@@ -17,6 +17,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import FileFormatError, repair, scan
+from keras_nanguard.__main__ import main
 
 zoo.once()
 
@@ -193,6 +194,23 @@ def test_an_encrypted_member_is_refused(make):
     assert "encrypted" in refusal(make.raw(bytes(data)))
 
 
+@pytest.mark.parametrize(
+    "name", ("../x.weights.h5", "/etc/passwd", "a/b.h5", "C:x.h5", "..", "", "a\\b.h5", 3, None)
+)
+def test_a_shard_outside_of_its_folder_is_refused(make, name):
+    """Shards can only be in the folder of their index."""
+    assert "outside the folder" in refusal(
+        make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json")
+    )
+
+
+def test_a_missing_shard_is_reported_by_name(make):
+    """A missing shard is an error, not a smaller model."""
+    path = make.sharded()
+    os.unlink(make.folder / "model_00001.weights.h5")
+    assert "model_00001.weights.h5" in refusal(path)
+
+
 def test_names_from_a_file_are_safe_to_print(make):
     """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they
     reach the terminal.
@@ -237,6 +255,40 @@ def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
     assert set(tmp_path.parent.iterdir()) == before
     with zipfile.ZipFile(report.output) as archive:
         assert archive.read("../outside.txt") == b"x"
+
+
+def lambda_config(**layer):
+    """Return the attribute of a legacy `.h5` file with one layer."""
+    return json.dumps({"class_name": "Sequential", "config": {"name": "m", "layers": [layer]}})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {
+            "class_name": "Lambda",
+            "config": {"function": ["4wEAAAA=", None, None], "function_type": "lambda"},
+        },
+        {
+            "class_name": "Odd",
+            "module": "keras.layers",
+            "config": {"function": {"class_name": "__lambda__", "config": {}}},
+        },
+        {
+            "class_name": "TimeDistributed",
+            "config": {"layer": {"class_name": "layers.Lambda", "config": {}}},
+        },
+    ],
+)
+def test_code_in_a_legacy_file_is_never_run(make, layer, capsys):
+    """Some versions of Keras run it in safe mode: the file is rejected before Keras reads it."""
+    path = make.weights(name="model.h5")
+    with h5py.File(path, "r+") as file:
+        file.attrs["model_config"] = lambda_config(**layer)
+    assert main(["lint", str(path)]) == 2 and "which is code" in capsys.readouterr().err
+    with h5py.File(path, "r+") as file:
+        file.attrs["model_config"] = np.void(lambda_config(**layer).encode())
+    assert main(["lint", str(path)]) == 2 and "no configuration" in capsys.readouterr().err
 
 
 def test_ten_thousand_layers_are_a_result(tmp_path):

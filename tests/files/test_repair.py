@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard import GuardError, repair, scan
+from keras_nanguard import FileFormatError, GuardError, repair, scan
 from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.initial_values import _ZERO_SLOTS, initial_value
 
@@ -154,6 +154,20 @@ def test_in_place_keeps_the_old_file(make):
     (make.folder / "model.keras.bak").write_text("mine")
     assert repair(path, in_place=True).backup.endswith(".bak1")
     assert (make.folder / "model.keras.bak").read_text() == "mine"
+
+
+def test_files_that_cannot_be_rewritten_are_rejected_with_the_remedy(make):
+    """Each shard can be repaired separately; the index and the folder are rejected, and unchanged.
+    """
+    index = make.sharded({make.SECOND_VARIANCE: np.nan})
+    with pytest.raises(FileFormatError, match="repair each shard"):
+        repair(index, in_place=True)
+    assert repair(make.folder / "model_00000.weights.h5", in_place=True).ok and scan(index).ok
+    os.mkdir(make.folder / "model")
+    make.weights({make.SECOND_VARIANCE: np.nan}, name="model/model.weights.h5")
+    with pytest.raises(FileFormatError, match=r"repair its model\.weights\.h5"):
+        repair(make.folder / "model")
+    assert repair(make.folder / "model" / "model.weights.h5", in_place=True).ok
 
 
 @pytest.mark.skipif(
@@ -545,25 +559,47 @@ def test_statistics_of_a_live_model_start_as_in_a_file(keras):
         np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
-def test_random_initial_values_of_a_file_need_the_loaded_model(make):
-    """The random values of Keras' initializers are not drawn for a file: the reason names the
-    remedy."""
-    node = {"class_name": "GlorotUniform", "config": {"seed": None}}
-    head = {"class_name": "Dense", "config": {"name": "head", "kernel_initializer": node}}
-    config = {"class_name": "Functional", "config": {"name": "model", "layers": [head]}}
-    report = repair(make.keras({make.KERNEL: np.nan}, config=config), weights="initial")
-    (change,) = report.skipped
-    assert "GlorotUniform" in change.detail and "repair the loaded model" in change.detail
-    assert report.output is None
+INITIALISERS = (
+    "GlorotUniform",
+    "GlorotNormal",
+    "HeUniform",
+    "HeNormal",
+    "LecunUniform",
+    "LecunNormal",
+)
+
+
+@pytest.mark.parametrize(
+    "name", (*INITIALISERS, "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros", "Ones")
+)
+@pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
+def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, shape):
+    """Mean, spread and bounds of values drawn with NumPy agree with those of Keras."""
+    config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
+    drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
+    theirs = np.asarray(
+        getattr(keras.initializers, name)(seed=1)(shape)
+        if name not in ("Zeros", "Ones")
+        else getattr(keras.initializers, name)()(shape),
+        np.float64,
+    )
+    assert drawn.std() == pytest.approx(theirs.std(), rel=0.02, abs=1e-9)
+    assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
+    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(
+        np.quantile(theirs, (0.001, 0.999)), rel=0.1, abs=1e-9
+    )
 
 
 def test_a_missing_initial_value_has_a_reason():
     """An unknown variable, an unknown initializer and an invalid configuration give sentences, not
     guesses.
     """
-    assert isinstance(initial_value("kernel", {}), str)
-    for kind in ("Mine", "Constant", None, ["Zeros"]):
-        node = {"class_name": kind, "config": {"value": "x"}}
-        assert isinstance(initial_value("kernel", {"kernel_initializer": node}), str)
-    assert initial_value("kernel", {"kernel_initializer": {"class_name": "Ones"}}) == 1.0
-    assert initial_value("moving_variance", {}) == 1.0
+    draw = np.random.default_rng(0)
+    assert isinstance(initial_value("kernel", (2,), {}, draw), str)
+    for node in (
+        {"class_name": "Mine"},
+        {"class_name": "Constant", "config": {"value": "x"}},
+        {"class_name": None},
+    ):
+        assert isinstance(initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
+    np.testing.assert_array_equal(initial_value("moving_variance", (2,), {}, draw), [1.0, 1.0])

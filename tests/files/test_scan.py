@@ -36,7 +36,11 @@ CASES = {
     "beyond_limit": ("kernel", "weight", [[1.0, -20.0]], {"limit": 10.0}),
     "float16_overflow": ("kernel", "weight", [[1.0, 7e4]], {"dtype": "float16"}),
     "zero_variance": ("moving_variance", "statistics", [0.0, 0.0], {}),
+    "beyond_float16": ("kernel", "weight", [[1.0, 7e4]], {}),
     "metric": ("total", "other", [1.0, np.nan], {"layer_class": "Metric"}),
+    "all_zero": ("kernel", "weight", [[0.0, 0.0]], {}),
+    "constant": ("kernel", "weight", [[2.0, 2.0]], {}),
+    "denormal": ("kernel", "weight", [[1.0, 1e-310]], {}),
 }
 
 
@@ -71,8 +75,7 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ),  # describes the data, at any scale
         ("kernel_momentum", "slot", [[0.0, 0.0]], "Optimizer"),
         ("kernel_velocity", "slot", [[1e-310, 1e9]], "Optimizer"),
-        ("kernel", "weight", [[3.0, 3.0], [1e-310, 7e4]], "Dense"),
-        ("kernel", "weight", [[0.0, 0.0]], "Dense"),
+        ("kernel", "weight", [[3.0]], "Dense"),
         ("kernel", "weight", np.zeros((0, 3)), "Dense"),
     ],
 )
@@ -84,34 +87,35 @@ def test_valid_values_are_not_reported(name, role, values, layer_class):
 def test_the_worst_layer_and_the_worst_problem_come_first(make):
     """Errors come before warnings, warnings before notes, and larger shares before smaller ones."""
     report = scan(
-        make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7})
+        make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7, make.KERNEL: 0.0})
     )
     assert [(layer.path, layer.severity) for layer in report.layers] == [
         ("backbone/second_bn", "error"),
         ("backbone/first_bn", "warning"),
-        ("head", ""),
+        ("head", "note"),
     ]
     assert [entry.name for entry in report.bad] == ["moving_variance", "moving_mean"]
     assert report.layers[0].variables[0].name == "moving_variance"
 
 
-def test_a_clean_report_has_the_number_of_values(make):
-    """A kernel of zeros is nothing to report."""
+def test_notes_do_not_spoil_a_clean_report(make):
+    """A model with harmless oddities is clean, and the report has the number of scanned values."""
     report = scan(make.keras({make.KERNEL: 0.0}))
     assert report.ok
     assert report.finite
+    assert report.counts["notes"] == 1
     assert str(report).endswith("clean, 47 values in 10 variables.")
 
 
 def test_float16_layers_are_reported_by_the_configuration(make):
-    """A weight beyond 65504 is a warning in a layer that computes in float16, and nothing
+    """A weight beyond 65504 is a warning in a layer that computes in float16 and a note
     elsewhere."""
     found = {
         entry.path: entry.problems
         for entry in scan(make.keras({make.KERNEL: 7e4})).variables
         if entry.problems
     }
-    assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow"]
+    assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow", "constant"]
     elsewhere = scan(make.weights({make.KERNEL: 7e4}))
     assert elsewhere.ok
 
@@ -263,12 +267,19 @@ DTYPES = (
 def oracle(array, limit=math.inf):
     """Count with plain NumPy in float64."""
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+    finfo = ml_dtypes.finfo(
+        parts.dtype.newbyteorder("=") if parts.dtype.kind == "f" else parts.dtype
+    )
+    tiny = float(finfo.smallest_normal)
     values = parts.astype(np.float64).reshape(-1)
     finite = values[np.isfinite(values)]
     return {
         "size": values.size,
         "nan": int(np.isnan(values).sum()),
-        "inf": int(np.isinf(values).sum()),
+        "posinf": int(np.isposinf(values).sum()),
+        "neginf": int(np.isneginf(values).sum()),
+        "zeros": int((values == 0).sum()),
+        "denormals": int(((np.abs(finite) < tiny) & (finite != 0)).sum()),
         "beyond_float16": int((np.abs(finite) > FLOAT16_MAX).sum()),
         "beyond_limit": int((np.abs(finite) > limit).sum()),
         "min": finite.min() if finite.size else None,
@@ -303,7 +314,7 @@ def test_every_sixteen_bit_float_is_counted(dtype):
 
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
 @pytest.mark.parametrize(
-    ("bad", "name"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf")]
+    ("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")]
 )
 def test_the_bad_value_is_found_at_any_position(dtype, bad, name):
     """One bad value is found at the first, the last and every inner border of the pieces."""
@@ -316,8 +327,22 @@ def test_the_bad_value_is_found_at_any_position(dtype, bad, name):
 
 
 def test_large_finite_values_are_not_infinities():
-    """A sum that overflows proves nothing: values near the largest float are finite."""
-    assert agrees(np.full(1000, np.finfo(np.float32).max, np.float32)).nonfinite == 0
+    """A sum that overflows proves nothing: values near the largest float are finite, and their mean
+    is right.
+    """
+    array = np.full(1000, np.finfo(np.float32).max, np.float32)
+    found = agrees(array)
+    assert found.nonfinite == 0
+    assert found.mean == pytest.approx(float(np.finfo(np.float32).max))
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
+def test_the_mean_is_that_of_the_finite_values(dtype):
+    """The mean excludes NaN and Inf and agrees with float64 to the precision of float32."""
+    array = np.random.default_rng(0).normal(3.0, 1.0, 200_000).astype(named_dtype(dtype))
+    array[::1000] = np.nan
+    finite = array.astype(np.float64)[np.isfinite(array.astype(np.float64))]
+    assert statistics([array]).mean == pytest.approx(finite.mean(), rel=1e-5)
 
 
 def test_only_floats_can_be_non_finite():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Identity:
         return name in ("float16", "mixed_float16")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelArray:
     """One array of a model: in a file, or the value of a variable.
 
@@ -134,25 +134,26 @@ class ModelArray:
             return self.whole()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contents:
     """The contents of one model file, or of a live model.
 
     Attributes:
-        kind: `"keras"`, `"weights.h5"`, `"npz"`, `"orbax"` or `"model"`.
+        kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"`,
+            `"orbax"` or `"model"`.
         arrays: every array, in the order of the file.
-        source: path of the file, safe to print, or name of the model.
         names: name that Keras stored with the variables of a group, by the location of the group.
         config: the model's configuration, or `None` if the file has none.
         notes: sentences about what was not read, and why.
+        source: path of the file, safe to print, or name of the model.
     """
 
     kind: str
-    arrays: Sequence[ModelArray]
-    source: str
-    names: Mapping[str, str] = field(default_factory=dict)
+    arrays: list[ModelArray]
+    names: dict[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    source: str = ""
 
 
 _SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")

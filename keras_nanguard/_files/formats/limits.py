@@ -10,7 +10,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,8 +45,8 @@ them ..."""
 MAX_UNBACKED = 128 << 20
 """... plus this many bytes: a file that declares gigabytes and stores none is never loaded."""
 
-MAX_CONFIG = 32 << 20
-"""Maximum size of a configuration that is parsed. That of a model of 10,000 layers takes about 15
+MAX_JSON = 32 << 20
+"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15
 MiB; JSON that consists of empty lists takes 25 times its size in memory."""
 
 PARSE_ERRORS = (
@@ -112,11 +112,16 @@ def refuse_missing(path: str, what: str) -> None:
 
 
 def size_on_disk(path: str) -> int:
-    """Return the size of a file in bytes, or of all files in a folder. Links count as the files
-    that they lead to."""
+    """Return the size of a file in bytes, or of all files in a folder. For the index of sharded
+    weights it is the size of its folder. Links count as the files that they lead to."""
     named, total = Path(path), 0
     with suppress(OSError, ValueError):
-        for entry in named.rglob("*") if named.is_dir() else (named,):
+        entries: Iterable[Path] = (named,)
+        if named.is_dir():
+            entries = named.rglob("*")
+        elif named.suffix == ".json":
+            entries = named.absolute().parent.iterdir()
+        for entry in entries:
             with suppress(OSError):  # a link that leads nowhere
                 total += entry.stat().st_size
     return total

@@ -136,20 +136,18 @@ def role_of(name: str, layer_class: str = "") -> str:
     return "other" if name in ("count", "seed_generator_state") else "weight"
 
 
-def identities(contents: Contents) -> list[Identity]:
-    """Return the identity of each array of a file."""
-    config, arrays = LayerConfig(contents.config), contents.arrays
-    alone = {"orbax": _orbax, "npz": _by_path}.get(contents.kind)
-    if alone is not None:
-        return [alone(array.location, config) for array in arrays]
-    groups: dict[str, list[ModelArray]] = {}
-    for array in sorted(arrays, key=_number):
+def name_arrays(contents: Contents) -> None:
+    """Set the identity of each array of a file."""
+    config, groups = LayerConfig(contents.config), dict[str, list[ModelArray]]()
+    alone = {"h5": _legacy, "orbax": _orbax, "npz": _by_path}.get(contents.kind)
+    for array in sorted(contents.arrays, key=_number):
+        if alone is not None:
+            array.who = alone(array.location, config)
         groups.setdefault(array.location.rpartition("/")[0], []).append(array)
-    found: dict[int, Identity] = {}
-    for group, members in groups.items():
-        named = _of_group(contents, config, group, members)
-        found |= {id(array): who for array, who in zip(members, named, strict=True)}
-    return [found[id(array)] for array in arrays]
+    for group, arrays in groups.items() if alone is None else ():
+        named = _of_group(contents, config, group, arrays)
+        for array, who in zip(arrays, named, strict=True):
+            array.who = who
 
 
 def _number(array: ModelArray) -> int:
@@ -161,6 +159,19 @@ def _by_path(location: str, config: LayerConfig) -> Identity:
     layer, _, name = location.rpartition("/")
     role = role_of(name, config.class_name)
     return Identity(layer, name, role, config.class_name, config.settings)
+
+
+def _legacy(location: str, config: LayerConfig) -> Identity:
+    parts = [part.removesuffix(":0") for part in location.split("/")]
+    if parts[0] == "optimizer_weights":
+        return Identity("optimizer", "/".join(parts[1:]), "slot", "Optimizer")
+    if parts[0] == "model_weights" and len(parts) > 1:
+        parts = parts[1:]
+    if len(parts) > 1 and parts[0] == parts[1]:
+        parts = parts[1:]
+    for layer in parts[:-1]:
+        config = config.child("", layer)
+    return _by_path("/".join(parts), config)
 
 
 def _orbax(location: str, config: LayerConfig) -> Identity:

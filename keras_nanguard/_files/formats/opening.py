@@ -1,4 +1,5 @@
-"""Opening of model files, recognized by their contents and not by their names.
+"""Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by
+their names.
 
 No model is built, no backend imported, no pickle loaded and no link in a file followed. A member of
 an archive that is stored uncompressed (as Keras and `numpy.savez` write it) is read in place; a
@@ -13,33 +14,33 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import IO, Any
+from pathlib import Path
+from typing import IO
 
 import h5py
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.contents import Contents, ModelArray
-from keras_nanguard._files.formats.hdf5 import SIGNATURE, Window, stored_arrays
+from keras_nanguard._files.formats.contents import Contents
+from keras_nanguard._files.formats.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
 from keras_nanguard._files.formats.limits import (
-    MAX_CONFIG,
+    MAX_JSON,
     PARSE_ERRORS,
     READ_BYTES,
     readable,
     refuse_bomb,
     refuse_missing,
 )
-from keras_nanguard._files.formats.names import identities
+from keras_nanguard._files.formats.names import name_arrays
 from keras_nanguard._files.formats.npz import archived_arrays
 from keras_nanguard._files.formats.orbax import orbax_tree, read_orbax
 
 WEIGHTS = "model.weights.h5"
 """Name of the weights in a `.keras` archive."""
 
-_KINDS = ".keras, .weights.h5, .npz or an Orbax checkpoint"
+_KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
 _UNNAMED = "layers are named by their location in the file"
 
@@ -49,7 +50,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     """Open a model file for reading.
 
     Args:
-        path: a `.keras`, `.weights.h5` or `.npz` file, or the folder of an Orbax checkpoint.
+        path: a `.keras`, `.weights.h5`, legacy `.h5` or `.npz` file, the `.json` index of sharded
+            weights, or the folder of an unzipped model or an Orbax checkpoint.
 
     Returns:
         Context manager of the contents; arrays can be read while it is open.
@@ -61,46 +63,106 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     with ExitStack() as stack:
         with readable(name):
             contents = _contents(name, stack)
-            named = zip(contents.arrays, identities(contents), strict=True)
-            contents = replace(contents, arrays=[replace(array, who=who) for array, who in named])
+            name_arrays(contents)
+            contents.source = plain_text(name)
         yield contents
 
 
 def _contents(path: str, stack: ExitStack) -> Contents:
     refuse_missing(path, "a model file")
     if os.path.isdir(path):
-        return _folder(path)
+        return _folder(path, stack)
     with open(path, "rb") as file:
         head = file.read(8)
     if head == SIGNATURE:
         return _hdf5(path, stack)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return _archive(path, stack)
+    if head.lstrip()[:1] == b"{":
+        return _sharded(path, stack)
     received = f"{plain_text(path)}, which starts with {head!r}" if head else "an empty file"
-    remedy = "Pass a file that Keras 3 saved; of sharded weights one .weights.h5 after the other."
-    raise FileFormatError(expected(f"one of {_KINDS}", received, remedy))
+    raise FileFormatError(expected(f"one of {_KINDS}", received, "Pass a file that Keras 3 saved."))
 
 
 def _hdf5(path: str, stack: ExitStack) -> Contents:
-    file = stack.enter_context(h5py.File(path, "r", locking=False))
+    contents = Contents("weights.h5", [])
+    file = _add(contents, path, stack)
     if "model_weights" in file or "layer_names" in file.attrs:
-        received, model = f"{plain_text(path)}, a legacy .h5 file", "keras.models.load_model"
-        remedy = f"Load it with {model} and pass the model, or save that as .keras."
-        raise FileFormatError(expected(f"one of {_KINDS}", received, remedy))
-    return Contents("weights.h5", *_stored(file, path))
+        contents.kind = "h5"
+    if text := attribute_text(file, "model_config"):
+        _configure(contents, "The attribute model_config", text.encode)
+    return contents
 
 
-def _stored(file: h5py.File, path: str) -> tuple[list[ModelArray], str, dict[str, str]]:
-    """Return arrays, source and names of the contents of an HDF5 file."""
+def _add(contents: Contents, source: str | Window, stack: ExitStack) -> h5py.File:
+    """Add the arrays of an HDF5 file, or of a window on another file, and return it."""
+    options = {"locking": False} if isinstance(source, str) else {}
+    file = stack.enter_context(h5py.File(source, "r", **options))
     arrays, names = stored_arrays(file)
-    return arrays, plain_text(path), names
+    contents.arrays += arrays
+    contents.names |= names
+    return file
 
 
-def _folder(path: str) -> Contents:
+def _configure(contents: Contents, what: str, read: Callable[[], bytes]) -> None:
+    """Set the configuration, or add a note if it cannot be parsed."""
+    try:
+        if len(text := read()) > MAX_JSON:
+            raise ValueError(f"it has more than {MAX_JSON} bytes")
+        parsed = json.loads(text)
+        contents.config = parsed if isinstance(parsed, dict) else None
+    except PARSE_ERRORS as error:
+        reason = f"could not be parsed ({plain_text(error, 120)}): {_UNNAMED}."
+        contents.notes.append(f"{what} {reason}")
+
+
+def _folder(path: str, stack: ExitStack) -> Contents:
+    weights, config = os.path.join(path, WEIGHTS), os.path.join(path, "config.json")
+    if os.path.isfile(weights):
+        contents = _hdf5(weights, stack)
+        contents.kind = "folder"
+        if os.path.isfile(config) and os.path.getsize(config) <= MAX_JSON:
+            _configure(contents, "config.json", Path(config).read_bytes)
+        return contents
     if (tree := orbax_tree(path)) is not None:
         return read_orbax(path, tree)
-    remedy = f"It contains no checkpoint. Of an unzipped model pass its {WEIGHTS}."
+    remedy = f"It contains neither {WEIGHTS} nor a checkpoint."
     raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", remedy))
+
+
+def _sharded(path: str, stack: ExitStack) -> Contents:
+    contents = Contents("sharded", [])
+    for name in _shard_names(path):
+        shard = os.path.join(os.path.dirname(path), name)
+        if not os.path.isfile(shard):
+            listed = f"The shard {plain_text(name)} that {plain_text(path)} lists"
+            raise FileFormatError(f"{listed} is missing.")
+        _add(contents, shard, stack)
+    return contents
+
+
+def _shard_names(path: str) -> list[str]:
+    """Return the file names of the shards that an index lists, each once and in order; they are in
+    its folder."""
+    shown = plain_text(path)
+    if os.path.getsize(path) > MAX_JSON:
+        what = "is not an index of sharded weights"
+        raise FileFormatError(f"{shown} {what}: it has more than {MAX_JSON} bytes.")
+    index = json.loads(Path(path).read_bytes())
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        what, received = "an index of sharded weights", f"{shown} without weight_map"
+        raise FileFormatError(expected(what, received, f"Pass one of {_KINDS}."))
+    found: dict[str, None] = {}
+    for listed in weight_map.values():
+        for name in listed if isinstance(listed, list) else [listed]:
+            if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+                received = f"the shard name {plain_text(name)!r}"
+                remedy = "It points outside the folder."
+                what = "shards in the folder of the index"
+                raise FileFormatError(expected(what, received, remedy))
+            found[name] = None
+    return list(found)
 
 
 def _archive(path: str, stack: ExitStack) -> Contents:
@@ -110,7 +172,7 @@ def _archive(path: str, stack: ExitStack) -> Contents:
     if WEIGHTS in names:
         return _keras(archive, path, stack)
     if names and all(name.endswith(".npy") for name in names):
-        return Contents("npz", archived_arrays(archive, path), plain_text(path))
+        return Contents("npz", archived_arrays(archive, path))
     what = f"a zip archive with {WEIGHTS!r} (.keras) or of .npy arrays (.npz)"
     listed = f"{len(names)} members, such as {plain_text(names[:3])}"
     remedy = "Save the model with model.save('name.keras')."
@@ -118,24 +180,14 @@ def _archive(path: str, stack: ExitStack) -> Contents:
 
 
 def _keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
-    config, note = _config(archive)
-    file = stack.enter_context(h5py.File(_weights(archive, path, stack), "r"))
-    notes = (note,) if note else ()
-    return Contents("keras", *_stored(file, path), config, notes)
-
-
-def _config(archive: zipfile.ZipFile) -> tuple[dict[str, Any] | None, str]:
-    """Return the configuration, `None` if it is not a dict; and a note if it cannot be parsed."""
-    try:
+    def read() -> bytes:
         with archive.open("config.json") as member:
-            text = member.read(MAX_CONFIG + 1)
-        if len(text) > MAX_CONFIG:
-            raise ValueError(f"it has more than {MAX_CONFIG} bytes")
-        parsed = json.loads(text)
-    except PARSE_ERRORS as error:
-        reason = f"could not be parsed ({plain_text(error, 120)}): {_UNNAMED}."
-        return None, f"config.json {reason}"
-    return (parsed if isinstance(parsed, dict) else None), ""
+            return member.read(MAX_JSON + 1)
+
+    contents = Contents("keras", [])
+    _configure(contents, "config.json", read)
+    _add(contents, _weights(archive, path, stack), stack)
+    return contents
 
 
 def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:

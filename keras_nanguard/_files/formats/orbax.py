@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.contents import Contents, ModelArray, pieces_of
-from keras_nanguard._files.formats.limits import MAX_CONFIG, PARSE_ERRORS, declared_too_much
+from keras_nanguard._files.formats.limits import MAX_JSON, PARSE_ERRORS, declared_too_much
 
 
 def read_orbax(path: str, tree: str) -> Contents:
@@ -58,8 +58,8 @@ def read_orbax(path: str, tree: str) -> Contents:
     if not arrays:
         raise FileFormatError(f"{plain_text(path)} is an Orbax checkpoint without arrays.")
     read = plain_text(os.path.relpath(tree, path))
-    notes = () if os.path.samefile(tree, path) else (f"Read from {read}.",)
-    return Contents("orbax", arrays, plain_text(path), notes=notes)
+    notes = [] if os.path.samefile(tree, path) else [f"Read from {read}."]
+    return Contents("orbax", arrays, notes=notes)
 
 
 def orbax_tree(path: str) -> str | None:
@@ -79,7 +79,7 @@ def orbax_tree(path: str) -> str | None:
 
 def _metadata(tree: str) -> dict[str, Any]:
     file = Path(tree, "_METADATA")
-    if not file.is_file() or file.stat().st_size > MAX_CONFIG:
+    if not file.is_file() or file.stat().st_size > MAX_JSON:
         return {}
     parsed = json.loads(file.read_bytes())
     return parsed if isinstance(parsed, dict) else {}
