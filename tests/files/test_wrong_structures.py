@@ -36,14 +36,15 @@ def memory():
 PROGRAM = (
     MEASURED
     + """
-import io, json
+import io, json, os
 from keras_nanguard import FileFormatError, repair, scan
 from keras_nanguard.__main__ import main
 
 path, found = sys.argv[1], {}
+output = os.path.join(os.path.dirname(path), "out_" + os.path.basename(path))
 for name, do in {
     "scan": lambda: json.dumps(scan(path).to_dict(), allow_nan=False),
-    "repair": lambda: str(repair(path, path + ".out", weights="initial", overwrite=True)),
+    "repair": lambda: str(repair(path, output, weights="initial", overwrite=True)),
 }.items():
     try:
         found[name] = ["result", do()[:2000]]
