@@ -107,7 +107,10 @@ class StepRun:
             self.queue.flush(keep=True)
             judged = self._judge(outputs, raised)
         is_bad = judged.decision is Decision.REFUSE
-        reports = [self._report(judged)] if is_bad else []
+        reports: list[Report] = []
+        if is_bad:
+            with contextlib.suppress(Exception):  # the step is refused even without a description
+                reports.append(self._report(judged))
         if is_bad and transaction.refuses:
             verdict = self._refuse(judged)
         else:

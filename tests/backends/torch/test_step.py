@@ -702,3 +702,19 @@ def test_two_steps_in_one_loop():
         second(x)
     np.testing.assert_allclose(losses, [1.0, (0.8 - 3.0) ** 2, (2.56 - 1.0) ** 2], rtol=1e-5)
     assert not guard.refused and [incident.step for incident in guard.incidents] == [3]
+
+
+def test_a_bad_step_is_refused_even_if_it_cannot_be_described(monkeypatch):
+    """What the report of a step reads may fail, for instance for lack of memory."""
+    model = zoo.plain()
+    x, y = np.zeros((32, 6), "float32"), np.zeros((32, 1), "float32")
+    x[3] = np.nan
+
+    def fails(tensors):
+        raise MemoryError
+
+    monkeypatch.setattr(reductions, "counts", fails)
+    guard = NanGuard(verbose=0, diagnose=False)
+    model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert [incident.step for incident in guard.incidents] == [0]
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
