@@ -50,7 +50,10 @@ def guarded(
     @functools.wraps(getattr(function, "python_function", function))
     def step(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         session = running()
-        called = session.run.access = of_loop(session)
+        run, called = session.run, of_loop(session)
+        if run.access is not called:  # a replay would run the batches of the other function
+            run.recent.restart()
+            run.access = called
         returned: Returned = called(*args, **kwargs)
         return returned
 

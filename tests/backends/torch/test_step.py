@@ -704,6 +704,32 @@ def test_two_steps_in_one_loop():
     assert not guard.refused and [incident.step for incident in guard.incidents] == [3]
 
 
+def test_batches_of_another_step_of_the_loop_are_not_replayed():
+    """After a rollback no step is run again with a function that did not run it."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = NanGuard(verbose=0, diagnose=False)
+
+    def towards(target):
+        def step(x):
+            optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+
+        return guard.step(step)
+
+    x = torch.ones((4, 3))
+    with guard.watch(model, optimizer):
+        first, second = towards(1.0), towards(3.0)
+        first(x)
+        second(x)
+        model.layers[0].kernel.assign(np.full((3, 1), np.nan))
+        first(x)
+        assert "rollback" in [outcome.action for outcome in guard.incidents[0].outcomes]
+        assert all((weight == 0.0).all() for weight in model.get_weights())  # those of the snapshot
+
+
 def test_a_bad_step_is_refused_even_if_it_cannot_be_described(monkeypatch):
     """What the report of a step reads may fail, for instance for lack of memory."""
     model = zoo.plain()
