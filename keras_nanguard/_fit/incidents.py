@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -356,12 +355,14 @@ class Incidents:
             return {}
         optimizers = self._run.train_state().optimizers
         measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
-        rate = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
+        # A committed step is counted, so the rate of the next step may be another one.
+        read = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
         for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
-            with suppress(Exception):  # a custom schedule may raise outside of a step
-                measured["learning_rate"] = rate(optimizer)  # a committed step is counted
-        if refused and "learning_rate" in measured:
-            self._run.recorder.rate(measured["learning_rate"])
+            rate = keras_optimizers.rate_if_known(read, optimizer)
+            if rate is not None:
+                measured["learning_rate"] = rate
+                if refused:
+                    self._run.recorder.rate(rate)
         if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
             measured["loss_scale"] = verdict.scale
         return measured

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -139,11 +138,9 @@ def _rates(run: Run) -> dict[int, float]:
     """Return the current learning rates by `id` of their optimizers, without those of a user's
     schedule that raises.
     """
-    rates = {}
-    for optimizer in run.train_state().optimizers:
-        with suppress(Exception):
-            rates[id(optimizer)] = keras_optimizers.learning_rate(optimizer)
-    return rates
+    read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
+    rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
+    return {key: rate for key, rate in rates.items() if rate is not None}
 
 
 # The actions
@@ -388,10 +385,8 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
 
 def _shown(rate: Rate) -> str:
     """Return a learning rate as text."""
-    try:
-        return f"{rate.value:.3g}"
-    except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
-        return "an unknown value"
+    value = keras_optimizers.rate_if_known(lambda: rate.value)
+    return "an unknown value" if value is None else f"{value:.3g}"
 
 
 def _call(context: ActionContext, p: Parameters) -> Done:

@@ -103,7 +103,5 @@ class Poles:
 
 def _rate(optimizer: Any, iteration: int) -> float:
     """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
-    try:
-        return keras_optimizers.scheduled_rate(optimizer, iteration)
-    except Exception:  # noqa: BLE001  a custom schedule may raise anything
-        return 0.0
+    read = keras_optimizers.scheduled_rate
+    return keras_optimizers.rate_if_known(read, optimizer, iteration) or 0.0

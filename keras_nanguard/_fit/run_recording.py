@@ -93,9 +93,8 @@ class RunRecording:
         (`ahead`). A rate that is a custom function is not read.
         """
         for optimizer in filter(keras_optimizers.rate_is_pure, self._train_state().optimizers[:1]):
-            try:
-                rate = keras_optimizers.learning_rate(optimizer)
-            except Exception:  # noqa: BLE001  a custom schedule may raise outside of a step
+            rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+            if rate is None:
                 return
             plain = keras_optimizers.rate_variable(optimizer) is not None
             before = self._recorder.rate(rate, ahead or not plain)

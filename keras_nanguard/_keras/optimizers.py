@@ -98,6 +98,16 @@ def learning_rate(optimizer: Any) -> float:
     return float(keras_variables.read_tensor(keras_variables.native(rate)))
 
 
+def rate_if_known(read: Callable[..., float], *args: Any) -> float | None:
+    """Return the learning rate that `read(*args)` returns; `None` if it raises. A custom schedule
+    may raise anything outside of a step.
+    """
+    try:
+        return read(*args)
+    except Exception:  # noqa: BLE001
+        return None
+
+
 def rate_variable(optimizer: Any) -> Any:
     """Return the variable of a learning rate that is a number; `None` for a schedule or a
     callable.
