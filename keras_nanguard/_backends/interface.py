@@ -320,9 +320,6 @@ class Run(Protocol):
 
     model: Any
 
-    say: Callable[[str], None]
-    """Prints a line."""
-
     stopped: bool
     """Whether the policy has ended training."""
 
@@ -407,6 +404,11 @@ class Session(Protocol):
 
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""
+
+    def note_without_effect(self, whose: str | None) -> None:
+        """Count a step after the end of training; `whose`: what a loop that does not end has to ask
+        whether training has `stopped`, `None` for a loop of Keras.
+        """
 
     def end(self) -> None:
         """End the run, and release what belongs to it."""

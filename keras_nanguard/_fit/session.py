@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
@@ -62,6 +63,7 @@ class Session:
         self.start = Start(run)
         self.guard_state: GuardState | None = None
         self._generators: Any = None
+        self._without_effect = 0  # steps since the policy has ended training
 
     # Before a step
 
@@ -287,6 +289,21 @@ class Session:
         """Report an error that has ended a step, if it is about the data."""
         self.finished = False
         self.incidents.of_error(error)
+
+    def note_without_effect(self, whose: str | None) -> None:
+        """Count a step after the end of training, and tell a loop that does not end after 1, 10,
+        100, ... of them.
+
+        Args:
+            whose: what the loop has to ask whether training has `stopped`; `None` for a loop of
+                Keras, which ends.
+        """
+        self._without_effect += 1
+        if whose is not None and str(self._without_effect).strip("0") == "1":
+            self.run.say(
+                f"NanGuard: training has ended, so {times(self._without_effect, 'step')} since then"
+                f" had no effect. End the loop if {whose}.stopped is true."
+            )
 
     def seen_outside(
         self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True

@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from keras_nanguard._backends.interface import Session, StateAccess
-from keras_nanguard._backends.shared.execution import GuardedExecution, say_without_effect, undone
+from keras_nanguard._backends.shared.execution import GuardedExecution, undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -246,7 +246,6 @@ class LoopStep(StateAccess):
     def __init__(self, function: Any, session: Session):
         super().__init__()
         self.function, self.session, self.run = function, session, session.run
-        self._ignored = 0  # steps since the policy has ended training
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -264,8 +263,7 @@ class LoopStep(StateAccess):
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one step; return its outputs. After the end of training it has no effect."""
         if self.run.stopped:
-            self._ignored += 1
-            say_without_effect(self.run, self._ignored, "guard")
+            self.session.note_without_effect("guard")
             restore = self.held()
             outputs, _ = undone(self.run, lambda: self._execute(args, kwargs))
             restore()

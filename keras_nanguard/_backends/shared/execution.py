@@ -45,7 +45,6 @@ class GuardedExecution(StateAccess):
         self.state: Literal["free", "attached", "lasting"] = "free"
         self.in_use: Callable[..., bool] = lambda strictly=False: True
         self.body: Any = None
-        self._ignored = 0  # steps since the policy has ended training
         self._keepable = True
         """Whether the next fit may use the step: nothing that is built into it was changed."""
 
@@ -118,11 +117,11 @@ class GuardedExecution(StateAccess):
         return self.session.logs.shown
 
     def _say_without_effect(self) -> None:
-        """Count a step after the end of training, and tell a loop that does not end."""
-        self._ignored += 1
-        lasting = self.state == "lasting"
-        if lasting or not self.in_use(strictly=True):  # else Keras ends its own loop
-            say_without_effect(self.run, self._ignored, "model.nanguard" if lasting else "guard")
+        """Note a step after the end of training. Keras ends its own loop."""
+        if self.state == "lasting":
+            self.session.note_without_effect("model.nanguard")
+        else:
+            self.session.note_without_effect(None if self.in_use(strictly=True) else "guard")
 
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
@@ -133,16 +132,6 @@ class GuardedExecution(StateAccess):
 
     def _rescue(self) -> None:
         """Write the last available state into the variables, after a step has raised."""
-
-
-def say_without_effect(run: Run, steps: int, whose: str) -> None:
-    """Print the number of steps without effect in a loop that does not end: 1, 10, 100, ..."""
-    if str(steps).strip("0") == "1":
-        words = "1 step" if steps == 1 else f"{steps} steps"
-        run.say(
-            f"NanGuard: training has ended, so {words} since then had no effect. End the loop"
-            f" if {whose}.stopped is true."
-        )
 
 
 def undone(run: Run, execute: Callable[[], Result]) -> Result:
