@@ -43,20 +43,20 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
         message: the message of the exception.
         batch: the arguments of the step, if they are known.
     """
-    outputs = _outputs(model, batch)
     if found := LABEL.search(message):
         listed = LABELS.search(message)
         labels = [int(word) for word in listed[1].split()] if listed else []
         high = int(found[2])
-        fitting = [out._replace(labels=labels) for out in outputs if out.classes == high]
+        fitting = [out for out in _outputs(model, batch) if out.classes == high]
+        fitting = [out._replace(labels=labels) for out in fitting]
         return _label(model, fitting, int(found[1]), high)
     if found := OUT_OF_BOUNDS.search(message):
-        value = int(found[1])
-        return _label(
-            model, [o for o in outputs if value in o.wrong.values()][:1] or outputs, value
-        )
+        value, outputs = int(found[1]), _outputs(model, batch)
+        blamed = [out for out in outputs if value in out.wrong.values()][:1]
+        return _label(model, blamed or outputs, value)
     if found := UNNAMED.search(message):
-        wrong = [out for out in outputs if out.wrong and out.classes == int(found[1])]
+        high, outputs = int(found[1]), _outputs(model, batch)
+        wrong = [out for out in outputs if out.wrong and out.classes == high]
         if wrong:
             return _label(model, wrong[:1], next(iter(wrong[0].wrong.values())))
         return _lookup(model, batch)
