@@ -257,7 +257,7 @@ class Incidents:
         """
         run = self._run
         gone = processes.count() > 1 or not run.access.can_run_again
-        return None if gone else run.access.transaction.batch(run.access.transaction.given)
+        return None if gone else run.last_arguments()
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
@@ -275,8 +275,7 @@ class Incidents:
         run, findings = self._run, self._run.scan()
         if findings:
             run.recording.step(verdict)
-            batch = run.access.transaction.batch(run.access.transaction.given)
-            report = Report(verdict, (), (), batch)
+            report = Report(verdict, (), (), run.last_arguments())
             self.handle(Detected(run.step, findings, verdict, report))
         return bool(findings)
 

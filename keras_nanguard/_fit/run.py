@@ -225,6 +225,11 @@ class Run:
         self.due[task] = step
         self.next_due = min(self.due.values())
 
+    def last_arguments(self) -> Any:
+        """Return the arguments of the last step as they were given; `None` if they are gone."""
+        transaction = self.access.transaction
+        return transaction.batch(transaction.given)
+
     # The train state
 
     def train_state(self) -> TrainState:
