@@ -677,25 +677,31 @@ def test_keras_runs_another_step(monkeypatch):
         zoo.run(zoo.plain, zoo.regression(), guard="undiagnosed", epochs=1)
 
 
+def linear_from_zero():
+    """Return a linear model whose weights are 0, its optimizer and a guard."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    return model, torch.optim.SGD(model.parameters(), 0.1), NanGuard(verbose=0, diagnose=False)
+
+
+def towards(target, model, optimizer, guard):
+    """Return a guarded step that trains a model to return this number."""
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return guard.step(step)
+
+
 def test_two_steps_in_one_loop():
     """Each call runs its own function, and a refusal is of the one that was called."""
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    guard = NanGuard(verbose=0, diagnose=False)
-
-    def towards(target):
-        def step(x):
-            optimizer.zero_grad()
-            loss = (model(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return guard.step(step)
-
+    model, optimizer, guard = linear_from_zero()
     x = torch.ones((4, 3))
     with guard.watch(model, optimizer):
-        first, second = towards(1.0), towards(3.0)
+        first, second = (towards(target, model, optimizer, guard) for target in (1.0, 3.0))
         losses = [step(x).item() for step in (first, second, first)]
         first(x * float("nan"))
         assert guard.refused and not np.isnan(np.array(model.get_weights()[0])).any()
@@ -706,22 +712,10 @@ def test_two_steps_in_one_loop():
 
 def test_batches_of_another_step_of_the_loop_are_not_replayed():
     """After a rollback no step is run again with a function that did not run it."""
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    guard = NanGuard(verbose=0, diagnose=False)
-
-    def towards(target):
-        def step(x):
-            optimizer.zero_grad()
-            loss = (model(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-
-        return guard.step(step)
-
+    model, optimizer, guard = linear_from_zero()
     x = torch.ones((4, 3))
     with guard.watch(model, optimizer):
-        first, second = towards(1.0), towards(3.0)
+        first, second = (towards(target, model, optimizer, guard) for target in (1.0, 3.0))
         first(x)
         second(x)
         model.layers[0].kernel.assign(np.full((3, 1), np.nan))
