@@ -67,6 +67,7 @@ a trial ends "far better" although its loss cannot fall to half, as a cross-entr
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
 
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """Proof that a run is lost, the change that helps, and what it abandons.
@@ -87,9 +88,8 @@ class Lost:
 
 
 def found(run: Run) -> tuple[Lost | Literal["learned"] | None, int]:
-    """Return the proof that the run is lost, `"learned"` if few batches show that it has
-    learned something, or `None`; and the
-    number of steps of the trials.
+    """Return the proof that the run is lost, `"learned"` if few batches show that it has learned
+    something, or `None`; and the number of steps of the trials.
     """
     batches = run.recent.last(BATCHES)
     held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]

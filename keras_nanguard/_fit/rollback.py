@@ -29,6 +29,7 @@ from keras_nanguard._keras import variables as keras_variables
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
+
 class Restored(NamedTuple):
     """What restoring a snapshot has undone.
 

@@ -44,6 +44,7 @@ EACH = 10
 in a thousand (sign test). The test of the mean fails if one of the losses is huge.
 """
 
+
 class Trial:
     """Runs steps whose effects are undone at the end of the `trial` context.
 

@@ -282,7 +282,8 @@ class Recorder:
 
     def _open(self, path: Path, found: Beginning) -> Beginning:
         """Begin to write to a file. Return what the fit continues: what an earlier process has
-        recorded there, if nothing is recorded yet. An error ends the writing, not training."""
+        recorded there, if nothing is recorded yet. An error ends the writing, not training.
+        """
         try:
             if not found.memory.end and is_nonempty(path):
                 found = Beginning.of_file(path, found.memory)
