@@ -105,7 +105,10 @@ def squares(arrays: Iterable[Any], dtype: Any) -> Any:
 
     The square of a finite entry can overflow: that of 1e20 does in float32.
     """
-    return 0.5 * _sum([jnp.square(array) for array in _grouped(arrays)], dtype)
+    # Adam squares its gradients, too. Without the barrier XLA shares these squares and stores them:
+    # with 15M parameters a tenth of the time of a step on a CPU.
+    read = jax.lax.optimization_barrier(_grouped(arrays))
+    return 0.5 * _sum([jnp.square(array) for array in read], dtype)
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
