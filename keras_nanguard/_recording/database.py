@@ -178,11 +178,13 @@ UNDO_REFUSED = (
 
 _OLDER = "SELECT id, row_number() OVER (ORDER BY id) AS place FROM steps WHERE id < ?"
 
-THIN_GOOD, THIN_ALL = (
-    f"DELETE FROM steps WHERE id IN (SELECT id FROM ({_OLDER} {which}) WHERE place % 2 = 0)"
+_SECOND_GOOD, _SECOND = (
+    f"id IN (SELECT id FROM ({_OLDER} {which}) WHERE place % 2 = 0)"
     for which in (f"AND status = {COMMITTED}", "")
 )
-"""Remove every second committed step, or every second step, before an `id`."""
+"""Every second committed step, or every second step, before an `id`."""
+
+THIN_GOOD, THIN_ALL = (f"DELETE FROM steps WHERE {which}" for which in (_SECOND_GOOD, _SECOND))
 
 REMOVED: Mapping[str, str] = {
     "removed_refused": f"status = {REFUSED} AND NOT undone",
@@ -190,6 +192,13 @@ REMOVED: Mapping[str, str] = {
     "removed_run_again": f"status IN ({REFUSED}, {OVERFLOW}) AND undone",
 }
 """The entries of `meta` with the numbers of removed steps, and the condition for those steps."""
+
+COUNT_REMOVED = tuple(
+    f"INSERT INTO meta SELECT '{key}', count(*) FROM steps WHERE {_SECOND} AND {which} "
+    "ON CONFLICT (key) DO UPDATE SET value = value + excluded.value"
+    for key, which in REMOVED.items()
+)
+"""Add the steps that `THIN_ALL` removes to these numbers."""
 
 MAX_UNWRITTEN = 50_000
 """Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
@@ -282,22 +291,8 @@ class Memory:
                 older = [(self.end - MAX_STEPS // 4,)]
                 self.run(THIN_GOOD, older)
                 if self.one(size) > MAX_STEPS * 3 // 4:
-                    before = self._refused()
-                    self.run(THIN_ALL, older)
-                    self._count_removed(before)
-
-    def _refused(self) -> dict[str, int]:
-        """Return the number of steps for each entry of `REMOVED`."""
-        query = "SELECT count(*) FROM steps WHERE"
-        return {key: int(self.one(f"{query} {which}")) for key, which in REMOVED.items()}
-
-    def _count_removed(self, before: Mapping[str, int]) -> None:
-        """Add to the numbers of removed steps, which were `before` in the table."""
-        of_key = "SELECT value FROM meta WHERE key = ?"
-        removed = {key: json.loads(self.one(of_key, (key,)) or "0") for key in REMOVED}
-        left = self._refused()
-        rows = [(key, as_json(removed[key] + before[key] - left[key])) for key in REMOVED]
-        self.run(insert("meta"), rows)
+                    for statement in (*COUNT_REMOVED, THIN_ALL):
+                        self.run(statement, older)
 
     def add_event(self, row: Row) -> None:
         """Append an event, of which SQLite chooses the `id`."""

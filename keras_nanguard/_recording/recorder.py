@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import gradient_norm
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
@@ -32,8 +33,9 @@ from keras_nanguard._recording.database import (
     insert,
     rows_of,
 )
+from keras_nanguard._recording.reading import writer_of
 from keras_nanguard._recording.recording import BadSample, EventKind, Recording, from_rows, read
-from keras_nanguard._recording.writer import RecordingFile, is_nonempty
+from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -95,52 +97,10 @@ class RateColumn:
         return known, last[1] if last is not None and last[1] != rate else None
 
 
-def first_of_fit(recorded: int, base: int, resumed: int | None) -> int:
-    """Return the first step of a new fit, counted across all fits.
-
-    Args:
-        recorded: number of steps of all fits so far.
-        base: the first step of the last fit.
-        resumed: the step of the snapshot that the new fit resumes from, in the fit that took it.
-    """
-    return recorded if resumed is None else min(base + resumed, recorded)
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """What a fit continues: the recording of earlier fits.
-
-    Attributes:
-        memory: the recording.
-        base: the first step of its last fit.
-        since: the first step of its last run, which may consist of several resumed fits.
-        samples: its bad samples, as in `Recorder`.
-    """
-
-    memory: Memory
-    base: int
-    since: int
-    samples: dict[tuple[str, str], BadSample]
-
-    @classmethod
-    def of_file(cls, path: Path, memory: Memory) -> Beginning:
-        """Return the recording of an earlier process in a file, with the facts that `memory` has
-        about the current one.
-
-        Raises:
-            GuardError: if the file is not a recording, or cannot be read.
-            MemoryError: if it is too large.
-        """
-        earlier, rows = read(path)
-        kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
-        meta = [*rows_of(memory.connection)["meta"], *kept]
-        base, since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
-        samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
-        return cls(Memory({**rows, "meta": meta}), base, since, samples)
-
-
 class Recorder:
     """The recording of all fits of one guard, during the run. Steps are counted across fits.
+
+    No method that records raises: an error ends the writing of the file, not training.
 
     Attributes:
         base: the first step of the current fit, counted across all fits.
@@ -152,12 +112,15 @@ class Recorder:
         self._now = now
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._memory = Memory()
-        self.base = self._since = 0
+        self.base = 0
+        self._since = 0  # the first step of the last run, which may consist of several resumed fits
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._scaled = False
         self._rates, self._due = RateColumn(), 0.0
-        self._file, self._reported = RecordingFile(), ""
+        self._owners = set[str]()  # it has written a file of one of these
+        self._writer: Writer | None = None  # during a fit
+        self._problem = self._reported = ""
         self._lock = threading.RLock()
         self._running = False
         self.note(format=FORMAT, status="running")
@@ -167,11 +130,32 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            return {**vars(self), "_lock": None, "_now": None, "_memory": rows}
+            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
+            return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time, "_memory": Memory(state["_memory"])}
         self.__dict__ |= {**state, **own}
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Return a context that changes the recording, which then has all steps so far."""
+        with self._lock:
+            with self._without_error():
+                self._fold()
+            with self._without_error():
+                yield
+
+    @contextmanager
+    def _without_error(self) -> Iterator[None]:
+        """Return a context in which an error, such as no memory, only ends the writing."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  training does not need the recording
+            if self._writer is None:
+                self._problem = unwritten(error)
+            else:
+                self._writer.problem = self._writer.problem or unwritten(error)
 
     # Steps
 
@@ -194,16 +178,14 @@ class Recorder:
 
     def skip(self, step: int, epoch: int, batch: int) -> None:
         """Record a batch before this step that is not trained on."""
-        with self._lock:
-            self._fold()
+        with self._changing():
             measured = [None] * len(MEASURED)
             row = (step + self.base, epoch, batch, *measured, self._now(), SKIPPED, 0)
             self._memory.add_steps([row])
 
     def place(self, step: int, epoch: int, start: int) -> None:
         """Note that steps from this one on belong to an epoch that began with step `start`."""
-        with self._lock:
-            self._fold()
+        with self._changing():
             self._places.append((step, epoch, start))
             self._rates.begin_epoch(self._memory.end)
 
@@ -217,13 +199,13 @@ class Recorder:
 
         Returns the previous rate if it differs.
         """
-        with self._lock:
-            self._fold()
+        before = None
+        self._rates.due = self._now() + INTERVAL
+        with self._changing():
             at = self._memory.end - (not ahead)
             known, before = self._rates.read(float(rate), at, ahead)
             self._memory.run(database.FILL_RATE, known)
-            self._rates.due = self._now() + INTERVAL
-            return before
+        return before
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
         """Mark the committed steps from this one on as undone.
@@ -232,8 +214,7 @@ class Recorder:
             step: the step.
             again: the steps that are replayed; refused ones among them are marked, too.
         """
-        with self._lock:
-            self._fold()
+        with self._changing():
             self._memory.run(database.UNDO_STEPS, [(step + self.base,)])
             replayed = [(number + self.base,) for number in again or ()]
             self._memory.run(database.UNDO_REFUSED, replayed)
@@ -258,44 +239,58 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
             epoch: its first epoch.
         """
-        with self._lock:
-            self._fold()
-            found = Beginning(self._memory, self.base, self._since, self.samples)
+        with self._changing():
+            self._running, self._scaled = True, scaled
             if path is not None:
-                found = self._open(path, found)
-            self._memory, self._since, self.samples = found.memory, found.since, found.samples
-            self.base = first_of_fit(self._steps, found.base, resumed)
+                self._open(path)
+            recorded = self._steps
+            self.base = recorded if resumed is None else min(self.base + resumed, recorded)
+            self._since = self.base if resumed is None else self._since
             self._rates.begin_fit(self._memory.end)
-            self._scaled, self._running = scaled, True
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
-            kind: EventKind = "begin"
-            if resumed is None:
-                self._since = self.base
-            else:
-                kind = "resume"
+            if resumed is not None:
                 self.undo(0)
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
             self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")
+            kind: EventKind = "begin" if resumed is None else "resume"
             self.event(kind, 0, epoch, data={"base": self.base})
             self._write()
 
-    def _open(self, path: Path, found: Beginning) -> Beginning:
-        """Begin to write to a file. Return what the fit continues: what an earlier process has
-        recorded there, if nothing is recorded yet. An error ends the writing, not training.
+    def _open(self, path: Path) -> None:
+        """Begin to write to a file, after what an earlier process has recorded there, if nothing is
+        recorded yet.
         """
-        try:
-            if not found.memory.end and is_nonempty(path):
-                found = Beginning.of_file(path, found.memory)
-                self._file.take_over(path)
-            self._file.open(path, found.memory, self.end_with_process)
-        except Exception as error:  # noqa: BLE001  such as no memory
-            self._file.give_up(error)
-        return found
+        problem, self._problem = self._problem, ""
+        with self._without_error():
+            there = path.exists() and path.stat().st_size > 0
+            if there and not self._memory.end:
+                self._continue(path)
+            if there and writer_of(path) not in self._owners:
+                raise GuardError(f"{path} is in use by another run; use one directory per run")
+            if problem or not there:
+                self._memory.rewrite()
+            self._writer = Writer(path, self.end_with_process)
+            self._owners.add(self._writer.name)
+
+    def _continue(self, path: Path) -> None:
+        """Continue what an earlier process has recorded in a file, with the facts about this one.
+
+        Raises:
+            GuardError: if the file is not a recording, or cannot be read.
+            MemoryError: if it is too large.
+        """
+        earlier, rows = read(path)
+        kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
+        meta = [*rows_of(self._memory.connection)["meta"], *kept]
+        self._memory = Memory({**rows, "meta": meta})
+        self.base, self._since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
+        self._owners.add(writer_of(path))
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
-        with self._lock:
+        with self._changing():
             rows = [(key, as_json(value)) for key, value in meta.items()]
             self._memory.run(insert("meta"), rows)
 
@@ -303,10 +298,9 @@ class Recorder:
         self, kind: EventKind, step: int, epoch: int, text: str = "", data: Any = None
     ) -> None:
         """Record an event at a step of the current fit."""
-        details = as_json(data or {})
-        with self._lock:
+        with self._changing():
             at = (int(step) + self.base, int(epoch), self._now())
-            self._memory.add_event((*at, kind, as_text(text), details))
+            self._memory.add_event((*at, kind, as_text(text), as_json(data or {})))
 
     def layers(self, step: int, variables: Sequence[tuple[str, str]], values: Any) -> None:
         """Record the measurements of the layers after a step.
@@ -316,15 +310,14 @@ class Recorder:
             variables: path and kind (`trainable` or `statistics`) of each variable.
             values: array of shape `(variables, 2)`.
         """
-        at, numbers = int(step), np.asarray(values, np.float32).tolist()
-        with self._lock:
-            at += self.base
+        with self._changing():
+            at, numbers = int(step) + self.base, np.asarray(values, np.float32).tolist()
             rows = [(None, at, as_text(p), k, *v) for (p, k), v in zip(variables, numbers)]
             self._memory.add_layers(rows)
 
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that it has occurred again."""
-        with self._lock:
+        with self._changing():
             key = (sample.fingerprint, sample.label)
             self.samples[key] = sample
             index = None if sample.index is None else int(sample.index)
@@ -334,25 +327,26 @@ class Recorder:
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write the remaining data, and close the file."""
-        with self._lock:
+        with self._changing():
             if not self._running:
                 return
             self._running = False
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._write()
-        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._problem, self._writer = self._writer.problem, None
 
     def end_with_process(self) -> None:
         """End the steps without a fit when the process exits: failed if by an exception."""
-        with self._lock:
-            self._fold()
+        with self._changing():
             status = "failed" if hasattr(sys, "last_value") else "finished"
             self.end(status, max(self._steps - self.base, 0), self._places[-1][1])
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        found = self._file.problem
+        found = self._problem if self._writer is None else self._writer.problem
         if found == self._reported:
             return ""
         self._reported = found or self._reported
@@ -369,8 +363,8 @@ class Recorder:
         own, at = "FROM steps WHERE epoch = ? AND step >= ? AND", (epoch, self._since)
         good = f"status = {COMMITTED} AND NOT undone AND abs(gradient_norm) < 9e999"
         last = "loss_scale IS NOT NULL ORDER BY id DESC LIMIT 1"
-        with self._lock:
-            self._fold()
+        mean = scale = None
+        with self._changing():
             mean = self._memory.one(f"SELECT avg(gradient_norm) {own} {good}", at)
             scale = self._memory.one(f"SELECT loss_scale {own} {last}", at)
         return math.nan if mean is None else mean, 1.0 if scale is None else scale
@@ -391,24 +385,19 @@ class Recorder:
 
     def _work(self, now: float) -> None:
         """Do what is done about once a second."""
-        with self._lock:
-            self._due = now + INTERVAL
+        self._due = now + INTERVAL
+        with self._changing():
             self._write(always=False)
 
     def _write(self, always: bool = True) -> None:
-        """Put the pending steps into the database, and everything new into the file. An error ends
-        the writing, not training.
+        """Have everything new written to the file, if it is open.
 
         Args:
             always: whether to write also if the file still writes the last changes.
         """
-        try:
-            self._fold()
-            if always or self._file.ready:
-                self.note(written=self._now())
-                self._file.write(self._memory)
-        except Exception as error:  # noqa: BLE001  such as no memory
-            self._file.give_up(error)
+        if self._writer is not None and (always or self._writer.ready):
+            self.note(written=self._now())
+            self._writer.put(self._memory.unwritten())
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:

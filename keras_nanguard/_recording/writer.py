@@ -10,18 +10,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._recording.database import (
-    NAME,
-    Memory,
-    Statement,
-    as_json,
-    make,
-    transaction,
-)
-from keras_nanguard._recording.reading import check_header, writer_of
+from keras_nanguard._recording.database import NAME, Statement, as_json, make, transaction
+from keras_nanguard._recording.reading import check_header
 
 WAIT = 30.0
 """Maximum time that the end of a run waits for the disk, in seconds."""
@@ -188,72 +180,3 @@ class Writer:
             self._idle.set()
         if file is not None:
             file.close()
-
-
-def is_nonempty(path: Path) -> bool:
-    """Return whether there is a file with contents."""
-    return path.exists() and path.stat().st_size > 0
-
-
-class RecordingFile:
-    """The file of a recorder, which is open during each of its fits. In a copy it is not open."""
-
-    def __init__(self) -> None:
-        self._owners = set[str]()  # this recorder has written a file of one of these
-        self._writer: Writer | None = None
-        self._problem = ""  # while it is not open
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None}
-
-    @property
-    def problem(self) -> str:
-        """Why the file is not written; `""` if it is."""
-        return self._problem if self._writer is None else self._writer.problem
-
-    @property
-    def ready(self) -> bool:
-        """Whether `write` would write at once."""
-        return self._writer is not None and self._writer.ready
-
-    def take_over(self, path: Path) -> None:
-        """Note that the recorder continues what an earlier process has recorded in a file."""
-        self._owners.add(writer_of(path))
-
-    def open(self, path: Path, memory: Memory, end: Callable[[], None]) -> None:
-        """Begin to write to a file.
-
-        Args:
-            path: the file.
-            memory: what is recorded so far.
-            end: a method that is called if the process ends during the fit. It is not kept alive.
-
-        Raises:
-            GuardError: if the file is in use by another run.
-            Exception: any other, such as no thread.
-        """
-        there = is_nonempty(path)
-        if there and writer_of(path) not in self._owners:
-            raise GuardError(f"{path} is in use by another run; use one directory per run")
-        if self._problem or not there:
-            memory.rewrite()
-        self._writer = Writer(path, end)
-        self._owners.add(self._writer.name)
-
-    def write(self, memory: Memory) -> None:
-        """Have everything new written, if the file is open."""
-        if self._writer is not None:
-            self._writer.put(memory.unwritten())
-
-    def give_up(self, error: Exception) -> None:
-        """Write nothing more until the file is opened again."""
-        if self._writer is None:
-            self._problem = unwritten(error)
-        else:
-            self._writer.problem = self._writer.problem or unwritten(error)
-
-    def close(self) -> None:
-        """Wait for the remaining writes, and close the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._problem, self._writer = self._writer.problem, None

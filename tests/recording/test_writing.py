@@ -100,6 +100,39 @@ def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
     assert len(Recording.read(tmp_path)) == 12
 
 
+CALLS = {
+    "skip": lambda made: made.skip(3, 0, 3),
+    "place": lambda made: made.place(3, 1, 3),
+    "rate": lambda made: made.rate(0.1),
+    "undo": lambda made: made.undo(0),
+    "note": lambda made: made.note(epochs=3),
+    "event": lambda made: made.event("snapshot", 3, 0),
+    "layers": lambda made: made.layers(3, (("net", "trainable"),), np.ones((1, 2))),
+    "sample": lambda made: made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (3,), "1 NaN of 8 in x")),
+    "epoch_means": lambda made: made.epoch_means(0),
+    "begin": lambda made: made.begin({}, scaled=True, path=None),
+    "end": lambda made: made.end("finished", 3, 0),
+    "end_with_process": lambda made: made.end_with_process(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
+    """Training goes on, the reason is told, and the next fit writes what is in memory."""
+    made = begun(tmp_path)
+    push(made, 3)
+    with monkeypatch.context() as short:
+        short.setattr(Memory, "run", fails)
+        CALLS[call](made)
+    assert made.problem() == "recording.sqlite is not written: MemoryError"
+    made.end("finished", 3, 0)
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() == ""
+    same(made.recording, Recording.read(tmp_path))
+
+
 @pytest.mark.parametrize("what", ["Memory", "Writer"])
 def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, what):
     """Without the memory for an earlier recording, or a thread, the run goes on, and the recording in
@@ -110,8 +143,7 @@ def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, wh
     first.end("finished", 10, 0)
     made = Recorder()
     with monkeypatch.context() as short:
-        place = recording_module if what == "Memory" else sys.modules[File.__module__]
-        short.setattr(place, what, fails)
+        short.setattr(recording_module, what, fails)
         made.begin({}, scaled=True, path=tmp_path / NAME)
     push(made, 5)
     made.end("finished", 5, 0)
