@@ -202,6 +202,12 @@ class Replay:
         """Restore these variables, and the random generators, at the end."""
         raise NotImplementedError
 
+    def undone(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+        """Restore at the end what steps write outside of these variables: the backend's random
+        generators, and gradients, schedulers and scalers of torch.
+        """
+        return nullcontext()
+
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         """Return functions that restore what the optimizers of a step keep outside of Keras, those
         in attributes of the model's layers included.
@@ -345,9 +351,6 @@ class Run(Protocol):
     @property
     def step(self) -> int:
         """Number of complete train steps, including refused ones."""
-
-    def train_state(self) -> TrainState:
-        """Return the train state of the last trace, with the current values."""
 
     def read_train_state(self) -> TrainState:
         """Return the current train state, for a trace."""

@@ -1,14 +1,13 @@
 """Paired trials: steps on remembered batches from a chosen state, which are undone afterwards.
 
 A trial compares states on the *same* batches, so the difficulty of other batches, epochs or tasks
-has no influence. It uses the compiled train step. At the end state, metrics, random generators,
-learning rates, and numbers and tensors in attributes of layers are restored.
+has no influence. It uses the compiled train step. At the end everything that it has written is
+restored.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import fmean, stdev
@@ -17,17 +16,13 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends.shared.execution import undone
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
-from keras_nanguard._keras import (
-    attributes as keras_attributes,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 T = TypeVar("T")
 
@@ -184,29 +179,11 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
     for optimizer in train_state.optimizers if rates else ():
         if run.recovery.rate(optimizer).make_adjustable():
             run.rebuild(undo)
-    with ExitStack() as ending:
-        again = ending.enter_context(without_faults(run.model))
-        host = current.host()
-        generator = host.generator_state()
-        ending.callback(access.held())
-        ending.callback(random.setstate, random.getstate())
-        ending.callback(np.random.set_state, np.random.get_state())
-        if generator is not None:
-            ending.callback(host.set_generator_state, generator)
-        for optimizer in train_state.optimizers:
-            if hasattr(optimizer, "held"):
-                ending.callback(optimizer.held())
-        called = keras_attributes.called_by_step(run.model)
-        untracked = run.access.transaction.learned.untracked.values()
-        others = [*untracked, *keras_attributes.variables_of(called)]
-        everything = [*train_state.written_by_calls, *others]
-        restores = map(keras_variables.restorer, keras_variables.unique(everything))
-        ending.callback(keras_variables.finish, list(restores))
-        ending.callback(keras_attributes.restorer(called))
-        ending.callback(run.recovery.forget_unchanged_rates)
-        ending.callback(access.sync_variables)
-        ending.callback(run.access.transaction.take_reports)
-        yield Trial(run, again)
+    with without_faults(run.model) as again, undone(run):
+        try:
+            yield Trial(run, again)
+        finally:
+            run.recovery.forget_unchanged_rates()
 
 
 def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import keras
 import numpy as np
@@ -137,6 +138,22 @@ def test_loop(kind):
             assert guard.refused or np.isfinite(float(loss))
     assert [i for i, bad in enumerate(refused) if bad] == [i.step for i in guard.incidents]
     check(model, [i.step for i in guard.incidents], optimizer, 0.0 if kind == "tf.function" else 1e-5, kind == "xla")
+
+
+def test_random_numbers_of_a_step_after_the_end_of_training():
+    """It leaves the generators of the process as they were, also if it ends in an exception."""
+    model, guard, optimizer = network(keras.Model), NanGuard("stop", verbose=0), keras.optimizers.Adam(0.01)
+    step = loop_step(model, optimizer)
+    x, y = ops.ones((8, 6)), ops.zeros((8, 1))
+    with guard.watch(model, optimizer):
+        guarded = guard.step(lambda x, y: step(x + 0.0 * np.random.rand() * random.random(), y))
+        guarded(x * np.nan, y)
+        before = random.getstate(), np.random.get_state()[1:3]
+        guarded(x, y)
+        with pytest.raises(Exception, match=r"shape|dimension|broadcast|Incompatible"):
+            guarded(ops.ones((8, 5)), y)
+    assert guard.stopped
+    np.testing.assert_equal((random.getstate(), np.random.get_state()[1:3]), before)
 
 
 def test_loop_stops(capsys):

@@ -264,12 +264,10 @@ class LoopStep(StateAccess):
         """Run one step; return its outputs. After the end of training it has no effect."""
         if self.run.stopped:
             self.session.note_without_effect("guard")
-            restore = self.held()
-            outputs, _ = undone(self.run, lambda: self._execute(args, kwargs))
-            restore()
-        else:
-            outputs, verdict = self._execute(args, kwargs)
-            self.session.after(verdict)
+            with undone(self.run):
+                return self._execute(args, kwargs)[0]
+        outputs, verdict = self._execute(args, kwargs)
+        self.session.after(verdict)
         return outputs
 
     def run_again(self, args: Sequence[Any]) -> Verdict:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import keras
+import numpy as np
 
+from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Run, Session, StateAccess
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import variables as keras_variables
-
-Result = TypeVar("Result")
+from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
 
 
 class GuardedExecution(StateAccess):
@@ -127,21 +128,45 @@ class GuardedExecution(StateAccess):
         """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
         are those of the last step before, if there was one.
         """
-        undone(self.run, lambda: self._execute(data))
+        with undone(self.run):
+            self._execute(data)
         return self._shown()
 
     def _rescue(self) -> None:
         """Write the last available state into the variables, after a step has raised."""
 
 
-def undone(run: Run, execute: Callable[[], Result]) -> Result:
-    """Run a step, restore every variable that it may write, drop the reports of it, and return its
-    result.
+@contextlib.contextmanager
+def undone(run: Run) -> Iterator[None]:
+    """Restore at the end, also after an exception, everything that steps may write, and drop their
+    reports: variables, learning rates, random generators, numbers and tensors in attributes of
+    layers, gradients and schedulers of torch.
+
+    Raises:
+        StateLostError: if a variable could not be restored.
     """
-    variables = run.train_state().written_by_calls
-    restores = [keras_variables.restorer(variable) for variable in variables]
-    result = execute()
-    created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
-    keras_variables.finish([*restores, *created])
-    run.access.transaction.take_reports()
-    return result
+    access = run.access
+    access.sync_variables()
+    state, called = run.read_train_state(), keras_attributes.called_by_step(run.model)
+    untracked = access.transaction.learned.untracked.values()
+    others = [*untracked, *keras_attributes.variables_of(called)]
+    variables = keras_variables.unique([*state.written_by_calls, *others])
+    restores = list(map(keras_variables.restorer, variables))
+
+    def restore_variables() -> None:
+        created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
+        keras_variables.finish([*restores, *created])
+
+    replay = current.replay()
+    with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
+        ending.callback(access.held())
+        ending.callback(random.setstate, random.getstate())
+        ending.callback(np.random.set_state, np.random.get_state())
+        for restore in replay.held(run.model, state.optimizers):
+            ending.callback(restore)
+        ending.callback(restore_variables)
+        ending.callback(keras_attributes.restorer(called))
+        ending.callback(access.sync_variables)
+        ending.callback(lambda: access.transaction.take_reports())  # perhaps of a new trace
+        ending.enter_context(replay.undone(variables))
+        yield

@@ -213,14 +213,20 @@ class Replay(interface.Replay):
         natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
         natives = [v for v in natives if hasattr(v, "assign")]
         old = [v.read_value() for v in natives]
-        drawn = getattr(context.context(), "_rng", None)
-        stream = drawn.getstate() if drawn is not None else None
         try:
-            with keras_variables.on_first_replica(variables):
+            with self.undone(variables), keras_variables.on_first_replica(variables):
                 yield
         finally:
             for variable, value in zip(natives, old):
                 variable.assign(value)
+
+    @contextlib.contextmanager
+    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+        drawn = getattr(context.context(), "_rng", None)
+        stream = drawn.getstate() if drawn is not None else None
+        try:
+            yield
+        finally:
             if drawn is not None and stream is not None:
                 drawn.setstate(stream)
 

@@ -172,6 +172,25 @@ def _log(kept: Iterable[Any]) -> UndoLog:
     return UndoLog(kept, (), note_created=lambda variable: None)
 
 
+def _tensors(variables: Iterable[Any]) -> list[Any]:
+    """Return the tensors of these variables."""
+    values = (getattr(v, "value", v) for v in variables)
+    return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
+
+
+@contextlib.contextmanager
+def _without_gradients(tensors: Sequence[Any]) -> Iterator[None]:
+    """Begin without the gradients of these tensors, which are restored at the end."""
+    grads = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in grads:
+            tensor.grad = grad
+
+
 class Replay(interface.Replay):
     """Replays a step and records its operations. A diagnosis always runs eagerly."""
 
@@ -210,19 +229,23 @@ class Replay(interface.Replay):
         """
         if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        values = [getattr(v, "value", v) for v in variables]
-        natives = keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
+        natives = _tensors(variables)
         undo_log = _log(natives)
-        grads = [(t, t.grad) for t in natives]
-        for tensor in natives:
-            tensor.grad = None
         try:
-            with undo_log, locally():
+            with _without_gradients(natives), undo_log, locally():
                 yield
         finally:
             undo_log.give_back(unseen=True)
-            for tensor, grad in grads:
-                tensor.grad = grad
+
+    @contextlib.contextmanager
+    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+        natives, undo_log = _tensors(variables), _log(())
+        undo_log.writers |= dict.fromkeys(map(id, natives))  # which it need not keep
+        try:
+            with _without_gradients(natives), undo_log:
+                yield
+        finally:
+            undo_log.give_back(unseen=True)
 
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)

@@ -494,6 +494,27 @@ def test_steps_of_a_loop_after_the_end_of_training(compiled, capsys):
     assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
 
 
+def test_random_numbers_of_a_step_after_the_end_of_training():
+    """It leaves the generators of the process as they were, also if it ends in an exception."""
+    loop, guard = Loop(), NanGuard("stop", verbose=0)
+
+    def step(state, x, y):
+        if np.random.rand() < 0:
+            raise AssertionError
+        return loop.step(state, x[: len(y)], y)
+
+    state, (x, y) = loop.state, batches()[0]
+    with guard.watch(loop.model, loop.optimizer):
+        run = guard.step(step)
+        for bad in (False, True):
+            _, state = run(state, x * np.nan if bad else x, y)
+        before = np.random.get_state()[1:3]
+        _, state = run(state, x, y)
+        with pytest.raises(TypeError):
+            run(state, x, 7)
+    np.testing.assert_equal(np.random.get_state()[1:3], before)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_loop(compiled):
     """A guarded loop ends like an unguarded one without the bad batches; its guard has the refused

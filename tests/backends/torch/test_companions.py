@@ -4,6 +4,7 @@ models, its own tensors.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -168,6 +169,31 @@ def test_a_scaler_learns_once_from_each_bad_step(unscaled):
     assert plain[1] < 2.0**16 and with_guard[1:] == plain[1:]
     for left, right in zip(plain[0], with_guard[0], strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scheduler", ["step", "one cycle", "own"])
+def test_steps_after_the_end_of_training_leave_no_trace(scheduler):
+    """Schedulers, averages and tensors of the loop's own are as before, and so are gradients and the
+    random numbers.
+    """
+    loop, guard = Loop(scheduler), NanGuard("stop", verbose=0)
+
+    def draws(batch):
+        return loop(batch + 0 * torch.rand(()) * np.random.rand())
+
+    with guard.watch(loop.net, loop.optimizer):
+        step = guard.step(draws)
+        step(BATCHES[0])
+        step(poisoned()[BAD[0]])
+        before, grads = loop.state(), [p.grad for p in loop.net.parameters()]
+        generators = torch.get_rng_state(), np.random.get_state()[1:3]
+        for batch in BATCHES[:3]:
+            step(batch)
+    assert guard.stopped
+    assert_same(loop.state(), before)
+    assert all(p.grad is grad for p, grad in zip(loop.net.parameters(), grads))
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    np.testing.assert_equal(np.random.get_state()[1:3], generators[1])
 
 
 def test_classes_of_torch_are_as_before():
