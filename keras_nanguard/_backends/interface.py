@@ -332,6 +332,9 @@ class Run(Protocol):
     state_replaced: bool
     """Whether the state was replaced since this was last set to `False`."""
 
+    rebuilds: int
+    """Number of changes so far of something that is built into the step."""
+
     @property
     def access(self) -> StateAccess:
         """Host access to the train state and to the guarded step, of this backend."""

@@ -54,6 +54,7 @@ def guarded(
         if run.access is not called:  # a replay would run the batches of the other function
             run.recent.restart()
             run.access = called
+            called.follow()
         returned: Returned = called(*args, **kwargs)
         return returned
 

@@ -155,6 +155,7 @@ class Run:
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
         state_replaced: whether the state was replaced since this was last set to `False`.
+        rebuilds: number of changes so far of something that is built into the step.
         checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
             one of a trace, each one of several in one execution, or one during a change that
             continues over several.
@@ -190,6 +191,7 @@ class Run:
         self.statistics = self.updated = 0.0
         self.began = self.stopped = self.failed = self.state_replaced = False
         self.checks_fully = True
+        self.rebuilds = 0
         self._short_of_memory = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
@@ -241,6 +243,7 @@ class Run:
 
     def rebuild(self, undo: Callable[[], None]) -> None:
         """Compile the step again; if that fails, undo what would be built into it."""
+        self.rebuilds += 1
         try:
             self.access.rebuild()
         except Exception:

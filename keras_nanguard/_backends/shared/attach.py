@@ -253,7 +253,12 @@ class LoopStep(StateAccess):
         old, transaction = self.run.access.transaction, self._transaction()
         if isinstance(old, type(transaction)):
             transaction.inherit(old)
-        self.transaction = transaction
+        self.transaction, self._rebuilds = transaction, self.run.rebuilds
+
+    def follow(self) -> None:
+        """Create the step again if that was done for another function of the loop."""
+        if self._rebuilds < self.run.rebuilds:
+            self.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""

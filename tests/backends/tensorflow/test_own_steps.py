@@ -49,6 +49,34 @@ class Plain(keras.Model):
         return []
 
 
+def test_a_lowered_rate_reaches_each_function_of_a_loop():
+    """A schedule is built into the traced step, so each function is traced again."""
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.1]))
+
+    def towards(target):
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - target) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return guard.step(step)
+
+    guard = NanGuard({"rules": [{"name": "act", "do": "lower_lr"}]}, verbose=0, diagnose=False)
+    x, kernel = tf.ones((4, 1)), model.layers[0].kernel
+    with guard.watch(model, optimizer):
+        steps = towards(1.0), towards(2.0)
+        for step, batch in zip((*steps, steps[0]), (x, x, x * np.nan)):
+            step(batch)
+        for target, step in zip((1.0, 2.0), steps):
+            before = float(kernel.numpy().item())
+            step(x)
+            rate = (before - float(kernel.numpy().item())) / (2 * (before - target))
+            assert rate == pytest.approx(0.01, rel=1e-3)
+
+
 class LowersItsRate(Plain):
     """Writes the learning rate after its update."""
 
