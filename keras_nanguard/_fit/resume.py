@@ -217,10 +217,8 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
             faults.append(str(error))
             warnings.warn(f"NanGuard resumes from an older snapshot: {error}.", stacklevel=2)
             continue
-        epoch, batch = record.epoch, record.batch
-        while steps and batch >= steps:
-            epoch, batch = epoch + 1, batch - steps
-        return Resumed(path, record, guard_state, epoch, batch)
+        more, batch = divmod(record.batch, steps) if steps else (0, record.batch)
+        return Resumed(path, record, guard_state, record.epoch + more, batch)
     if faults:
         remedy = f"Start without resume=True, or remove {folder}."
         raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))

@@ -70,27 +70,15 @@ class ActionContext:
 
     def before_onset(self) -> Snapshot | None:
         """Return the newest snapshot from before the onset, or an older one if the last restored
-        one brought no progress.
-
-        If this is the state before the first step and the steps since then cannot be replayed, the
-        snapshot with the lowest loss is used instead, provided that it has made most of the
-        progress. So a long run does not start over.
+        one brought no progress; see `Ring.before_onset`.
         """
         run, values = self.run, self.incident.values
         run.ring.promote(run.counts.good)
         onset, restored = int(values.get("onset", self.incident.step)), run.counts.restored
         if restored is not None and "rate_factor" not in values and not self._improved(restored):
             onset = min(onset, max(restored - 1, 0))
-        snapshot = run.ring.before(onset)
-        if snapshot is not None and not snapshot.step and self._known_since(snapshot) is None:
-            kept = run.ring.with_least_loss()
-            first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
-            level = kept.level if kept is not None else None
-            progress = level is not None and level.value + level.spread < first
-            if kept is not None and progress and kept.at_hand:
-                return kept
-        whole = snapshot is not None and snapshot.at_hand
-        return snapshot if whole else run.ring.newest()
+        first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+        return run.ring.before_onset(onset, first, lambda s: self._known_since(s) is not None)
 
     def last_good(self) -> tuple[bool, Snapshot | None]:
         """Return whether the current state is the last good one, and if not, the snapshot to end

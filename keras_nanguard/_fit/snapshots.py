@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -40,6 +40,9 @@ NOISE = 1.5
 
 LOCK = "snapshots.lock"
 
+UNKNOWN = Level(0, math.inf, 0.0)
+"""The level of the loss after a few steps."""
+
 Agree = Callable[[bool, bool], tuple[bool, ...]]
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -54,7 +57,7 @@ class Snapshot:
         good: number of good steps of the fit until then.
         position: the epoch, and the number of its complete batches.
         verified: whether enough good steps have followed.
-        level: the level of the loss when it was taken, or `None` if unknown.
+        level: the level of the loss when it was taken.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
         file: its files on disk, or `None`.
         generator: the state of the generator that belongs to no variable, or `None`.
@@ -66,7 +69,7 @@ class Snapshot:
     good: int
     position: tuple[int, int]
     verified: bool = False
-    level: Level | None = None
+    level: Level = UNKNOWN
     arrays: Mapping[int, Array] = field(default_factory=dict)
     file: SnapshotFile | None = None
     generator: Array | None = None
@@ -151,22 +154,22 @@ class Ring:
     # Taking one
 
     def take(
-        self, fresh: Snapshot, state: TrainState, tolerated: Container[int] = ()
+        self, about: Snapshot, state: TrainState, tolerated: Container[int] = ()
     ) -> Literal["", "memory", "nonfinite"]:
         """Copy the state to memory, or write it to disk, if it is finite.
 
         Args:
-            fresh: the snapshot without its values. It is `verified` if it counts so immediately.
+            about: the snapshot without its values. It is `verified` if it counts so immediately.
             state: the train state.
             tolerated: the `id` of each variable that may be infinite.
 
         Returns:
             What prevents it: a copy does not fit into memory, or the state is not finite.
         """
-        self.promote(fresh.good)
+        self.promote(about.good)
         in_memory = [s for s in self.snapshots if s.step and s.file is None]
-        short = not _fits(state.kept, first=not fresh.step)
-        able = not short or bool(fresh.step and in_memory)
+        short = not _fits(state.kept, first=not about.step)
+        able = not short or bool(about.step and in_memory)
         # Each process reads each variable once: reading one may need all processes, and copies it
         # from an accelerator. Without memory for all of them one after the other is read.
         views = {id(v): keras_variables.view(v) for v in state.kept} if able else {}
@@ -175,26 +178,24 @@ class Ring:
         lacks, bad = self._agree(not able and self._folder is None, not all(good))
         if lacks or bad:
             return "nonfinite" if bad else "memory"
-        fresh.verified |= not self.good_after
-        metrics = state.metrics if fresh.step else ()  # they are reset before the first step
-        fresh.metrics = {id(v): keras_variables.read(v) for v in metrics}
+        metrics = state.metrics if about.step else ()  # they are reset before the first step
+        about = replace(about, verified=about.verified or not self.good_after)
         try:
-            if self._folder is not None:
-                fresh.file = self._folder.write(fresh, state)
-            if able and (fresh.file is None or not fresh.step):
-                self._make_room(in_memory, fresh.level, short)
-                copied = np.array if fresh.step else compact
-                fresh.arrays = {key: copied(views.pop(key)) for key in list(views)}
-            elif fresh.file is not None:
-                fresh.arrays = fresh.file
-            else:
-                return "memory"
+            known = {id(v): keras_variables.read(v) for v in metrics}
+            file = self._folder.write(about, state) if self._folder is not None else None
+            arrays: Mapping[int, Array] | None = file
+            if able and (file is None or not about.step):
+                self._make_room(in_memory, about.level, short)
+                copied = np.array if about.step else compact
+                arrays = {key: copied(views.pop(key)) for key in list(views)}
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             return "memory"
-        self.snapshots.append(fresh)
-        if self._folder is not None and fresh.file is not None:
+        if arrays is None:
+            return "memory"
+        self.snapshots.append(replace(about, arrays=arrays, file=file, metrics=known))
+        if self._folder is not None and file is not None:
             self._prune(self._folder)
         return ""
 
@@ -207,38 +208,33 @@ class Ring:
             self.snapshots = [s for s in self.snapshots if s.file is not None or not s.step]
 
     def _make_room(
-        self, others: Sequence[Snapshot], level: Level | None, short: bool = False
+        self, others: Sequence[Snapshot], level: Level, short: bool = False
     ) -> Sequence[Snapshot]:
-        """Remove those of the other snapshots that one taken at this level replaces; return the
-        rest. If memory is `short`, one is removed even if there are fewer than `keep`.
+        """Remove those of the other snapshots that one taken at this level replaces: unverified
+        ones first, then the oldest, at last the protected one; return the rest. If memory is
+        `short`, one is removed even if there are fewer than `keep`.
         """
-        while (gone := self._next_to_remove(others, level, short)) is not None:
+        left = list(others)
+        while left:
+            best = self._protected(left, level)
+            free = [s for s in left if s is not best]
+            if len(free) < self.keep and not short:
+                break
+            gone, short = next((s for s in free if not s.verified), (free or left)[0]), False
+            left.remove(gone)
             self._remove(gone)
-            others, short = [s for s in others if s is not gone], False
-        return others
+        return left
 
-    def _next_to_remove(
-        self, others: Sequence[Snapshot], level: Level | None, short: bool
-    ) -> Snapshot | None:
-        """Return an unverified snapshot, else the oldest one, else the protected one; `None` if
-        there are fewer than `keep`, and memory is not `short`.
-        """
-        best = self._protected(others, level)
-        free = [s for s in others if s is not best]
-        if not others or (len(free) < self.keep and not short):
-            return None
-        return next((s for s in free if not s.verified), (free or others)[0])
-
-    def _protected(self, others: Sequence[Snapshot], level: Level | None) -> Snapshot | None:
+    def _protected(self, others: Sequence[Snapshot], level: Level) -> Snapshot | None:
         """Return the snapshot with the lowest loss if the loss is clearly higher in all later ones,
         also at this level.
         """
         best = self.with_least_loss()
-        if best is None or best.level is None or self.keep == 1:
+        if best is None or self.keep == 1:
             return None
         later = [s.level for s in others if s.step > best.step] + [level]
         clearly = best.level.value + NOISE * best.level.spread
-        return best if all(one is None or one.value > clearly for one in later) else None
+        return best if all(one.value > clearly for one in later) else None
 
     def _remove(self, snapshot: Snapshot) -> None:
         """Remove a snapshot; of one that is also on disk and in memory, only its files."""
@@ -277,9 +273,27 @@ class Ring:
             self.snapshots.remove(found)
         return None
 
-    def before(self, step: int) -> Snapshot | None:
-        """Return the newest snapshot that was taken before this step ran, verified or not."""
-        return next((s for s in reversed(self.snapshots) if s.step <= step), None)
+    def before_onset(
+        self, onset: int, first_loss: float, can_replay: Callable[[Snapshot], bool]
+    ) -> Snapshot | None:
+        """Return the newest snapshot that was taken before a step ran, verified or not.
+
+        If this is the state before the first step and the steps since then cannot be replayed, the
+        snapshot with the lowest loss is returned instead, provided that it has made most of the
+        progress. So a long run does not start over.
+
+        Args:
+            onset: the step.
+            first_loss: the lowest loss of the first steps.
+            can_replay: whether the steps since a snapshot can be replayed.
+        """
+        found = next((s for s in reversed(self.snapshots) if s.step <= onset), None)
+        if found is not None and not found.step and not can_replay(found):
+            best = self.with_least_loss()
+            progress = best is not None and best.level.value + best.level.spread < first_loss
+            if best is not None and progress and best.at_hand:
+                return best
+        return found if found is not None and found.at_hand else self.newest()
 
     @property
     def start(self) -> Snapshot | None:
@@ -290,9 +304,8 @@ class Ring:
         """Return the verified snapshot with the lowest loss, without the state before the first
         step.
         """
-        known = [(s.level, s) for s in self.snapshots if s.step and s.verified]
-        found = [(level.value, s) for level, s in known if level is not None]
-        return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
+        known = (s for s in self.snapshots if s.step and s.verified and s.level is not UNKNOWN)
+        return min(known, key=lambda s: s.level.value, default=None)
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""

@@ -11,7 +11,7 @@ from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Detected, Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot, size_of
+from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
 from keras_nanguard._policy.actions import ACTIONS
 
 
@@ -98,7 +98,7 @@ class Tasks:
             state = run.train_state()
             run.history.start(run.ring.snapshots, state.trainable)
             run.ring.save_changes(run.changes)
-            level = level_of(run.history.last(WINDOW))
+            level = level_of(run.history.last(WINDOW)) or UNKNOWN
             drawn = current.host().generator_state()
             fresh = Snapshot(
                 counts.step, counts.good, counts.position, first, level, generator=drawn

@@ -22,7 +22,7 @@ from keras_nanguard._core.history import Level
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import SnapshotFile, read, save, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.snapshots import UNKNOWN, Ring, Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -97,7 +97,7 @@ class TestLeastLoss:
         ring, v = Ring(2, 0, Agreement().any_of), variable(1.0)
         ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v))
         for step, level in enumerate(levels, 1):
-            found = None if level is None else Level(step, level, 0.1)
+            found = UNKNOWN if level is None else Level(step, level, 0.1)
             ring.take(Snapshot(10 * step, 10 * step, (0, 0), level=found), state(v))
         return [s.step for s in ring.snapshots]
 
