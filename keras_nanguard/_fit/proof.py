@@ -100,7 +100,13 @@ def found(run: Run) -> tuple[Lost | Literal["learned"] | None, int]:
     with trial(run) as trying:
         if trying is None:
             return None, 0
-        return _Trials(run, trying, batches, held_out).found(first), trying.steps
+        few, diverged = held_out[:HELD_OUT], run.recovery.lowering.diverged
+        after = trying.trained(trying.present, few)
+        for some in (held_out,) if diverged or len(few) == len(held_out) else (few, held_out):
+            trials = _Trials(run, trying, first, some, after)
+            if trials.has_learned and not diverged and not trials.dead(after):
+                return "learned" if len(some) == HELD_OUT else None, trying.steps
+        return trials.prove(batches), trying.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,143 +125,105 @@ class _Arm:
         return fmean(self.losses)
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """The current state, compared with the first one.
-
-    Attributes:
-        present: its losses on the held-out batches.
-        untrained: the first state, with its losses.
-        learned: whether the current state is better, and depends on the inputs.
-        settings: the values that all states have in common; see `Trial.settings`.
-        growth: the largest growth of a kernel, and the path of this kernel.
-    """
-
-    present: list[float]
-    untrained: _Arm
-    learned: bool
-    settings: State
-    growth: tuple[float, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _GoingOn:
-    """The result of training on as the run would, without progress.
-
-    Attributes:
-        losses: the losses on the held-out batches.
-        dead: the kernels that no longer change, if they are the majority.
-        damaged: whether they are, or a kernel has grown tenfold.
-    """
-
-    losses: list[float]
-    dead: tuple[str, ...]
-    damaged: bool
-
-
 class _Trials:
-    """The trials of one check.
+    """The trials of one check, compared with the current and the untrained state.
 
     Args:
         run: the run.
         trying: runs their steps.
-        batches: the batches to train on.
+        first: the snapshot before the first step.
         held_out: the batches on which states are compared.
+        after: the state after training on a few batches from the current one.
+
+    Attributes:
+        has_learned: whether the current state is better than untrained, and depends on the inputs.
     """
 
-    def __init__(self, run: Run, trying: Trial, batches: list[Any], held_out: Sequence[Any]):
-        self._run, self._trying = run, trying
-        self._batches, self._held_out = batches, held_out
+    def __init__(
+        self,
+        run: Run,
+        trying: Trial,
+        first: Snapshot,
+        held_out: Sequence[Any],
+        after: State | None,
+    ):
+        self._run, self._trying, self._held_out = run, trying, held_out
         self._diverged = run.recovery.lowering.diverged  # before, at a higher rate
+        self._settings = trying.settings(after)
+        self._untrained = self._arm(first, 1.0, trying.state_of(first, self._settings))
+        self._present = trying.losses(trying.present, held_out)
         self._kernels = [
             v
             for v in run.train_state().trainable
             if len(v.shape) > 1 and finiteness.is_float(v.dtype)
         ]
+        self.has_learned = self._is_better(trying.present, self._present)
 
-    def found(self, first: Snapshot) -> Lost | Literal["learned"] | None:
-        """Run the trials; see the module docstring. `first` is the snapshot before the first step.
+    def prove(self, batches: list[Any]) -> Lost | None:
+        """Return the proof that a lower rate helps, if it does, and training on these batches as
+        the run would brings no progress.
         """
-        trying, held_out = self._trying, self._held_out
-        few = held_out[:HELD_OUT]
-        after = trying.trained(trying.present, few)
-        settings = trying.settings(after)
-        start = trying.state_of(first, settings)
-        enough = self._diverged or len(few) == len(held_out)
-        for some in (held_out,) if enough else (few, held_out):
-            self._held_out = some
-            untrained = _Arm(first, 1.0, start, trying.losses(start, some))
-            present = trying.losses(trying.present, some)
-            learned = self._has_learned(trying.present, present, untrained)
-            if learned and not self._diverged and not self._dead(after):
-                return "learned" if len(some) == HELD_OUT else None
-        compared = _Compared(present, untrained, learned, settings, self._growth(start))
-        going_on = self._go_on(compared)
-        return None if going_on is None else self._prove(compared, going_on)
-
-    def _go_on(self, compared: _Compared) -> _GoingOn | None:
-        """Continue training on the remembered batches, as the run would; return the result, `None`
-        if that is progress.
-        """
+        growth = self._growth()
         further: State | None = self._trying.present
-        batches = self._batches
         again = batches * (math.ceil(TRIAL / len(batches)) - 1)
         for more in (batches, again) if again else (batches,):
             further = None if further is None else self._trying.trained(further, more)
-            losses = self._trying.losses(further, self._held_out)
-            dead = self._dead(further)
-            damaged = bool(dead) or compared.growth[0] >= GROWN
-            aims = (compared.present, compared.untrained.losses if damaged else compared.present)
+            losses, dead = self._trying.losses(further, self._held_out), self.dead(further)
+            damaged = bool(dead) or growth[0] >= GROWN
+            aims = (self._present, self._untrained.losses if damaged else self._present)
             progress = all(clearly_lower(losses, aim) for aim in aims)
             if progress and not dead and not self._diverged:
                 return None
-        self._batches = [*batches, *again]
-        return _GoingOn(losses, dead, damaged)
+        best = self._best([*batches, *again], losses, damaged)
+        return None if best is None else self._lost(best, dead, growth)
 
-    def _prove(self, compared: _Compared, going_on: _GoingOn) -> Lost | None:
-        """Return the proof that a lower rate helps, if it does."""
-        present, untrained = compared.present, compared.untrained
-        others = (present, going_on.losses, untrained.losses)
+    def _best(
+        self, batches: Sequence[Any], going_on: Sequence[float], damaged: bool
+    ) -> _Arm | None:
+        """Return the trial at a lower rate that helps most, `None` if none helps enough.
+
+        Args:
+            batches: the batches to train on.
+            going_on: the losses after training on them as the run would.
+            damaged: whether most kernels are dead, or one has grown tenfold.
+        """
+        others = (self._present, going_on, self._untrained.losses)
         least = min(map(fmean, others[:2] if self._diverged else others))
         best, far, clear = None, False, False
-        for origin in self._origins(untrained, compared.settings):
-            arm = self._best_arm(origin)
+        for origin in self._origins():
+            arm = self._best_arm(origin, batches)
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            anew = origin is untrained and not compared.learned
+            anew = origin is self._untrained and not self.has_learned
             far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
             if far or self._diverged:
                 break
-        if best is None or not (far or (clear and going_on.damaged)):
-            return None
-        return self._lost(compared, best, going_on.dead)
+        return best if far or (clear and damaged) else None
 
-    def _origins(self, untrained: _Arm, settings: State) -> Iterator[_Arm]:
+    def _origins(self) -> Iterator[_Arm]:
         """Yield the states to train from at a lower rate: the best snapshot if it has learned
         something, and the first state.
         """
         kept = self._run.ring.with_least_loss()
         if kept is not None and kept.at_hand:
-            state = self._trying.state_of(kept, settings)
-            losses = self._trying.losses(state, self._held_out)
-            if self._has_learned(state, losses, untrained):
-                yield _Arm(kept, 1.0, state, losses)
-        yield untrained
+            best = self._arm(kept, 1.0, self._trying.state_of(kept, self._settings))
+            if self._is_better(best.state, best.losses):
+                yield best
+        yield self._untrained
 
-    def _best_arm(self, origin: _Arm) -> _Arm | None:
+    def _best_arm(self, origin: _Arm, batches: Sequence[Any]) -> _Arm | None:
         """Return the trial at a lower rate with the lowest loss."""
-        best: _Arm | None = None
-        for factor in FACTORS:
-            end = self._trying.trained(origin.state, self._batches, factor)
-            if end is not None:
-                arm = _Arm(origin.snapshot, factor, end, self._trying.losses(end, self._held_out))
-                best = arm if best is None or arm.mean < best.mean else best
-        return best
+        ends = ((f, self._trying.trained(origin.state, batches, f)) for f in FACTORS)
+        arms = (self._arm(origin.snapshot, f, end) for f, end in ends if end is not None)
+        return min(arms, key=lambda arm: arm.mean, default=None)
 
-    def _has_learned(self, state: State, losses: Sequence[float], untrained: _Arm) -> bool:
+    def _arm(self, snapshot: Snapshot, factor: float, state: State) -> _Arm:
+        return _Arm(snapshot, factor, state, self._trying.losses(state, self._held_out))
+
+    def _is_better(self, state: State, losses: Sequence[float]) -> bool:
         """Whether a state with these losses is better than untrained, and depends on the inputs."""
-        if not clearly_lower(losses, untrained.losses):
+        if not clearly_lower(losses, self._untrained.losses):
             return False
         return self._explained(state, losses) >= EXPLAINED
 
@@ -281,7 +249,7 @@ class _Trials:
         rises = self._trying.losses(state, exchanged)
         return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
 
-    def _dead(self, after: State | None) -> tuple[str, ...]:
+    def dead(self, after: State | None) -> tuple[str, ...]:
         """Return the kernels that are bit-identical in the current state and after training, if
         they are the majority.
         """
@@ -291,48 +259,47 @@ class _Trials:
         same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
         return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
-    def _growth(self, start: State) -> tuple[float, str]:
+    def _growth(self) -> tuple[float, str]:
         """Return the largest growth of a kernel since the first step, and the path of this kernel.
         """
-        present = self._trying.present
+        present, start = self._trying.present, self._untrained.state
         found = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
             for v in self._kernels
         ]
         return max(found, default=(1.0, ""))
 
-    def _lost(self, compared: _Compared, best: _Arm, dead: tuple[str, ...]) -> Lost:
+    def _lost(self, best: _Arm, dead: tuple[str, ...], growth: tuple[float, str]) -> Lost:
         """Return a proof, with findings and sentences."""
-        run, present, (growth, path) = self._run, compared.present, compared.growth
-        now = fmean(present)
-        found = [Finding("loss", "divergence", value=now)]
-        step = best.snapshot.step
+        run, now, step = self._run, fmean(self._present), best.snapshot.step
         start = f"step {step}" if step else "the first state"
+        found = [Finding("loss", "divergence", value=now)]
         notes = [
             (
-                f"On the last {len(present)} batches the loss is {now:.3g}. With the weights"
-                f" before the first step it is {compared.untrained.mean:.3g}."
+                f"On the last {len(self._present)} batches the loss is {now:.3g}. With the weights"
+                f" before the first step it is {self._untrained.mean:.3g}."
             ),
             (
                 f"After a restart from {start} with {best.factor:g} times the learning rate it is"
                 f" {best.mean:.3g}."
             ),
         ]
-        if growth >= GROWN:
-            found.append(Finding("weights", "divergence", path, value=growth))
-            notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
+        times, kernel = growth
+        if times >= GROWN:
+            found.append(Finding("weights", "divergence", kernel, value=times))
+            notes.append(f"{kernel} has grown {times:.3g}-fold since the first step.")
         if dead:
             found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
             notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
         (optimizer,) = run.train_state().optimizers
         rate = keras_optimizers.learning_rate(optimizer) * best.factor
         advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
-        culprit = path if growth >= GROWN else ""
+        culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
         detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        return Lost(detected, self._trying.present, compared.settings, restore_rates)
+        return Lost(detected, self._trying.present, self._settings, restore_rates)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:
