@@ -55,11 +55,8 @@ MAX_SECONDS = 30.0
 MAX_COPIED = 1 << 28
 """Maximum size of an array that is copied because it is not a NumPy array in host memory."""
 
-_CHUNK = 1 << 22
-"""Numbers of the training data that are compared at a time."""
-
-_PROBES = 8
-"""Entries of a row that are compared first."""
+_CHUNK = 1 << 16
+"""Numbers of the training data that are compared at a time, at least one of each row."""
 
 
 class BadRows:
@@ -222,8 +219,8 @@ def indices(
 ) -> list[tuple[int, ...]]:
     """Return the indices of each of these rows of a batch in the training arrays.
 
-    A few distinguishing entries of a row are compared first, one after the other. They leave few
-    candidates, and these are compared completely.
+    The entries that distinguish a row are compared first: at first one at a time, then more, as
+    they leave fewer candidates.
 
     Args:
         arrays: those of the batch, by role and path.
@@ -272,27 +269,24 @@ def _equal(whole: Array | None, one: Array, rows: Array, end: float) -> Array:
     flat = np.asarray(one).reshape(-1)
     if whole is None or whole.shape[1] != flat.size:
         return rows[:0]
-    rows = rows[rows < len(whole)]
-    for columns in (*_telling(flat)[:, None], np.arange(flat.size)):
-        chunk = max(_CHUNK // max(len(columns), 1), 1)
-        kept = [rows[:0]]
-        for start in range(0, len(rows), chunk):
-            if time.perf_counter() > end:
-                return rows[:0]
-            part = rows[start : start + chunk]
-            kept.append(part[_same(whole[np.ix_(part, columns)], flat[columns])])
-        rows = np.concatenate(kept)
+    rows, order, start = rows[rows < len(whole)], _most_telling_first(flat), 0
+    while start < flat.size and len(rows):
+        if time.perf_counter() > end:
+            return rows[:0]
+        columns = order[start : start + max(_CHUNK // len(rows), 1)]
+        rows = rows[_same(whole[np.ix_(rows, columns)], flat[columns])]
+        start += len(columns)
     return rows
 
 
-def _telling(flat: Array) -> Array:
-    """Return the positions of a few entries that distinguish a row from others: those not finite,
-    then the largest.
+def _most_telling_first(flat: Array) -> Array:
+    """Return the positions of the entries of a row: first those that distinguish it from others,
+    which are not finite, or the largest.
     """
     size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
     if size.dtype.kind == "f":
         size = np.where(np.isfinite(size), size, np.inf)
-    return np.argsort(size, kind="stable")[::-1][:_PROBES]
+    return np.argsort(size, kind="stable")[::-1]
 
 
 def _same(found: Array, wanted: Array) -> Array:

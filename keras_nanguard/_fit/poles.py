@@ -89,13 +89,11 @@ class Poles:
             # Accumulated gradients are applied at each of these.
             every = keras_optimizers.accumulation_steps(optimizer)
             last = (beyond or {}).get(id(optimizer), -1)
-            iteration = first + every * max(math.ceil((last + 1 - first) / every), 0)
-            poles = 0
-            while poles <= MAX_PASSED and (
-                iteration in known or not math.isfinite(_rate(optimizer, iteration))
-            ):
-                poles, iteration = poles + 1, iteration + every
-            if iteration > first and poles <= MAX_PASSED:
+            start = first + every * max(math.ceil((last + 1 - first) / every), 0)
+            coming = range(start, start + every * (MAX_PASSED + 1), every)
+            usable = (n for n in coming if n not in known and math.isfinite(_rate(optimizer, n)))
+            iteration = next(usable, first)
+            if iteration > first:
                 counter = keras_optimizers.iterations(optimizer)
                 value = np.asarray(iteration, str(counter.dtype))
                 keras_variables.write_all([(counter, value)])
