@@ -134,9 +134,7 @@ class NanGuardModel(keras.Model):
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train like `keras.Model.fit`. Steps and epochs of incidents count from the start of this
-        fit.
-        """
+        """Train like `keras.Model.fit`. Steps and epochs of incidents count from its start."""
         guard, self.train_function = self.nanguard, None
         place = _place_of_callbacks(super().fit)
         by_place = place < len(args)

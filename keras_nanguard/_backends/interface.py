@@ -98,15 +98,11 @@ class Transaction:
         return False
 
     def batch(self, given: Any) -> Any:
-        """Return the arguments of an earlier step in their original form, from the form in which
-        `given` stores them; `None` if they are no longer available.
-        """
+        """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""
         return given
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last execution,
-        if they are `counted`.
-        """
+        """Return the verdicts of the steps from `start` to before `end`, if they are `counted`."""
         raise NotImplementedError
 
     def take_reports(self) -> list[Report]:
@@ -186,9 +182,7 @@ class Replay:
     """`Instrument(model, record)`, a `shared.instrument.Instrument`."""
 
     def body_of(self, model: Any) -> Callable[..., Any]:
-        """Return the train step of a model as a function of its batch, which reads and writes the
-        variables.
-        """
+        """Return the train step of a model as a function of its batch that writes the variables."""
         step: Callable[..., Any] = model.train_step
         return step
 
@@ -289,9 +283,7 @@ class Recovery(Protocol):
     """The changes that the policy has made to learning rates."""
 
     def adjustments(self) -> dict[int, Any]:
-        """Return the factors that a step multiplies rates by and that are not variables, by `id` of
-        their reader.
-        """
+        """Return the factors of rates that are not variables, by `id` of what reads them."""
 
     def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
         """Replace these factors by others inside the context."""
@@ -393,9 +385,7 @@ class Session(Protocol):
         """Skip the batches of one execution, if batches are to be skipped."""
 
     def before(self, written: bool = True) -> None:
-        """Run the tasks before an execution; `written`: other code may have written the variables
-        since the last one.
-        """
+        """Run the tasks before an execution; `written`: variables may have been written since."""
 
     def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
         """Act on the verdict of a step; return whether it was healthy and no task was due.

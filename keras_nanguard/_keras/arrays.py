@@ -24,9 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 def whole(value: Any) -> Any:
-    """Return an array that this process can read: one sharded over processes is gathered by all of
-    them.
-    """
+    """Return an array that this process can read; all processes gather a sharded one."""
     if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
         return value
     import jax
@@ -143,9 +141,7 @@ def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
 
 
 def dense(value: Any) -> Any:
-    """Return a sparse array of JAX or PyTorch with its zeros, or its stored values if they are too
-    many.
-    """
+    """Return a sparse array with its zeros, or its stored values if there are too many zeros."""
     if fits(value):
         return with_zeros(value)
     if hasattr(value, "todense"):

@@ -28,16 +28,12 @@ VALUES = (bool, int, float, str)
 
 
 def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and
-    the current value.
-    """
+    """Return `(dict of the layer, name, current value)` for each attribute of layers."""
     return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
 
 
 def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes in which a call has replaced a tensor. Such a change is not a write to a
-    variable.
-    """
+    """Restore attributes in which a call has replaced a tensor, which is no write to a variable."""
     for held, name, before in attributes:
         if held.get(name) is not before and keras.ops.is_tensor(held.get(name)):
             held[name] = before

@@ -25,9 +25,7 @@ from keras_nanguard._keras.train_state import TrainState
 
 
 def compiled_as(model: Any) -> Any:
-    """Return an object that identifies the last call of `compile`, `None` if it was never
-    called.
-    """
+    """Return an object that identifies the last call of `compile`, `None` if there was none."""
     return getattr(model, "_compile_config", None)
 
 

@@ -55,9 +55,7 @@ with the name of that of Keras.
 
 
 def outside() -> int:
-    """Return the `stacklevel` with which a warning points at the user's line, outside of Keras and
-    this library.
-    """
+    """Return the `stacklevel` of the user's line, outside of Keras and this library."""
     files = (os.path.abspath(f.f_code.co_filename) for f in _frames(sys._getframe(1)))
     return 1 + sum(1 for _ in itertools.takewhile(lambda file: file.startswith(_OURS), files))
 
@@ -187,9 +185,7 @@ class Fit:
 
     @property
     def runs(self) -> bool:
-        """Whether a thread is inside the call that created the `CallbackList`, or of the list
-        itself.
-        """
+        """Whether a thread is inside the call that created the `CallbackList`, or of the list."""
         callbacks = self._list()
         if callbacks is None:
             return False
@@ -259,9 +255,7 @@ def restored_epoch(model: Any) -> int | None:
 
 
 class _Epoch(int):
-    """An epoch that is true even if it is 0: `fit` starts at `model._initial_epoch or
-    initial_epoch`.
-    """
+    """An epoch that is true even if it is 0: `fit` evaluates `_initial_epoch or initial_epoch`."""
 
     def __bool__(self) -> bool:
         return True
@@ -271,9 +265,7 @@ class _Epoch(int):
 
 
 def running_data() -> Any:
-    """Return the data adapter of the innermost running `evaluate` or `predict`, `None` if it can be
-    read only once.
-    """
+    """Return the data adapter of a running `evaluate` or `predict`, `None` for a generator."""
     epochs = _locals_of("evaluate", "predict").get("epoch_iterator")
     adapter = getattr(epochs, "data_adapter", None)
     return None if "Generator" in type(adapter).__name__ else adapter
@@ -285,9 +277,7 @@ def evaluates_arrays() -> bool:
 
 
 def running_spec() -> Any:
-    """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None`
-    if there is none.
-    """
+    """Return the `element_spec` of the dataset that the innermost `fit` trains on, or `None`."""
     dataset = getattr(_locals_of("fit").get("epoch_iterator"), "_distributed_dataset", None)
     return getattr(dataset, "element_spec", None)
 
@@ -335,9 +325,7 @@ def print_message(text: str) -> None:
 
 
 def _bar_in_line() -> Any:
-    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn
-    something, `None` if none has.
-    """
+    """Return the `Progbar` that the innermost running call has drawn, or `None`."""
     callbacks = getattr(_locals_of("fit", "evaluate", "predict").get("callbacks"), "callbacks", ())
     bars = [c.progbar for c in callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
     drawn = (bar for bar in bars if bar and bar.verbose == 1 and bar._prev_total_width)
@@ -345,9 +333,7 @@ def _bar_in_line() -> Any:
 
 
 def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return `(callback, method)` of callbacks that save a model without `Model.save` and
-    `Model.save_weights`.
-    """
+    """Return `(callback, method)` of callbacks that save a model without `Model.save`."""
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
     found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
     return [(callback, "_save_checkpoint") for callback in found]

@@ -69,9 +69,7 @@ class TrainerState:
         self._publish()
 
     def _publish(self) -> None:
-        """Set the attribute of Keras, without its tracking, which takes longer than a small
-        step.
-        """
+        """Set the attribute of Keras, without its tracking, which is slower than a small step."""
         set_instance(self.model, "_jax_state", dict(zip(_PARTS, self.state)))
 
     @property
@@ -91,9 +89,7 @@ class TrainerState:
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Let the variables read as the current state inside the context, without writing to
-        them.
-        """
+        """Let the variables read as the current state inside the context, without writing them."""
         if self._readable:
             yield
             return

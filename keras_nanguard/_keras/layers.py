@@ -40,9 +40,7 @@ from keras_nanguard._keras.overrides import Overrides
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Return the model and all of its layers at any depth, in the order in which Keras lists
-    them.
-    """
+    """Return the model and its layers at any depth, in the order in which Keras lists them."""
     return list(model._flatten_layers(include_self=True, recursive=True))
 
 
@@ -65,9 +63,7 @@ def walk(layer: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 
 def recurrent_states(layer: Any) -> list[Any]:
-    """Return the states of a stateful recurrent layer, which no list of variables contains; none
-    for other layers.
-    """
+    """Return the states of a stateful RNN, which no list of variables contains; else none."""
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
     return [s for s in keras.tree.flatten(states) if hasattr(s, "dtype")]
 
@@ -101,9 +97,7 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
 
 
 def operations_of(model: Any) -> list[Any]:
-    """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models
-    within a model.
-    """
+    """Return the operations (`keras.ops.log(x)`) of all functional models within a model."""
     found = [o for layer in layers_of(model) for o in graph_operations(layer)]
     return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))
 
@@ -117,9 +111,7 @@ def graph_operations(layer: Any) -> list[Any]:
 
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
-    """Return the operation that computes a symbolic tensor, with the indices of its call and of the
-    output, or `None`.
-    """
+    """Return operation, index of its call, and of the output of a symbolic tensor, or `None`."""
     history: Any = getattr(tensor, "_keras_history", None)
     if history is None:
         return None
@@ -172,9 +164,7 @@ def replace_policy(
 
 
 def symbolic_inputs(model: Any) -> list[Any]:
-    """Return the symbolic inputs of low dtype of all functional models within a model, which cast
-    their inputs to it.
-    """
+    """Return the inputs of low dtype, to which the functional models in a model cast."""
     given = [getattr(layer, "_inputs", None) for layer in layers_of(model)]
     symbolic = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
     return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
@@ -241,9 +231,7 @@ def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the argument that calls a model in training or inference mode; empty if its `call` has
-    no such argument.
-    """
+    """Return the argument that calls a model in training or inference mode, `{}` if it has none."""
     return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
 
 
@@ -256,9 +244,7 @@ def adds_losses(model: Any) -> bool:
 
 
 def directed(model: Any, direction: str) -> set[str]:
-    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), as far as
-    Keras knows.
-    """
+    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), if known."""
     found = [m for metric in model.metrics for m in getattr(metric, "metrics", None) or [metric]]
     return {str(m.name) for m in found if getattr(m, "_direction", None) == direction}
 

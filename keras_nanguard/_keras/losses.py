@@ -44,9 +44,7 @@ def _entries(model: Any) -> list[tuple[str, Any, Any]]:
 
 
 def losses_of(model: Any) -> list[Any]:
-    """Return the losses of a model: the `CompileLoss`, each loss given to `compile`, and those that
-    are attributes of layers.
-    """
+    """Return the `CompileLoss` of a model, the losses given to `compile`, and those of layers."""
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
     found += [loss for _, loss, _ in _entries(model)]
@@ -57,9 +55,7 @@ def losses_of(model: Any) -> list[Any]:
 
 
 def build_losses(model: Any, y: Any, y_pred: Any) -> None:
-    """Build the losses given to `compile`, as the first step does: before that they have no
-    names.
-    """
+    """Build the losses given to `compile`, as the first step does: only then they have names."""
     compiled: Any = getattr(model, "_compile_loss", None)
     if compiled is not None and not getattr(compiled, "built", True):
         with contextlib.suppress(Exception):  # the step reports the fault of the targets
@@ -112,9 +108,7 @@ def class_of(loss: Any) -> str:
 
 
 def option_of(loss: Any, name: str) -> Any:
-    """Return an option of a loss or metric, such as `from_logits` or `ignore_class`; `None` if it
-    has no such option.
-    """
+    """Return an option of a loss or metric, such as `from_logits`; `None` if it has none."""
     value = getattr(loss, name, None)
     if value is None:
         value = (getattr(loss, "_fn_kwargs", None) or {}).get(name)
@@ -184,9 +178,7 @@ def _rounding_error(targets: finiteness.Array) -> float:
 
 
 def _first(wide: Any, wrong: Any, words: str, valid: Any) -> Rejected | None:
-    """Return the rows of wrong targets, with the first of these in `words`; `None` if none is.
-    `valid` replaces them.
-    """
+    """Return the rows of wrong targets and, in `words`, the first of them; `None` if none is."""
     if not wrong.any():
         return None
     rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()

@@ -36,9 +36,7 @@ from keras_nanguard._keras.overrides import Overrides
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the optimizer that updates the weights: the inner one of a `LossScaleOptimizer`, else
-    itself.
-    """
+    """Return the inner optimizer of a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -50,9 +48,7 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return `(average, weight)` for each moving average of a weight that the optimizer
-    maintains.
-    """
+    """Return `(average, weight)` for each moving average of a weight."""
     return list(
         zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer))
     )
@@ -91,9 +87,7 @@ def given_rate(optimizer: Any) -> Any:
 
 
 def learning_rate(optimizer: Any) -> float:
-    """Return the rate that the optimizer's next step uses, whether it is a number, a schedule or a
-    callable.
-    """
+    """Return the rate of the optimizer's next step, from a number, a schedule or a callable."""
     rate = inner(optimizer)._get_current_learning_rate()
     return float(keras_variables.read_tensor(keras_variables.native(rate)))
 
@@ -109,9 +103,7 @@ def rate_if_known(read: Callable[..., float], *args: Any) -> float | None:
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """Return the variable of a learning rate that is a number; `None` for a schedule or a
-    callable.
-    """
+    """Return the variable of a rate that is a number; `None` for a schedule or a callable."""
     given = given_rate(inner(optimizer))
     return given if hasattr(given, "assign") else None
 
@@ -128,9 +120,7 @@ def rate_is_pure(optimizer: Any) -> bool:
 def set_rate(
     optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides
 ) -> None:
-    """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the
-    original one.
-    """
+    """Use `changed(rate)` as the learning rate, where `rate()` returns the original one."""
     real = inner(optimizer)._get_current_learning_rate
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
 
@@ -158,9 +148,7 @@ def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], overrides: Over
 
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:
-    """Return the rate of the last step, or of an earlier one. If it is not a schedule, return the
-    current rate.
-    """
+    """Return the rate of the last or an earlier step: without a schedule, the current one."""
     iteration = scheduled_iteration(optimizer, ago)
     return learning_rate(optimizer) if iteration is None else scheduled_rate(optimizer, iteration)
 
@@ -171,9 +159,7 @@ def iterations(optimizer: Any) -> Any:
 
 
 def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
-    """Return the iteration of the next step, or of an earlier one; `None` if the learning rate is
-    not a `LearningRateSchedule`.
-    """
+    """Return the iteration of the next or an earlier step; `None` without a schedule."""
     schedule = given_rate(inner(optimizer))
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return None

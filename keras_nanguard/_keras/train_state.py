@@ -59,9 +59,7 @@ class TrainState:
 
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
-        """Return the train state of a built model; optimizers that are not built yet contribute
-        nothing.
-        """
+        """Return the train state of a built model, with what its built optimizers have."""
         optimizers = tuple(
             keras_optimizers.find_optimizers(model) if optimizers is None else optimizers
         )

@@ -91,9 +91,7 @@ class NativeVariable:
 
 
 def as_keras(variable: Any) -> Any:
-    """Return a `keras.Variable` unchanged, and a `tf.Variable` wrapped: the same object each
-    time.
-    """
+    """Return a `keras.Variable` unchanged; wrap a `tf.Variable`, always in the same object."""
     if hasattr(variable, "path") or not hasattr(variable, "read_value"):
         return variable
     known = getattr(variable, _NAME, None)
@@ -109,9 +107,7 @@ def unwrapped(variable: Any) -> Any:
 
 
 def native(variable: Any) -> Any:
-    """Return the native variable of the backend behind a `keras.Variable`; any other variable
-    unchanged.
-    """
+    """Return the variable of the backend behind a `keras.Variable`; any other one unchanged."""
     return variable.value if isinstance(variable, VARIABLE) else unwrapped(variable)
 
 
@@ -156,9 +152,7 @@ def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def is_statistic(variable: Any) -> bool:
-    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and
-    Normalization.
-    """
+    """Whether it is a running statistic, as of BatchNorm, which has to be finite."""
     name = str(getattr(variable, "name", ""))
     return not variable.trainable and any(word in name for word in STATISTIC)
 
@@ -237,16 +231,12 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
 
 
 def by_rows(value: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros,
-    unless these are too many.
-    """
+    """Return a tensor as an array with one row for each sample; see `arrays.by_rows`."""
     return keras_arrays.by_rows(value) if keras_arrays.is_sparse(value) else dense(value)
 
 
 def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; strings and
-    `None` are skipped.
-    """
+    """Yield `(path, array)` for each tensor of nested data: `0`, `0/1`, `0/name`; no strings."""
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(data, dict):
         children = data.items()
@@ -264,9 +254,7 @@ def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[An
 
 
 def write(variable: Any, array: Any) -> None:
-    """Assign a copy of the array to the variable, outside of any step. A copy, because some
-    backends modify the array.
-    """
+    """Assign a copy of the array to the variable: some backends modify the array."""
     variable.assign(np.array(array))
 
 
@@ -329,9 +317,7 @@ def write_all(pairs: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _repeated(part: Callable[..., Any], *args: Any) -> Any:
-    """Return `part(*args)`, called once more if it raises an error; an interrupt is not
-    repeated.
-    """
+    """Return `part(*args)`, called once more after an error, but not after an interrupt."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Exception):
             return part(*args)

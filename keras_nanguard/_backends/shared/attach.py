@@ -137,9 +137,7 @@ class Attachment(GuardedExecution):
         self._build()
 
     def make(self, force: bool = False) -> Any:
-        """Replacement for `Model.make_train_function`. It detaches if the fit never started or
-        cannot be guarded.
-        """
+        """Replace `make_train_function`; detach if the fit never started or cannot be guarded."""
         if not self.in_use():
             self.detach()
             self.model.make_train_function(force=force)

@@ -40,9 +40,7 @@ class Part:
 
 
 def parts(args: Any) -> list[Part]:
-    """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras, anything
-    in a loop.
-    """
+    """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras."""
     return [Part(role, path, value) for role, path, value in arguments(args) if _has_numbers(value)]
 
 
@@ -52,9 +50,7 @@ def _has_numbers(value: Any) -> bool:
 
 
 def row_count(args: Any) -> int:
-    """Return the number of rows of a batch: the length of its arrays, 0 if they do not agree or
-    have none.
-    """
+    """Return the number of rows of a batch; 0 if its arrays have none, or do not agree."""
     lengths = {
         int(p.value.shape[0]) for p in parts(args) if len(p.value.shape) and p.value.shape[0]
     }

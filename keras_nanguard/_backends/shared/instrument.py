@@ -329,9 +329,7 @@ class CallOrigins:
         self.bad = [path for gradient, path in gradients if not all_finite([gradient])]
 
     def of(self, loss: Any, layer: str = "") -> Origin | None:
-        """Return the first bad place in the forward pass: a call, else this layer, else the
-        loss.
-        """
+        """Return the first bad call of the forward pass, else this layer, else the loss."""
         for call in self.calls:
             if not all_finite(call.outputs) and all_finite(call.inputs):
                 return self._origin(call, call.phase, call.outputs)

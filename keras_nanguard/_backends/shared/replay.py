@@ -374,9 +374,7 @@ def _exploded(gradients: Iterable[tuple[Any, str]]) -> FirstBad:
 
 
 def _squares(array: np.ndarray[Any, Any]) -> float:
-    """Return the sum of the squares of all entries, in the dtype of the entries if that is
-    finite.
-    """
+    """Return the sum of the squares of all entries, in their own dtype if that is finite."""
     flat = finiteness.widen(array).ravel()
     with np.errstate(all="ignore"):  # an overflow is expected
         own = float(np.dot(flat, flat))
@@ -384,9 +382,7 @@ def _squares(array: np.ndarray[Any, Any]) -> float:
 
 
 def _with_part(origin: Origin, sample_losses: Sequence[tuple[str, Any]]) -> Origin:
-    """Blame the loss that was added when the sum of the losses became bad: the one that ran
-    last.
-    """
+    """Blame the bad loss, else the one that was added last, for the sum of the losses."""
     bad = [name for name, values in sample_losses if not finiteness.is_finite(values)]
     last = [name for name, _ in sample_losses[-1:]]
     return replace(origin, culprit=(bad or last or [origin.culprit])[0])

@@ -149,9 +149,7 @@ class ModelAttachment(attach.Attachment):
         super()._before_step(data)
 
     def prepare(self) -> bool:
-        """Create every variable that the first step would create; return whether all of them
-        exist.
-        """
+        """Create every variable that the first step would create; return whether all exist."""
         spec = keras_fitting.running_spec()
         if spec is None or self.mode.spread_out:
             return False

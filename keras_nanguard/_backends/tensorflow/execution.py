@@ -172,9 +172,7 @@ class ReplicaStep:
             self.note_scale(record.optimizer)
 
     def note_scale(self, optimizer: Any) -> None:
-        """Store the loss scale of an optimizer, if it has one: value and counter at this point of
-        the program.
-        """
+        """Store loss scale and counter of an optimizer, if it has one, before its update."""
         values = [v.value.read_value() for v in keras_optimizers.scales_of(optimizer)]
         if values:
             self.scales.append((optimizer, *values))
@@ -186,9 +184,7 @@ class ReplicaStep:
                 self.kept[id(variable.handle)] = variable, variable.read_value()
 
     def local(self, variable: Any) -> Any:
-        """Return the TensorFlow variable behind a Keras one; any other variable is returned
-        unchanged.
-        """
+        """Return the TensorFlow variable behind a Keras one; any other variable unchanged."""
         return keras_variables.native(variable)
 
     def keys(self, variables: Iterable[Any]) -> set[int]:
@@ -230,9 +226,7 @@ class ReplicaStep:
     # What the step computes
 
     def measure(self, body: Body) -> Measured:
-        """Sum up loss, gradients and written statistics, and weights and slots if they were
-        written, too.
-        """
+        """Sum up loss, gradients, written statistics, and weights and slots if they are written."""
         state, seen, transaction = body.train_state, body.seen, self.transaction
         kind = reductions.kind([*state.trainable, *state.slots])
         losses = seen.losses or transaction.losses(body.outputs)
@@ -315,9 +309,7 @@ def refuse(body: Body, loss: Any, gradients: Any, halted: Any) -> None:
 
 
 def look(measured: Measured) -> tuple[Any, Any, Any]:
-    """Return whether all entries are finite, a scalar bool; the counts of each place; and its row
-    of `StepResult.replicas`.
-    """
+    """Return whether all entries are finite, the counts, and the row of `StepResult.replicas`."""
     args = measured.body.args
     counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
     decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)

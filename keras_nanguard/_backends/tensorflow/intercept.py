@@ -102,9 +102,7 @@ class Intercept:
         self._overrides.give_back()
 
     def creating(self) -> Any:
-        """Return a context in which variables are created outside of the graph; each replica's
-        thread enters its own.
-        """
+        """Return a context, one per thread, in which variables are created outside of the graph."""
         return tf.variable_creator_scope(self._create)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,9 +246,7 @@ def _read_only(op: Any) -> Collection[int]:
 
 
 def _outer(tensor: Any, captures: dict[int, dict[int, Any]]) -> Any:
-    """Return the eager tensor behind one of a nested graph, or `None`; `captures` has what is known
-    of each graph.
-    """
+    """Return the eager tensor behind one of a nested graph, or `None`; `captures` is a cache."""
     while tensor is not None and not hasattr(tensor, "numpy"):
         graph = tensor.graph
         if id(graph) not in captures:

@@ -35,9 +35,7 @@ def kind(variables: Iterable[Any]) -> Any:
 
 
 def _numbers(tensor: Any) -> Any:
-    """Return the entries of a tensor, of a variable, of `IndexedSlices`, of a sparse or a ragged
-    tensor.
-    """
+    """Return the entries of a tensor, variable, `IndexedSlices`, sparse or ragged tensor."""
     if hasattr(tensor, "read_value"):
         tensor = tensor.read_value()
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor)):

@@ -185,9 +185,7 @@ def _fits(variable: Any, value: Any) -> bool:
 
 
 def _product(value: Any) -> tuple[Any, Any] | None:
-    """Return `rate` and `delta` of `rate * delta`, in either order, if no graph optimizer would
-    change it.
-    """
+    """Return both factors of `rate * delta`, in either order, if no optimizer changes it."""
     if value.op.type == "Mul":
         for rate, delta in (tuple(value.op.inputs), tuple(value.op.inputs)[::-1]):
             fits = rate.shape.rank == 0 and delta.shape == value.shape
