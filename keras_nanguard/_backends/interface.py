@@ -55,6 +55,8 @@ class Transaction:
     executions. An instance of this class stands for the step of a run before it is created.
     """
 
+    run: Run
+
     body: Callable[..., Any]
     """The step as the user wrote it, in the form that this backend takes."""
 
@@ -83,7 +85,7 @@ class Transaction:
     themselves.
     """
 
-    learned: Learned
+    learned = Learned()
     """What earlier steps have shown."""
 
     reused = False
@@ -118,22 +120,28 @@ class Transaction:
     def recount(self, step: int) -> None:
         """Set the number of the next step, if they are `counted`."""
 
+    def inherit(self, other: Transaction) -> None:
+        """Start with what another transaction for the same body has learned."""
+        self.learned = other.learned
+
     def release_run(self) -> None:
         """Release everything that belongs to the finished run."""
         raise NotImplementedError
+
+    def rebind(self, run: Run) -> None:
+        """Use the transaction for another run on the same model."""
+        self.run, self.reused = run, True
+        self.resume()
 
 
 class StateAccess:
     """Host access to the train state between two executions.
 
     By default the variables always have the state, and every verdict is read at once.
-
-    Attributes:
-        transaction: the guarded step: a `Transaction` of the backend once it is created.
     """
 
     def __init__(self) -> None:
-        self.transaction: Any = Transaction()
+        self.transaction = Transaction()
 
     def sync_variables(self) -> None:
         """Write the current state into the variables."""

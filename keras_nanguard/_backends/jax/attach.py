@@ -41,6 +41,8 @@ class ModelAttachment(attach.Attachment):
         pending: the step whose verdict has not been read yet, or `None`.
     """
 
+    transaction: Transaction
+
     can_run_again = True
 
     pending: StepResult | None = None
@@ -63,9 +65,10 @@ class ModelAttachment(attach.Attachment):
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
-        model, run, old = self.model, self.run, self.transaction
+        model, run = self.model, self.run
         jit = bool(model.jit_compile) and not model.run_eagerly
-        transaction = self._cached_step(jit, keras.distribution.distribution())
+        self.modes = jit, keras.distribution.distribution()
+        transaction: Transaction | None = self._take_kept()
         if transaction is not None:
             transaction.rebind(run)
         else:
@@ -78,8 +81,7 @@ class ModelAttachment(attach.Attachment):
                 jit=jit,
                 shardings=_trainer.shardings(model),
             )
-        if isinstance(old, Transaction):
-            transaction.inherit(old)
+            transaction.inherit(self.transaction)
         self.transaction = transaction
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run_execution
@@ -194,6 +196,8 @@ class LoopStep(attach.LoopStep):
     The state is a pytree with the values of the variables, as for Keras' stateless calls. Other
     leaves (a random key) are restored on a refusal, too, but are not part of a snapshot.
     """
+
+    transaction: Transaction
 
     STATE_PASSES_THROUGH_STEP = True
 

@@ -232,12 +232,7 @@ class Transaction(interface.Transaction):
         self.given = self._bad = None
         self.unpublished.clear()
 
-    def rebind(self, run: interface.Run) -> None:
-        """Use the transaction for another run on the same model."""
-        self.run, self.reused = run, True
-
-    def inherit(self, other: Transaction) -> None:
-        """Start with the findings of another transaction for the same body."""
+    def inherit(self, other: interface.Transaction) -> None:
         own = self.learned.keeps_undo
         self.learned = replace(other.learned, keeps_undo=own or other.learned.keeps_undo)
         if self.learned.keeps_undo and not own:

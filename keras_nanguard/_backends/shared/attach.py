@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-from keras_nanguard._backends.interface import Session, StateAccess
+from keras_nanguard._backends.interface import Session, StateAccess, Transaction
 from keras_nanguard._backends.shared.execution import GuardedExecution, undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
@@ -55,7 +55,7 @@ def forget_step(model: Any) -> None:
 
 def _plain_step(model: Any) -> Any:
     """Return the model's own train step, without a left-over transaction."""
-    if getattr(vars(model).get("train_step"), "is_transaction", False):
+    if isinstance(vars(model).get("train_step"), Transaction):
         overrides.unset_instance(model, "train_step")
     return model.train_step
 
@@ -95,8 +95,8 @@ class Attachment(GuardedExecution):
 
     def __init__(self, model: Any, session: Session):
         super().__init__(model, session)
-        self._modes: tuple[Any, ...] | None = None
-        """How the step was traced, once it is built."""
+        self.modes: tuple[Any, ...] | None = None
+        """How the step was traced, once it is built so that the next fit may use it."""
         self._make: Any = None
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
@@ -157,17 +157,13 @@ class Attachment(GuardedExecution):
         return (
             self.body,
             self.run.refuses,
-            *(self._modes or ()),
+            *(self.modes or ()),
             *keras_compiled.built_in(self.model, self.run.read_train_state()),
         )
 
-    def _cached_step(self, *modes: Any) -> Any:
-        """Return the step of an earlier fit, traced in these modes, if it fits this one; else
-        `None`.
-        """
-        is_first, self._modes = self._modes is None, modes
-        changed = not self._keepable or self.run.recovery.adjustments()  # which are built in
-        if changed or not is_first:
+    def _take_kept(self) -> Any:
+        """Take the step of an earlier fit from the model; `None` if it does not fit this one."""
+        if not self._keepable or self.run.recovery.adjustments():  # which are built in
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -175,7 +171,7 @@ class Attachment(GuardedExecution):
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
-        if self._modes is None or not self._keepable:
+        if self.modes is None or not self._keepable:
             return
         if not (self.run.recovery.adjustments() or self.transaction.learned.tolerated):
             self.transaction.release_run()
@@ -248,9 +244,8 @@ class LoopStep(StateAccess):
 
     def rebuild(self) -> None:
         """Create the step again."""
-        old, transaction = self.run.access.transaction, self._transaction()
-        if isinstance(old, type(transaction)):
-            transaction.inherit(old)
+        transaction = self._transaction()
+        transaction.inherit(self.run.access.transaction)
         self.transaction, self._rebuilds = transaction, self.run.rebuilds
 
     def follow(self) -> None:
@@ -276,7 +271,7 @@ class LoopStep(StateAccess):
     def run_again(self, args: Sequence[Any]) -> Verdict:
         return self._execute(*args)[1]
 
-    def _transaction(self) -> Any:
+    def _transaction(self) -> Transaction:
         """Return a transaction around the function."""
         raise NotImplementedError
 

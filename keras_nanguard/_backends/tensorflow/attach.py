@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.execution import Retrace
@@ -49,26 +48,28 @@ class Mode(NamedTuple):
 
 
 class ModelAttachment(attach.Attachment):
-    """Replaces the train function of a Keras trainer.
+    """Replaces the train function of a Keras trainer."""
 
-    Attributes:
-        mode: how Keras runs the step that was built last.
-    """
+    transaction: Transaction
 
-    mode: Mode
+    modes: Mode
+    """How Keras runs the step that was built last."""
 
     END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
     LOGS_RESTORED = True
 
     def _build(self) -> None:
-        run, mode = self.run, self._running_mode()
-        self.mode, self.can_run_again = mode, mode.host_takes
-        cached = self._cached_step(*mode)
-        transaction, self.inner = self._created(mode) if cached is None else cached
-        if cached is not None:
-            transaction.rebind(run)
-            self._overrides.set(self.model, "train_step", transaction)
-        transaction.recount(run.step)
+        self.modes = mode = self._running_mode()
+        self.can_run_again = mode.host_takes
+        kept = self._take_kept()
+        transaction = self._created(mode) if kept is None else kept[0]
+        self._overrides.set(self.model, "train_step", transaction)  # which Keras reads
+        if kept is None:
+            self.inner = self._function(transaction, mode)
+        else:
+            self.inner = kept[1]
+            transaction.rebind(self.run)
+        transaction.recount(self.run.step)
         self.transaction = transaction
         self.model.train_function = self.run_execution
 
@@ -83,30 +84,28 @@ class ModelAttachment(attach.Attachment):
         jit = bool(model.jit_compile) and not eager and not mirrored
         return Mode(strategy, mirrored, spread_out, steps, host_takes, eager, jit)
 
-    def _created(self, mode: Mode) -> tuple[Transaction, Any]:
-        """Return a new transaction, and the function that runs it."""
-        run = self.run
+    def _created(self, mode: Mode) -> Transaction:
+        """Return a new transaction."""
         transaction = (MirroredTransaction if mode.mirrored else Transaction)(
             self._body(mode.eager),
-            run,
+            self.run,
             of_trainer=True,
             jit=mode.jit,
             counted=mode.steps > 1 or not (mode.host_takes or mode.spread_out),
             # Under other strategies than MirroredStrategy steps are only checked.
-            refuse=run.refuses and (mode.mirrored or not mode.spread_out),
+            refuse=self.run.refuses and (mode.mirrored or not mode.spread_out),
             host_has_batches=mode.host_takes,
+            take=_taken if mode.host_takes else None,
         )
-        if isinstance(self.transaction, Transaction):
-            transaction.inherit(self.transaction)
-        if mode.host_takes:  # before Keras makes the function: an injected fault looks at it
-            transaction.take = _taken
-        self._overrides.set(self.model, "train_step", transaction)  # which Keras reads
+        transaction.inherit(self.transaction)
+        return transaction
+
+    def _function(self, transaction: Transaction, mode: Mode) -> Any:
+        """Return the function that runs one execution of a new transaction."""
         if not (mode.eager or mode.spread_out):
             self._build_optimizer()
-        inner = self._made_by_keras(jit_compile=False)
-        if mode.host_takes:
-            inner = Direct(transaction, mode.eager)
-        return transaction, inner
+        function = self._made_by_keras(jit_compile=False)
+        return Direct(transaction, mode.eager) if mode.host_takes else function
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace.
@@ -151,7 +150,7 @@ class ModelAttachment(attach.Attachment):
     def prepare(self) -> bool:
         """Create every variable that the first step would create; return whether all exist."""
         spec = keras_fitting.running_spec()
-        if spec is None or self.mode.spread_out:
+        if spec is None or self.modes.spread_out:
             return False
         self._trace(spec)
         return True
@@ -162,8 +161,9 @@ class ModelAttachment(attach.Attachment):
             _traced(self, lambda: self.transaction.trace(spec), self._build)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        if self.can_run_again:
-            batch = self.transaction.take(data)
+        take = self.transaction.take
+        if take is not None:
+            batch = take(data)
             return self._run(lambda: self.inner(batch, data), (batch,))
         of_fit = isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
         # The batch of `train_on_batch` is kept, because a second trace reads it again.
@@ -195,13 +195,10 @@ class Direct:
     """The train function of a model, one step in each execution, on a batch that the host takes
     from the iterator.
 
-    In each execution Keras 3.15 does work that only several steps per execution need. The step is a
-    function within a function, its outputs are wrapped in an optional, and two eager operations
-    check it. `tf.function` also looks up the trace by the types of all arguments and captured
-    values, although they are the same as in the step before. This takes 0.25 ms of a step of 0.6 ms
-    (keras/src/backend/tensorflow/trainer.py, `_make_function`). With one step per execution this is
-    not needed: the host takes the batch, which a diagnosis can then use, and looks up the trace
-    once per iterator.
+    Of a step of 0.6 ms Keras 3.15 takes 0.25 ms for work that only several steps per execution need
+    (keras/src/backend/tensorflow/trainer.py, `_make_function`), and for looking up the trace by the
+    types of all arguments and captured values. Here the host takes the batch, which a diagnosis can
+    then use, and looks up the trace once per iterator.
 
     Args:
         step: the train step, `step(data) -> outputs`.
@@ -249,6 +246,8 @@ def _present(value: Any) -> Any:
 class LoopStep(attach.LoopStep):
     """One hand-written step, compiled or not, with its transaction."""
 
+    transaction: Transaction
+
     def _transaction(self) -> Transaction:
         written = getattr(self.function, "python_function", None)
         compiled = written is not None and not tf.config.functions_run_eagerly()
@@ -270,8 +269,11 @@ class LoopStep(attach.LoopStep):
         return _completed(self, lambda: self.compiled(args, kwargs), given, self.rebuild)
 
 
+Access = ModelAttachment | LoopStep
+
+
 def _completed(
-    access: StateAccess, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
+    access: Access, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
 ) -> tuple[Any, Verdict]:
     """Run a step, in another mode if its trace requires it; return its outputs and its verdict.
 
@@ -290,7 +292,7 @@ def _completed(
     return outputs, Verdict.of(row.numpy().tolist())
 
 
-def _traced(access: StateAccess, call: Callable[[], Any], rebuild: Callable[[], None]) -> Any:
+def _traced(access: Access, call: Callable[[], Any], rebuild: Callable[[], None]) -> Any:
     """Call a function that may trace the step; in another mode if the trace requires it."""
     while True:
         try:

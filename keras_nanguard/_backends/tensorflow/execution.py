@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.tensorflow import intercept, reductions, updates
+from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
 from keras_nanguard._backends.tensorflow.reports import Counts, StepResult, components, packed
+from keras_nanguard._backends.tensorflow.updates import Updates
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -48,7 +49,7 @@ class TracedStep(interface.Transaction):
     refuse: bool
 
     adapts_updates = True
-    """Whether its updates are ordered, and keep the bits of Keras' own (see `updates`)."""
+    """Whether compiled updates are ordered, and keep the bits of Keras' own (see `Updates`)."""
 
     @property
     def immediate(self) -> bool:
@@ -108,7 +109,7 @@ class Measured:
         scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
         losses: the summed losses.
         looked_at: `(site, path, tensor)` of everything that a report counts.
-        products: gradients to multiply again in their update, from `updates.unread_products`.
+        updates: the updates of this run.
     """
 
     body: Body
@@ -116,7 +117,7 @@ class Measured:
     scale: Any
     losses: Sequence[Any]
     looked_at: Sequence[tuple[str, str, Any]]
-    products: Mapping[int, Any]
+    updates: Updates
 
 
 class ReplicaStep:
@@ -230,7 +231,9 @@ class ReplicaStep:
         state, seen, transaction = body.train_state, body.seen, self.transaction
         kind = reductions.kind([*state.trainable, *state.slots])
         losses = seen.losses or transaction.losses(body.outputs)
-        pairs, products = self.gradients(seen)
+        adapted = transaction.adapts_updates and not tf.executing_eagerly()
+        updates = Updates(seen.records, state.optimizers, adapted)
+        pairs = updates.gradients(transaction.immediate)
         written = self.statistics(body)
         after = (state.trainable, state.slots) if transaction.immediate else ((), ())
         sums = Sums(
@@ -250,16 +253,7 @@ class ReplicaStep:
         for site, part in zip(("weights", "slots"), after):
             found += [(site, v.path, self.local(v)) for v in part]
         looked_at = [place for place in found if reductions.can_be_bad(place[2])]
-        return Measured(body, sums, scale, losses, looked_at, products)
-
-    def gradients(self, seen: Seen) -> tuple[list[tuple[Any, Any]], Mapping[int, Any]]:
-        """Return the gradients to read, with their variables, and those to multiply again."""
-        pairs = [pair for record in seen.records for pair in record.pairs]
-        if not self.transaction.adapts_updates or tf.executing_eagerly():
-            return pairs, {}
-        if self.transaction.immediate:
-            return [(updates.read_apart(g), v) for g, v in pairs], {}
-        return pairs, updates.unread_products(g for g, _ in pairs)
+        return Measured(body, sums, scale, losses, looked_at, updates)
 
     def statistics(self, body: Body) -> list[Any]:
         """Return what the body has written besides weights, slots and metrics."""
@@ -273,17 +267,11 @@ class ReplicaStep:
 # Commit or refuse
 
 
-def commit(measured: Measured, adapts_updates: bool) -> list[Any]:
-    """Run the deferred updates; return the sums over weights and slots.
-
-    Args:
-        measured: what one replica has computed.
-        adapts_updates: see `TracedStep`.
-    """
-    body = measured.body
-    optimizers = body.train_state.optimizers if adapts_updates else ()
-    updates.run(body.seen.records, optimizers, measured.products)
-    return reductions.update_sums(body.train_state, body.seen.records, measured.scale.dtype)
+def commit(measured: Measured) -> list[Any]:
+    """Run the deferred updates; return the sums over weights and slots."""
+    measured.updates.run()
+    body, dtype = measured.body, measured.scale.dtype
+    return reductions.update_sums(body.train_state, body.seen.records, dtype)
 
 
 def check_deferred(body: Body) -> None:
@@ -414,7 +402,7 @@ class Step(intercept.Intercept):
         def committed() -> list[Any]:
             after = written
             if not transaction.immediate:
-                found = self.each(lambda m: commit(m, transaction.adapts_updates), measured)
+                found = self.each(commit, measured)
                 after = [reductions.add(s, dtype) for s in zip(*found)]
                 for one in measured:
                     check_deferred(one.body)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._backends.tensorflow.intercept import build
+from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._keras import compiled as keras_compiled, optimizers as keras_optimizers
 
 
@@ -79,7 +80,7 @@ class Hook(FaultHook):
         """Return a train step with the fault: the same one if it is a transaction."""
         if self.fault.site in ("slots", "loss_scale"):
             _build(self.model)
-        if not getattr(step, "is_transaction", False):
+        if not isinstance(step, Transaction):
             return self._around(step)
         if step.take is not None and self.fault.site in ("inputs", "targets"):
             self._overrides.set(step, "take", self._taking(step.take))

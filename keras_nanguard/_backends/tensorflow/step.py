@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import Learned, Run
+from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
 from keras_nanguard._backends.tensorflow.execution import (
     Body,
@@ -58,19 +58,15 @@ class Transaction(TracedStep):
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
         host_has_batches: the host sets `given`; otherwise each report stores its batch.
+        take: how the host takes the next batch from the iterator, if it does; `testing` wraps this.
 
     Attributes:
         given: the arguments of the next or last step, if the host has them.
-        take: how the host takes the next batch from the iterator, if it does; `testing` wraps this.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
 
-    is_transaction = True
-
     has_hidden_state = False
-
-    take: Callable[[Any], Any] | None = None
 
     def __init__(
         self,
@@ -82,12 +78,13 @@ class Transaction(TracedStep):
         counted: bool = False,
         refuse: bool,
         host_has_batches: bool = True,
+        take: Callable[[Any], Any] | None = None,
     ):
         self.body = self.replayed = body
         self.run, self.model = run, run.model if of_trainer else None
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
-        self.learned, self.given = Learned(), None
+        self.take = take
         self.losses = losses_in_logs if of_trainer else scalars
         self.rows = Rows(counted)
         self.reports = Reports(with_batches=not host_has_batches)
@@ -153,19 +150,10 @@ class Transaction(TracedStep):
             untracked={**known.untracked, **found.untracked},
         )
 
-    def inherit(self, other: Transaction) -> None:
-        """Start with the findings of another transaction for the same body."""
-        self.learned = other.learned
-
     def release_run(self) -> None:
         del self.run
         self.take_reports()
         self.given = None
-
-    def rebind(self, run: Run) -> None:
-        """Use the transaction for another run on the same model."""
-        self.run, self.reused = run, True
-        self.resume()
 
 
 class MirroredTransaction(Transaction):

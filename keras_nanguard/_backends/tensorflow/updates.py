@@ -24,7 +24,7 @@ gradient is there:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -46,52 +46,81 @@ a * 2 * 3.
 """
 
 
-def run(records: Iterable[Update], optimizers: Iterable[Any], products: Mapping[int, Any]) -> None:
-    """Run deferred updates.
+class Updates:
+    """The updates of one run of the body.
 
     Args:
-        records: the updates.
-        optimizers: those whose updates are ordered and fused; none if XLA compiles the step.
-        products: gradients to multiply again, from `unread_products`.
-    """
-    last: list[Any] = []
-    with Overrides() as overrides:
-        for optimizer in map(keras_optimizers.inner, optimizers):
-            overrides.set(optimizer, "update_step", _update_step(optimizer.update_step, last))
-            if _assigns_as_keras(optimizer) and same_bits():
-                divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
-                for name in _NAMES:
-                    real = getattr(optimizer, name)
-                    overrides.set(optimizer, name, _assigning(real, name, divides))
-        for record in records:
-            # If some are multiplied again, all gradients have to be of one graph.
-            if products:
-                record.run([g if g is None else _own(g, products) for g in record.grads])
-            else:
-                record.run()
-
-
-def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any]:
-    """Return the replacement of `update_step`; `last` has the value that the previous update wrote.
-
-    Keras first sums gradients over replicas. With one replica this is an operation that passes on
-    all of them. The graph optimizer removes it from a step, but not from a conditional.
+        records: the calls of `apply`.
+        optimizers: the optimizers of the step.
+        adapted: whether updates are ordered and fused, and keep the bits of Keras' own; not if XLA
+            compiles the step, and not in eager execution.
     """
 
-    def update_step(gradient: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(gradient, tf.Tensor):
-            gradient = _origin(gradient)
-        if (variable.shape.num_elements() or 0) < LARGE:
-            return real(gradient, variable, *args, **kwargs)
-        traced = tf.compat.v1.get_default_graph()
-        start = mark(traced)
-        with tf.control_dependencies([op for op in last if op.graph is traced]):
-            result = real(gradient, variable, *args, **kwargs)
-        made = traced.get_operations()[start:]
-        last[:] = [op for op in made if op.type.startswith(("Assign", "ResourceApply"))]
-        return result
+    def __init__(self, records: Sequence[Update], optimizers: Iterable[Any], adapted: bool):
+        self.records, self.optimizers, self.adapted = records, optimizers, adapted
+        self._products: set[int] = set()
+        """The `id` of each gradient that a deferred update multiplies again."""
+        self._last: list[Any] = []
+        """The operations that have written the last large weight."""
 
-    return update_step
+    def gradients(self, immediate: bool) -> list[tuple[Any, Any]]:
+        """Return each gradient for the guard to read, with its variable.
+
+        Args:
+            immediate: whether the updates have run already.
+        """
+        pairs = [pair for record in self.records for pair in record.pairs]
+        if not self.adapted:
+            return pairs
+        if immediate:
+            return [(_multiplied_apart(g) if _is_product(g) else g, v) for g, v in pairs]
+        self._products = {id(g) for g, _ in pairs if _is_product(g) and not g.consumers()}
+        return pairs
+
+    def run(self) -> None:
+        """Run deferred updates."""
+        with Overrides() as overrides:
+            for optimizer in map(keras_optimizers.inner, self.optimizers if self.adapted else ()):
+                overrides.set(optimizer, "update_step", self._in_turn(optimizer.update_step))
+                if _assigns_as_keras(optimizer) and same_bits():
+                    divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
+                    for name in _NAMES:
+                        real = getattr(optimizer, name)
+                        overrides.set(optimizer, name, _assigning(real, name, divides))
+            for record in self.records:
+                # If some are multiplied again, all gradients have to be of one graph.
+                if self._products:
+                    record.run([g if g is None else self._own(g) for g in record.grads])
+                else:
+                    record.run()
+
+    def _own(self, gradient: Any) -> Any:
+        """Return a gradient as a tensor of the graph that is being built."""
+        if id(gradient) in self._products:
+            return _multiplied(gradient)
+        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+
+    def _in_turn(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of `update_step`.
+
+        Keras first sums gradients over replicas. With one replica this is an operation that passes
+        on all of them. The graph optimizer removes it from a step, but not from a conditional.
+        """
+
+        def update_step(gradient: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(gradient, tf.Tensor):
+                gradient = _origin(gradient)
+            if (variable.shape.num_elements() or 0) < LARGE:
+                return real(gradient, variable, *args, **kwargs)
+            traced = tf.compat.v1.get_default_graph()
+            start = mark(traced)
+            with tf.control_dependencies([op for op in self._last if op.graph is traced]):
+                result = real(gradient, variable, *args, **kwargs)
+            made = traced.get_operations()[start:]
+            self._last = [op for op in made if op.type.startswith(("Assign", "ResourceApply"))]
+            return result
+
+        return update_step
 
 
 def _origin(tensor: Any) -> Any:
@@ -104,27 +133,9 @@ def _origin(tensor: Any) -> Any:
 # Gradients that are products
 
 
-def unread_products(gradients: Iterable[Any]) -> dict[int, Any]:
-    """Return the gradients, by `id`, that are products and have not been read yet."""
-    return {id(g): g for g in gradients if _is_product(g) and not g.consumers()}
-
-
-def read_apart(gradient: Any) -> Any:
-    """Return a gradient for the guard to read besides an update.
-
-    A product is multiplied again, hidden from the graph optimizer.
-    """
-    hidden = tf.raw_ops.PlaceholderWithDefault
-    if not _is_product(gradient):
-        return gradient
-    return _multiplied(gradient, lambda factor: hidden(input=factor, shape=factor.shape))
-
-
-def _own(gradient: Any, products: Mapping[int, Any]) -> Any:
-    """Return a gradient as a tensor of the graph that is being built."""
-    if id(gradient) in products:
-        return _multiplied(gradient)
-    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+def _is_product(tensor: Any) -> bool:
+    in_graph = isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph")
+    return in_graph and tensor.op.type == "Mul" and bool(tensor.dtype.is_floating)
 
 
 def _multiplied(product: Any, leaf: Callable[[Any], Any] = lambda factor: factor) -> Any:
@@ -138,9 +149,10 @@ def _multiplied(product: Any, leaf: Callable[[Any], Any] = lambda factor: factor
     return tf.raw_ops.Mul(x=x, y=y)
 
 
-def _is_product(tensor: Any) -> bool:
-    in_graph = isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph")
-    return in_graph and tensor.op.type == "Mul" and bool(tensor.dtype.is_floating)
+def _multiplied_apart(product: Any) -> Any:
+    """Multiply again for the guard, hidden from the graph optimizer."""
+    hidden = tf.raw_ops.PlaceholderWithDefault
+    return _multiplied(product, lambda factor: hidden(input=factor, shape=factor.shape))
 
 
 # Kernels

@@ -23,6 +23,8 @@ from keras_nanguard._keras.overrides import Overrides
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
+    transaction: step.Transaction
+
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the train function, and make evaluation report a bad number instead of
         raising.
@@ -50,17 +52,18 @@ class ModelAttachment(attach.Attachment):
         super().detach()
 
     def _build(self) -> None:
-        model, run, old = self.model, self.run, self.transaction
+        model, run = self.model, self.run
+        if model.jit_compile:
+            self.modes = ("compiled",)
         transaction = step.Transaction(
             self.body,
             run,
             of_trainer=True,
             stock=self._stock,
             jit=bool(model.jit_compile),
-            compiled=self._cached_step("compiled") if model.jit_compile else None,
+            compiled=self._take_kept() if model.jit_compile else None,
         )
-        if isinstance(old, step.Transaction):
-            transaction.inherit(old)
+        transaction.inherit(self.transaction)
         self.transaction = transaction
         with self._guarded_step():
             self._function = self._made_by_keras(jit_compile=False)
@@ -98,6 +101,8 @@ class ModelAttachment(attach.Attachment):
 
 class LoopStep(attach.LoopStep):
     """One hand-written step with its transaction."""
+
+    transaction: step.Transaction
 
     @staticmethod
     def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

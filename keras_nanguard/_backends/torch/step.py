@@ -161,10 +161,10 @@ class Transaction(interface.Transaction):
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 
-    def inherit(self, other: Transaction) -> None:
-        """Start with the findings of another transaction for the same body."""
-        steps = min(other.learned.steps, 1)
-        self.learned = replace(other.learned, steps=steps, stale=True)
+    def inherit(self, other: interface.Transaction) -> None:
+        if isinstance(other.learned, Facts):
+            steps = min(other.learned.steps, 1)
+            self.learned = replace(other.learned, steps=steps, stale=True)
 
     def batch(self, given: Given) -> Any:
         return None if given.args is None else as_tensors(given.args)
