@@ -187,7 +187,7 @@ class Replay:
     """`Origins(batch, variables, tolerated, rows)`, a `shared.origins.OriginTracker`."""
 
     Instrument: Any
-    """`Instrument(model, record)`, a `shared.instrument.Instrument`."""
+    """`Instrument(model, ended, origins)`, a `shared.instrument.Instrument`."""
 
     def body_of(self, model: Any) -> Callable[..., Any]:
         """Return the train step of a model as a function of its batch that writes the variables."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from keras_nanguard._keras import (
     losses as keras_losses,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.overrides import Overrides, ThreadOverrides
 
 LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
 """Kinds of calls."""
@@ -68,18 +69,14 @@ class Call:
 
 
 class LayerTable:
-    """Records the statistics of each call of an eager run.
-
-    Args:
-        origins: the tracker of bad values, which receives the running layers.
+    """The statistics of each call of an eager run.
 
     Attributes:
         rows: the table of layers.
         sample_losses: the result of each loss before its reduction, by name.
     """
 
-    def __init__(self, origins: OriginTracker | None = None):
-        self.origins = origins or OriginTracker()
+    def __init__(self) -> None:
         self.rows: list[LayerRow] = []
         self.sample_losses: list[tuple[str, Any]] = []
 
@@ -91,41 +88,25 @@ class LayerTable:
             self.rows += call.rows() if len(self.rows) < ROWS else []
         call.inputs, call.outputs = [], []
 
-    def returned(self, gradients: list[Any], upstream: Any) -> None:
-        """Record a gradient that passes a probe, among those of a call."""
-
-
-class CallTensors:
-    """Records the tensors of each call of a trace, which a compiled run returns.
-
-    Attributes:
-        origins: a tracker that is not read.
-        calls: the calls in the order in which they ended.
-    """
-
-    def __init__(self) -> None:
-        self.origins = OriginTracker()
-        self.calls: list[Call] = []
-
-    def ended(self, call: Call) -> None:
-        """Record a call that has ended."""
-        self.calls.append(call)
-
-    def returned(self, gradients: list[Any], upstream: Any) -> None:
-        """Record a gradient that passes a probe, among those of a call."""
-        gradients.append(upstream)
-
 
 class Instrument:
     """Context in which the calls of a model's layers and losses are recorded.
 
     Args:
         model: the model; `None` records nothing.
-        record: receives the calls.
+        ended: receives each call when it has ended.
+        origins: the tracker of bad values, which receives the running layers. Without one, each
+            call keeps the gradients that come back.
     """
 
-    def __init__(self, model: Any, record: LayerTable | CallTensors):
-        self.model, self.record, self.origins = model, record, record.origins
+    GRADIENTS: ThreadOverrides | None = None
+    """Overrides the start of a backward pass with `backward`, if a backend has a call for it."""
+
+    def __init__(
+        self, model: Any, ended: Callable[[Call], None], origins: OriginTracker | None = None
+    ):
+        self.model, self.ended = model, ended
+        self.origins, self._keeps_gradients = origins or OriginTracker(), origins is None
         self._stack: list[Call] = []
         self._counts: Counter[int] = Counter()
         self._overrides = Overrides()
@@ -134,10 +115,13 @@ class Instrument:
         for target, name, role in self._targets():
             self._overrides.set(target, name, self._watching(target, getattr(target, name), role))
         self._begin()
+        if self.GRADIENTS is not None:
+            self.GRADIENTS.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
-        self._end()
+        if self.GRADIENTS is not None:
+            self.GRADIENTS.leave(self)
         self._overrides.give_back()
 
     def _targets(self) -> list[tuple[Any, str, str]]:
@@ -160,17 +144,7 @@ class Instrument:
         return [*watched.values(), *penalties]
 
     def _begin(self) -> None:
-        """Override the start of a backward pass in this thread with `differentiate`, if a backend
-        has a call for it.
-        """
-
-    def _end(self) -> None:
-        """Undo `_begin`."""
-
-    def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass."""
-        with self.origins.in_phase("backward"):
-            return real(*args, **kwargs)
+        """Store in which trace the run is."""
 
     def _here(self) -> bool:
         """Whether a call belongs to the recorded run."""
@@ -215,7 +189,7 @@ class Instrument:
                 )
                 outputs = real(*args, **kwargs)
                 outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
-            self.record.ended(current)
+            self.ended(current)
             return outputs
 
         return call
@@ -258,10 +232,19 @@ class Instrument:
 
         def passed(upstream: Any) -> Any:
             self.origins.frames = _frames(call if entering else call.parent)
-            self.record.returned(gradients, upstream)
+            if self._keeps_gradients:
+                gradients.append(upstream)
             return upstream
 
         return keras_layers.with_mask_of(value, self._identity(value, passed))
+
+
+def backward(
+    real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a backward pass: the override of the function that begins it."""
+    with running[-1].origins.in_phase("backward"):
+        return real(*args, **kwargs)
 
 
 def _frames(call: Call | None) -> list[tuple[str, str]]:
@@ -276,16 +259,16 @@ def layer_row(
     path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_finite: bool = True
 ) -> LayerRow:
     """Return the row of a table for one result of one layer."""
-    name = array.dtype.name
-    wide = finiteness.widen(array)
-    finite = wide[np.isfinite(wide)] if not finiteness.is_finite(wide) else wide.ravel()
-    nan = int(np.isnan(wide).sum()) if finite.size < wide.size else 0
-    plus = int((wide == np.inf).sum()) if finite.size < wide.size else 0
-    low, high = (
-        (float(finite.min()), float(finite.max())) if finite.size else (float("nan"), float("nan"))
-    )
-    with np.errstate(all="ignore"):
-        mean = float(finite.mean(dtype=np.float64)) if finite.size else float("nan")
+    name, wide = array.dtype.name, finiteness.widen(array)
+    nan, inf, size = finiteness.counts(wide)
+    plus = int((wide == np.inf).sum()) if inf else 0
+    finite = wide[np.isfinite(wide)] if nan or inf else wide.ravel()
+    low = high = mean = share = math.nan
+    if finite.size:
+        low, high = float(finite.min()), float(finite.max())
+        share = max(abs(low), abs(high)) / finiteness.float_limits(name)[1]
+        with np.errstate(all="ignore"):
+            mean = float(finite.mean(dtype=np.float64))
     return LayerRow(
         path=path,
         layer_class=layer_class,
@@ -297,11 +280,9 @@ def layer_row(
         zeros=int(finite.size - np.count_nonzero(finite)),
         nan=nan,
         plus_inf=plus,
-        minus_inf=int(wide.size - finite.size) - nan - plus,
-        size=int(wide.size),
-        share_of_range=max(abs(low), abs(high)) / finiteness.float_limits(name)[1]
-        if finite.size
-        else float("nan"),
+        minus_inf=inf - plus,
+        size=size,
+        share_of_range=share,
         inputs_finite=inputs_finite,
     )
 

@@ -83,7 +83,10 @@ class OriginTracker:
         self._casts: dict[int, tuple[str, ...]] = {}
         self._arrays: list[tuple[finiteness.Array, Origin]] = []
         for place, (name, tensor) in enumerate(batch):
-            self._begin_with(tensor, Origin(place - len(batch), "batch", name, "forward"))
+            if not is_finite(tensor):
+                origin = Origin(place - len(batch), "batch", name, "forward")
+                self._arrays.append((keras_variables.dense(tensor), origin))
+                self._keep(tensor, origin)
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -125,7 +128,7 @@ class OriginTracker:
     @staticmethod
     def number_of(variable: Any) -> int | None:
         """Return the number by which the backend identifies a variable, `None` if it has none."""
-        raise NotImplementedError
+        return None
 
     def entered(self, tensor: Any) -> None:
         """Record that the innermost layer receives this tensor as an input.
@@ -141,12 +144,6 @@ class OriginTracker:
     def _here(self) -> tuple[str, ...]:
         """Return the running layers, outermost first."""
         return tuple(frame for frame, _ in self.frames)
-
-    def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        """Add an array of the batch, with its origin if it is bad."""
-        if not is_finite(tensor):
-            self._arrays.append((keras_variables.dense(tensor), origin))
-            self._keep(tensor, origin)
 
     def _keep(self, tensor: Any, origin: Origin) -> None:
         """Store the origin behind a bad tensor."""
@@ -215,7 +212,8 @@ class OriginTracker:
         known = [p for p in inputs.parents if p is not None and p is not CONSTANT]
         if known:
             return min(known, key=lambda origin: origin.order)
-        if constant or (CONSTANT in inputs.parents and not any(map(_has_nan, bad))):
+        nan = (finiteness.counts(keras_variables.dense(tensor))[0] for tensor in bad)
+        if constant or (CONSTANT in inputs.parents and not any(nan)):
             return CONSTANT
         return self._add(op, bad[0], inputs)
 
@@ -264,10 +262,6 @@ def is_float(tensor: Any) -> bool:
 def is_finite(tensor: Any) -> bool:
     """Whether no entry of this tensor or array is NaN or Inf."""
     return not is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
-
-
-def _has_nan(tensor: Any) -> bool:
-    return bool(np.isnan(finiteness.widen(keras_variables.dense(tensor))).any())
 
 
 def operand(tensor: Any) -> Operand:

@@ -21,7 +21,8 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.instrument import LAYER, CallOrigins, CallTensors, LayerTable
+from keras_nanguard._backends.shared.instrument import LAYER, Call, CallOrigins, LayerTable
+from keras_nanguard._backends.shared.origins import OriginTracker
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow, Verdict
@@ -237,12 +238,12 @@ class FirstBad(NamedTuple):
 def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: bool) -> ReplayResult:
     """Run a step once eagerly; see `ReplayableStep.run`."""
     train_state = TrainState.of(step.model, step.optimizers)
-    origins = _origins(step, args, train_state) if observe else None
-    table = LayerTable(origins)
+    origins: Any = _origins(step, args, train_state) if observe else OriginTracker()
+    table = LayerTable()
     try:
         with (
-            current.replay().Instrument(step.model if observe else None, table),
-            origins or contextlib.nullcontext(),
+            current.replay().Instrument(step.model if observe else None, table.ended, origins),
+            origins if observe else contextlib.nullcontext(),
             step.recorded(args, step.keeps_undo) as found,
         ):
             statistics = ((v, keras_variables.view(v)) for v in step.checked_statistics())
@@ -285,21 +286,20 @@ def _origins(step: ReplayableStep, args: Sequence[Any], train_state: TrainState)
     return kind(named, paths, infinite, batches.row_count(args))
 
 
-def _updated(updates: Sequence[Any], train_state: TrainState, origins: Any) -> FirstBad:
+def _updated(updates: Sequence[Any], train_state: TrainState, origins: OriginTracker) -> FirstBad:
     """Run the deferred updates of a step; return the first bad value that they have written."""
-    with contextlib.nullcontext() if origins is None else origins.in_phase("update"):
+    with origins.in_phase("update"):
         for record in updates:
             record.run()
         return _first_written(train_state, origins)
 
 
-def _first_written(train_state: TrainState, origins: Any) -> FirstBad:
+def _first_written(train_state: TrainState, origins: OriginTracker) -> FirstBad:
     """Return the first bad value of the state after the updates."""
     for site, variables in (("slots", train_state.slots), ("weights", train_state.trainable)):
         for variable in variables:
             if not keras_variables.is_finite(variable):
-                origin = origins.written(variable) if origins is not None else None
-                return FirstBad(site, variable.path, origin)
+                return FirstBad(site, variable.path, origins.written(variable))
     return FirstBad()
 
 
@@ -309,13 +309,13 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
     traced: list[Any] = []
 
     def body(args: Sequence[Any]) -> Any:
-        record = CallTensors()
+        calls: list[Call] = []
         with (
-            current.replay().Instrument(step.model, record) as layers,
+            current.replay().Instrument(step.model, calls.append) as layers,
             step.recorded(args, step.keeps_undo) as found,
         ):
-            traced[:] = record.calls, [path for _, path in found.gradients]
-        groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in record.calls)
+            traced[:] = calls, [path for _, path in found.gradients]
+        groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in calls)
         tensors = [tuple(map(layers.returned, group)) for group in groups]
         gradients = layers.returned(gradient for gradient, _ in found.gradients)
         return found.losses, gradients, list(map(layers.tensor_of, statistics)), tensors
@@ -336,7 +336,7 @@ def first_bad(
     losses: Sequence[Any],
     gradients: Sequence[tuple[Any, str]],
     statistics: Iterable[tuple[Any, Any]],
-    origins: Any,
+    origins: OriginTracker | CallOrigins,
 ) -> FirstBad:
     """Return the first bad value of a step without its updates.
 
@@ -344,19 +344,18 @@ def first_bad(
         losses: the losses.
         gradients: each gradient with the path of its variable.
         statistics: each variable with its value.
-        origins: an `OriginTracker`, or `None`.
+        origins: knows the origins of bad values.
     """
     for loss in losses:
         if not finiteness.is_finite(keras_variables.dense(loss)):
-            return FirstBad("loss", "", origins.of(loss) if origins else None)
+            return FirstBad("loss", "", origins.of(loss))
     for variable, value in statistics:
         if not finiteness.is_finite(keras_variables.dense(value)):
-            origin = origins.written(variable) if origins else None
-            return FirstBad("statistics", variable.path, origin)
+            return FirstBad("statistics", variable.path, origins.written(variable))
     arrays = [(keras_variables.dense(gradient), path) for gradient, path in gradients]
     bad = [n for n, (array, _) in enumerate(arrays) if not finiteness.is_finite(array)]
     if bad:
-        known = {n: origins.of_gradient(gradients[n][0]) if origins else None for n in bad}
+        known = {n: origins.of_gradient(gradients[n][0]) for n in bad}
         earliest = min(bad, key=lambda n: getattr(known[n], "order", 1 << 60))
         return FirstBad("gradients", arrays[earliest][1], known[earliest])
     return FirstBad()

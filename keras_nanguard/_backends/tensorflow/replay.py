@@ -149,12 +149,10 @@ class Origins(OriginTracker):
 class Instrument(instrument.Instrument):
     """Records layers and losses in eager execution, or in the graph that is being built."""
 
+    GRADIENTS = ThreadOverrides(tf.GradientTape, {"gradient": instrument.backward})
+
     def _begin(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        _GRADIENTS.enter(self)
-
-    def _end(self) -> None:
-        _GRADIENTS.leave(self)
 
     def _here(self) -> bool:
         if self.graph is None:
@@ -177,15 +175,6 @@ class Instrument(instrument.Instrument):
             return tf.identity(x), passed
 
         return identity(value)
-
-
-def _gradient(
-    real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any
-) -> Any:
-    return running[-1].differentiate(real, *args, **kwargs)
-
-
-_GRADIENTS = ThreadOverrides(tf.GradientTape, {"gradient": _gradient})
 
 
 class Replay(interface.Replay):

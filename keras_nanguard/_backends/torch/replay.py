@@ -79,9 +79,11 @@ _UNWRAPPED = ThreadOverrides(torch.nn.parallel.DistributedDataParallel, {"forwar
 
 
 class Instrument(instrument.Instrument):
-    """Records layers and losses. `Tensor.backward` and `torch.autograd.grad` start the backward
-    pass.
-    """
+    """Records layers and losses."""
+
+    GRADIENTS = ThreadOverrides(  # `Tensor.backward` calls the first one
+        torch.autograd, dict.fromkeys(("backward", "grad"), instrument.backward)
+    )
 
     def _targets(self) -> list[tuple[Any, str, str]]:
         if not isinstance(self.model, TorchModule):
@@ -94,27 +96,12 @@ class Instrument(instrument.Instrument):
             return super()._path(target, role)
         return self._names[id(target)] or self.model.name
 
-    def _begin(self) -> None:
-        _GRADIENTS.enter(self)
-
-    def _end(self) -> None:
-        _GRADIENTS.leave(self)
-
     def _is_float(self, value: Any) -> bool:
         known = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
         return known and value.is_floating_point()
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         return _Probe.apply(value, passed)
-
-
-def _gradient(
-    real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any
-) -> Any:
-    return running[-1].differentiate(real, *args, **kwargs)
-
-
-_GRADIENTS = ThreadOverrides(torch.autograd, {"backward": _gradient, "grad": _gradient})
 
 
 class _Probe(torch.autograd.Function):  # type: ignore[misc]
