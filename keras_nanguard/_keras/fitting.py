@@ -102,8 +102,7 @@ _TRAINERS = ("fit", "evaluate", "predict")
 def evaluates() -> bool:
     """Whether the innermost running call of these is `evaluate` or `predict`."""
     calls = (f for f in _frames(sys._getframe(1)) if f.f_code.co_name in _TRAINERS)
-    names = (f.f_code.co_name for f in calls if "callbacks" in f.f_locals)
-    return next(names, "fit") != "fit"
+    return next((f.f_code.co_name for f in calls if "callbacks" in f.f_locals), "fit") != "fit"
 
 
 def _is_inside(innermost: FrameType, callbacks: Any, itself: bool = True) -> bool:
@@ -140,6 +139,9 @@ class Fit:
         cut_short: called once when it ends by an exception, or is found to have ended.
         around: functions that return the context in which all callbacks run a method, from the
             arguments of the method, by its name.
+
+    Attributes:
+        known: whether it was called by a `CallbackList`, not by hand.
     """
 
     def __init__(
@@ -148,18 +150,15 @@ class Fit:
         cut_short: Callable[[], None],
         around: Mapping[str, Callable[..., AbstractContextManager[None]]],
     ):
-        self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
+        self.known = callbacks is not None
+        self._list: Callable[[], Any] = weakref.ref(callbacks) if self.known else lambda: None
         self._cut_short, self._around = cut_short, around
         self._by_hand = False
-        if callbacks is not None:
+        if self.known:
             self._death = weakref.finalize(callbacks, cut_short)
             self._death.atexit = False
             for name in _HOOKS:
                 overrides.set_instance(callbacks, name, self._watched(name))
-
-    def _list(self) -> Any:
-        """Return the `CallbackList`, `None` if there is none or it is gone."""
-        return self._callbacks() if self._callbacks is not None else None
 
     def begin(self) -> None:
         """Store that training begins, and whether `fit` or a hand-written loop runs it."""
@@ -171,11 +170,6 @@ class Fit:
     def by_hand(self) -> bool:
         """Whether a hand-written loop calls the `CallbackList`, and training has not ended."""
         return self._by_hand and self._list() is not None
-
-    @property
-    def known(self) -> bool:
-        """Whether it was called by a `CallbackList`, not by hand."""
-        return self._callbacks is not None
 
     @property
     def callbacks(self) -> list[Any]:
@@ -205,28 +199,26 @@ class Fit:
     @property
     def calls(self) -> bool:
         """Whether its own `CallbackList`, and not that of a call inside of it, calls this code."""
-        return self._callbacks is None or surrounding() is self._list()
+        return not self.known or surrounding() is self._list()
 
     def close(self) -> None:
         """Remove the watches."""
         self._by_hand = False
         callbacks = self._list()
-        if self._callbacks is not None:
+        if self.known:
             self._death.detach()  # a list that dies later must not end the next fit
         if callbacks is not None:
             for name in _HOOKS:
                 overrides.unset_instance(callbacks, name)
 
     def _watched(self, name: str) -> Callable[..., Any]:
-        reference, cut_short = self._callbacks, self._cut_short
-        assert reference is not None
-
-        plain, around = getattr(type(reference()), name), self._around.get(name)
+        find, cut_short, around = self._list, self._cut_short, self._around.get(name)
+        plain = getattr(type(find()), name)
 
         def hook(*args: Any, **kwargs: Any) -> Any:
             try:
                 with around(*args, **kwargs) if around is not None else nullcontext():
-                    return plain(reference(), *args, **kwargs)
+                    return plain(find(), *args, **kwargs)
             except BaseException:
                 cut_short()
                 raise
@@ -283,8 +275,7 @@ def running_spec() -> Any:
 
 
 def running_arrays() -> tuple[Any, Any]:
-    """Return `x` and `y` of the innermost running `fit` if it trains on arrays, else `(None,
-    None)`.
+    """Return `x` and `y` of the innermost `fit` if it trains on arrays, else `(None, None)`.
 
     The rows at the end that `validation_split` removes are not included.
     """
@@ -295,13 +286,9 @@ def running_arrays() -> tuple[Any, Any]:
 
 
 def _locals_of(*calls: str) -> Mapping[str, Any]:
-    """Return the local variables of the innermost running call of these functions of Keras that
-    iterates over data; none if there is none.
-    """
-    for frame in _frames(sys._getframe(1)):
-        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
-            return frame.f_locals
-    return {}
+    """Return the local variables of the innermost of these running functions of Keras, or `{}`."""
+    frames = (f for f in _frames(sys._getframe(1)) if f.f_code.co_name in calls)
+    return next((f.f_locals for f in frames if "epoch_iterator" in f.f_locals), {})
 
 
 # Printing, and other callbacks
