@@ -66,17 +66,10 @@ class GuardedExecution(StateAccess):
             raise
         except BaseException as error:
             self._keepable = False
-            self._clean_up(error)
+            for release in (self._rescue, partial(self.session.note_error, error), self.detach):
+                with contextlib.suppress(Exception):  # which must not replace the first one
+                    release()
             raise
-
-    def _clean_up(self, error: BaseException) -> None:
-        """Release the model after an error. Errors in this do not replace the first one."""
-        with contextlib.suppress(Exception):
-            self._rescue()
-        with contextlib.suppress(Exception):
-            self.session.note_error(error)
-        with contextlib.suppress(Exception):
-            self.detach()
 
     def _call(self, *args: Any) -> Any:
         """Run guarded steps, with the arguments and results of Keras' train function."""
@@ -103,7 +96,6 @@ class GuardedExecution(StateAccess):
         self.session.before()
 
     def _skips(self, data: Any) -> bool:
-        """Skip the batches of this data, if batches are to be skipped."""
         return bool(self.session.skips_batches(iter(data), self.model.steps_per_execution))
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
@@ -125,9 +117,7 @@ class GuardedExecution(StateAccess):
             self.session.note_without_effect(None if self.in_use(strictly=True) else "guard")
 
     def _without_effect(self, data: Any) -> Any:
-        """Run the step and undo it: training has ended, but Keras needs logs before it stops. They
-        are those of the last step before, if there was one.
-        """
+        """Run the step and undo it: Keras needs logs before it stops, those of the last step."""
         with undone(self.run):
             self._execute(data)
         return self._shown()

@@ -89,7 +89,7 @@ class LayerTable:
         call.inputs, call.outputs = [], []
 
 
-class Instrument:
+class Instrument(Overrides):
     """Context in which the calls of a model's layers and losses are recorded.
 
     Args:
@@ -105,15 +105,15 @@ class Instrument:
     def __init__(
         self, model: Any, ended: Callable[[Call], None], origins: OriginTracker | None = None
     ):
+        super().__init__()
         self.model, self.ended = model, ended
         self.origins, self._keeps_gradients = origins or OriginTracker(), origins is None
         self._stack: list[Call] = []
         self._counts: Counter[int] = Counter()
-        self._overrides = Overrides()
 
     def __enter__(self) -> Instrument:
         for target, name, role in self._targets():
-            self._overrides.set(target, name, self._watching(target, getattr(target, name), role))
+            self.set(target, name, self._watching(target, getattr(target, name), role))
         self._begin()
         if self.GRADIENTS is not None:
             self.GRADIENTS.enter(self)
@@ -122,7 +122,7 @@ class Instrument:
     def __exit__(self, *details: Any) -> None:
         if self.GRADIENTS is not None:
             self.GRADIENTS.leave(self)
-        self._overrides.give_back()
+        self.give_back()
 
     def _targets(self) -> list[tuple[Any, str, str]]:
         """Return the overridden methods: `(target, attribute, role)`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,15 +38,10 @@ class Retrace(Exception):
 
 
 class TracedStep(interface.Transaction):
-    """The facts about a step that its traces use and do not change.
+    """The facts about a step that its traces use and do not change."""
 
-    Attributes:
-        run: the run that it belongs to.
-        refuse: whether bad steps are refused.
-    """
-
-    run: interface.Run
     refuse: bool
+    """Whether bad steps are refused."""
 
     adapts_updates = True
     """Whether compiled updates are ordered, and keep the bits of Keras' own (see `Updates`)."""
@@ -55,24 +50,6 @@ class TracedStep(interface.Transaction):
     def immediate(self) -> bool:
         """Whether updates run immediately, when the body calls them."""
         return self.learned.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
-
-
-class Sums(NamedTuple):
-    """The sums of the decision: scalars of one dtype. Each is finite if all of its entries are,
-    unless it overflows.
-
-    Attributes:
-        loss: the sum of the losses.
-        gradients: half the sum of squares.
-        statistics: the sum of what the body wrote besides weights, slots and metrics.
-        weights, slots: the sums after updates that ran immediately; else 0.
-    """
-
-    loss: Any
-    gradients: Any
-    statistics: Any
-    weights: Any
-    slots: Any
 
 
 @dataclass(frozen=True)
@@ -105,7 +82,9 @@ class Measured:
 
     Attributes:
         body: this run.
-        sums: the sums over its numbers.
+        sums: `loss`, `gradients`, `statistics`, and, 0 if the updates are deferred, `weights` and
+            `slots` of its `Verdict`: scalars of one dtype. Each is finite if all of its entries
+            are, unless it overflows.
         scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
         losses: the summed losses.
         looked_at: `(site, path, tensor)` of everything that a report counts.
@@ -113,7 +92,7 @@ class Measured:
     """
 
     body: Body
-    sums: Sums
+    sums: Sequence[Any]
     scale: Any
     losses: Sequence[Any]
     looked_at: Sequence[tuple[str, str, Any]]
@@ -137,15 +116,7 @@ class ReplicaStep:
         """Keys of the variables that were created inside the step."""
 
     def run(self, args: Sequence[Any]) -> Body:
-        """Run the body."""
-        self.keep()
-        outputs = self.transaction.body(*args)
-        return Body(args, outputs, self.seen, self.train_state, self.kept, self.scales)
-
-    # The body, and what it may write
-
-    def keep(self) -> None:
-        """Keep the values that the body may write and a refusal restores."""
+        """Keep the values that the body may write and a refusal restores; run the body."""
         state = self.train_state
         self.hold([*state.other, *state.metrics, *state.rates])
         self.hold(self.transaction.learned.untracked.values())
@@ -155,6 +126,8 @@ class ReplicaStep:
             self.hold([*state.trainable, *state.slots])
         for optimizer in state.optimizers:
             self.note_scale(optimizer)
+        outputs = self.transaction.body(*args)
+        return Body(args, outputs, self.seen, state, self.kept, self.scales)
 
     def on_update(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
@@ -236,12 +209,12 @@ class ReplicaStep:
         pairs = updates.gradients(transaction.immediate)
         written = self.statistics(body)
         after = (state.trainable, state.slots) if transaction.immediate else ((), ())
-        sums = Sums(
+        sums = [
             reductions.add([tf.cast(loss, kind) for loss in losses], kind),
             reductions.squares([g for g, _ in pairs], kind),
             reductions.total(written, kind),
             *(reductions.total((v.value for v in part), kind) for part in after),
-        )
+        ]
         scales = [scale for _, scale, _ in body.scales]
         scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
         paths = {

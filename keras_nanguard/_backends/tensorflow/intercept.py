@@ -63,7 +63,7 @@ class Seen:
     boundary: int | None = None
 
 
-class Intercept:
+class Intercept(Overrides):
     """Context that records the calls of optimizers instead of (or besides) updating, and the
     model's loss.
 
@@ -75,11 +75,11 @@ class Intercept:
     """
 
     def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
+        super().__init__()
         self.model, self.optimizers, self.immediate = model, list(optimizers), immediate
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._seen = Seen()
         self._creating = False
-        self._overrides = Overrides()
 
     def seen(self) -> Seen:
         """Return the records of the calling replica, to which calls are appended."""
@@ -93,13 +93,10 @@ class Intercept:
 
     def __enter__(self) -> Intercept:
         for optimizer in self.optimizers:
-            self._overrides.set(optimizer, "apply", self._applier(optimizer, optimizer.apply))
+            self.set(optimizer, "apply", self._applier(optimizer, optimizer.apply))
         if hasattr(self.model, "compute_loss"):
-            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
+            self.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
         return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._overrides.give_back()
 
     def creating(self) -> Any:
         """Return a context, one per thread, in which variables are created outside of the graph."""

@@ -110,11 +110,10 @@ def counts(tensors: Sequence[Any]) -> Any:
     """
     if not tensors:
         return tf.zeros((0, 3), tf.int64)
-    return tf.stack([_count(tensor) for tensor in tensors])
+    return tf.stack([_count(_numbers(tensor)) for tensor in tensors])
 
 
 def _count(tensor: Any) -> Any:
-    tensor = _numbers(tensor)
     nan = tf.math.count_nonzero(~_holds(lambda part: ~tf.math.is_nan(part), tensor))
     bad = tf.math.count_nonzero(~_holds(tf.math.is_finite, tensor))
     return tf.stack([nan, bad - nan, tf.size(tensor, tf.int64)])

@@ -199,14 +199,15 @@ class Replay(interface.Replay):
         Inside the context a variable with a copy per replica is that of the first replica, so no
         other replica is needed or changed.
         """
-        natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
-        natives = [v for v in natives if hasattr(v, "assign")]
-        old = [v.read_value() for v in natives]
+        natives = map(keras_variables.native, variables)
+        copies = [copy for v in natives for copy in getattr(v, "values", (v,))]  # one per replica
+        copies = [v for v in copies if hasattr(v, "assign")]
+        old = [v.read_value() for v in copies]
         try:
             with self.undone(variables), keras_variables.on_first_replica(variables):
                 yield
         finally:
-            for variable, value in zip(natives, old):
+            for variable, value in zip(copies, old):
                 variable.assign(value)
 
     @contextlib.contextmanager
@@ -234,7 +235,3 @@ class Replay(interface.Replay):
         self, function: Callable[..., Any], step: ReplayableStep, args: Sequence[Any], jit: bool
     ) -> Any:
         return tf.function(function, jit_compile=jit, autograph=False)(list(args))
-
-
-def _copies(variable: Any) -> Sequence[Any]:
-    return getattr(variable, "values", (variable,))  # type: ignore[no-any-return]

@@ -145,7 +145,8 @@ class Reports:
         """Store one report; return a scalar bool, because it is a branch of a conditional."""
         args = args if self.with_batches else ()
         leaves = [tf.convert_to_tensor(t) for t in components(args)]
-        self._traced.append((result.counts.places, tf.nest.map_structure(_spec, args)))
+        specs = [None if v is None else tf.type_spec_from_value(v) for v in tf.nest.flatten(args)]
+        self._traced.append((result.counts.places, tf.nest.pack_sequence_as(args, specs)))
         number = tf.constant(len(self._traced) - 1, tf.int64)
         kinds = tuple(leaf.dtype for leaf in leaves)
         with tf.device("CPU:0"):
@@ -216,10 +217,6 @@ def _blamed(replicas: np.ndarray[Any, Any], batch: Any) -> tuple[tuple[int, ...]
 
         batch = tf.nest.map_structure(emptied, batch)
     return tuple(blamed.tolist()), batch
-
-
-def _spec(value: Any) -> Any:
-    return None if value is None else tf.type_spec_from_value(value)
 
 
 def _nbytes(leaves: list[Any]) -> Any:

@@ -228,9 +228,9 @@ class _MirroredReplica(ReplicaStep):
         at least that of their sums over the replicas.
         """
         measured, count = super().measure(body), self.strategy.num_replicas_in_sync
-        sums = measured.sums
-        loss = sums.loss if body.seen.losses else sums.loss / count
-        return replace(measured, sums=sums._replace(loss=loss, gradients=sums.gradients * count))
+        loss, gradients, *others = measured.sums
+        loss = loss if body.seen.losses else loss / count
+        return replace(measured, sums=[loss, gradients * count, *others])
 
 
 class _MirroredStep(Step):
