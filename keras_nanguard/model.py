@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import keras
@@ -27,13 +26,13 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _place_of_callbacks(fit: Any) -> int:
-    """Return the place of `callbacks` among the positional arguments of a `fit`, which may be that
-    of another base class; a place behind all others if it has none.
+def _given_by_place(fit: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the place of `callbacks` among these arguments of a `fit`, which may be that of
+    another base class; `None` if they do not have it.
     """
     parameters = inspect.signature(fit).parameters.values()
     names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return names.index("callbacks") if "callbacks" in names else sys.maxsize
+    return names.index("callbacks") if "callbacks" in names[: len(args)] else None
 
 
 @functools.cache
@@ -48,17 +47,18 @@ class _OfTensors:
     """Descriptor that returns, for a class, the class of the same name for functional models.
     Unpickling finds it here.
 
-    When one model of a class is created from inputs and outputs, Keras makes the class and its
-    bases functional permanently. After that no class that inherits from `NanGuardModel` could be
-    created in another way.
+    When one model of a class is created from inputs and outputs, `Model.__init__` makes the class
+    and its bases functional permanently (`inject_functional_model_class` in keras/src/models). No
+    other class that inherits from `NanGuardModel` could be created in another way after that. In
+    the class returned here `Functional.__init__` precedes it.
     """
 
     def __get__(self, model: Any, cls: Any) -> type:
-        return cls if issubclass(cls, _functional()) else _made_of_tensors(cls)
+        return cls if issubclass(cls, _functional()) else _functional_class(cls)
 
 
 @functools.cache
-def _made_of_tensors(cls: type) -> type:
+def _functional_class(cls: type) -> type:
     named = {
         "__module__": cls.__module__,
         "__qualname__": f"{cls.__qualname__}._of_tensors",
@@ -136,9 +136,8 @@ class NanGuardModel(keras.Model):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train like `keras.Model.fit`. Steps and epochs of incidents count from its start."""
         guard, self.train_function = self.nanguard, None
-        place = _place_of_callbacks(super().fit)
-        by_place = place < len(args)
-        given: Any = args[place] if by_place else kwargs.get("callbacks")
+        place = _given_by_place(super().fit, args)
+        given: Any = kwargs.get("callbacks") if place is None else args[place]
         is_list = isinstance(given, keras.callbacks.CallbackList)
         others = given.callbacks if is_list else keras.tree.flatten(given or [])
         if not any(isinstance(callback, NanGuard) for callback in others):
@@ -147,10 +146,10 @@ class NanGuardModel(keras.Model):
             if is_list:
                 given.append(guard)
                 given.set_model(self)
-            elif by_place:
-                args = (*args[:place], [guard, *others], *args[place + 1 :])
-            else:
+            elif place is None:
                 kwargs["callbacks"] = [guard, *others]
+            else:
+                args = (*args[:place], [guard, *others], *args[place + 1 :])
         return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
