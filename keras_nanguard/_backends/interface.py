@@ -94,8 +94,7 @@ class Transaction:
     @property
     def has_hidden_state(self) -> bool:
         """Whether the compiled step changes more than variables: an operation has a random
-        generator of its own (`tf.random.normal`), or calls the host (`tf.print`,
-        `jax.debug.print`).
+        generator of its own (`tf.random.normal`), or calls the host (`tf.print`).
         """
         return False
 

@@ -1,7 +1,8 @@
 """Everything that uses Keras internals: a release of Keras that changes them breaks only this
 package.
 
-Each module names at its head the private names that it uses, and why.
+Each module names at its head the private names that it uses because there is no public API.
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 
 | module | reads | changes, until undone |
 |---|---|---|

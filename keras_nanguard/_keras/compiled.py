@@ -1,14 +1,12 @@
 """What `compile` was given, and what a train function was made for.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
   called.
 - ``Model._compile_loss``: the loss that `compile` was given.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
   has a method for each.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -47,11 +45,8 @@ def _overridden(own: type, name: str) -> bool:
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
-    """Return the objects that a trace of a train step captures: the call of `compile`, the
-    optimizers, their rates, all variables.
-
-    The `trainable` flags are not part of it: Keras keeps its train function until `compile` is
-    called.
+    """Return what a trace of a train step captures: the call of `compile`, optimizers, rates,
+    variables; no `trainable`, since Keras keeps its train function until `compile` is called.
     """
     optimizers = train_state.optimizers
     rates = [keras_optimizers.given_rate(keras_optimizers.inner(o)) for o in optimizers]

@@ -5,7 +5,7 @@ callback or of the data, or by Ctrl-C. So three things are watched: exceptions t
 callbacks of that fit, the deletion of its `CallbackList`, and the running frames when they are
 needed.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Progbar._prev_total_width``: number of columns of a progress bar, 0 before it is drawn.
@@ -15,8 +15,6 @@ Private Keras names used here, because there is no public API:
 - ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``,
   ``x`` and ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no
   reference to them.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -79,10 +77,8 @@ _OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
 
 def callbacks_deferred(callbacks: Any) -> bool:
-    """Whether Keras may call this `CallbackList` for a batch in another thread, so that none of it
-    acts before the next step.
-
-    `CallbackList` in keras/src/callbacks/callback_list.py applies the same test.
+    """Whether Keras may call this `CallbackList` for a batch in another thread, by the same test as
+    `CallbackList` in keras/src/callbacks/callback_list.py: none of it acts before the next step.
     """
     if callbacks is None:
         return False
@@ -230,10 +226,7 @@ class Fit:
 
 
 def begin_at(model: Any, epoch: int | None) -> None:
-    """Make `fit` start at this epoch, as `BackupAndRestore` does; `None` undoes it.
-
-    It overrides the argument `initial_epoch` of `fit`.
-    """
+    """Make `fit` start at this epoch, as `BackupAndRestore` does; `None` undoes it."""
     if epoch is not None:
         model._initial_epoch = _Epoch(epoch)
     elif isinstance(getattr(model, "_initial_epoch", None), _Epoch):
@@ -275,9 +268,8 @@ def running_spec() -> Any:
 
 
 def running_arrays() -> tuple[Any, Any]:
-    """Return `x` and `y` of the innermost `fit` if it trains on arrays, else `(None, None)`.
-
-    The rows at the end that `validation_split` removes are not included.
+    """Return `x` and `y` of the innermost `fit` if it trains on arrays, else `(None, None)`;
+    without the rows that `validation_split` removes.
     """
     given = _locals_of("fit")
     adapter = getattr(given.get("epoch_iterator"), "data_adapter", None)

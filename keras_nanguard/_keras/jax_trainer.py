@@ -1,7 +1,7 @@
 """The train state while Keras trains on JAX: in arrays that are passed from step to step, or in the
 variables.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``Model._jax_state``, ``Model._jax_state_synced``: the state that ``jax_state_sync`` writes to the
   variables, and whether it has done so; a state that is restored or changed between two steps has
@@ -11,11 +11,8 @@ Private Keras names used here, because there is no public API:
 - ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it.
   Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
-- ``Model._record_training_state_sharding_spec``: Keras 3.9 has it, and a train step there needs
-  its record, which `fit` releases at its end. Later releases do not have or need it; `make matrix`
-  tests this with Keras 3.9.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of the others.
+- ``Model._record_training_state_sharding_spec``: only Keras 3.9 has it. A train step there needs
+  its record, which `fit` releases at its end (tested by `make matrix`).
 """
 
 from __future__ import annotations
@@ -174,10 +171,7 @@ def ready(model: Any, data: Any) -> None:
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a
-    time; Keras 3.6 gives a list of them.
-
-    The step compiles itself. Keras 3.16 and later would also compile it in this loop, unless the
-    model runs eagerly.
+    time; over a list in Keras 3.6. It compiles itself, so Keras 3.16 must not compile the loop.
     """
     compile_with, model.jit_compile = model.jit_compile, False
     try:

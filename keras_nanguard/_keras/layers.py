@@ -1,7 +1,7 @@
 """The layers of a model: all of them at any depth, the graph of a functional model, names, dtype
 policies and states.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``Layer._flatten_layers``: the layers directly within a layer, or at any depth; only models have
   ``layers``, of the first level.
@@ -20,8 +20,6 @@ Private Keras names used here, because there is no public API:
 - ``Layer._losses``: the losses added by `add_loss`.
 - ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -250,11 +248,8 @@ def directed(model: Any, direction: str) -> set[str]:
 
 
 def states_of_own_layers(model: Any) -> set[int]:
-    """Return the `id` of each state that a custom layer has created as a non-trainable variable,
-    and of each buffer of PyTorch.
-
-    Only these may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own
-    layers have to be finite.
+    """Return the `id` of each state of a custom layer and of each buffer of PyTorch: only these may
+    be NaN on purpose, not frozen weights nor the states of Keras' own layers.
     """
     custom = [
         layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")

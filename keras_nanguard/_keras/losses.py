@@ -1,14 +1,11 @@
 """The losses of a compiled model, by output, with their weights, and the targets that they accept.
 
-Private Keras names used here, because there is no public API from a compiled model to its loss
-objects:
+Private names of Keras:
 
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
 - ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
   ``flat_loss_weights``, ``inferred_output_names`` and ``output_names``.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizers: those of a model, the variables and averages of each, its learning rate, its loss
 scale, and its second moments.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a
   callable; every step reads the rate through it. The public property returns the variable itself if
@@ -19,8 +19,6 @@ Private Keras names used here, because there is no public API:
   ``_accumulated_grads``), one for each variable that it trains.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are
   public but undocumented.
-
-``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations

@@ -99,11 +99,8 @@ class TrainState:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The float variables among `other` that are not running statistics: frozen weights, masks,
-        "best so far" values.
-
-        Such a variable may be infinite on purpose (a mask of -Inf). This is accepted if it is
-        infinite from the start.
+        """The float variables among `other` that are not running statistics: frozen weights,
+        masks. One that is infinite from the start (a mask of -Inf) may stay so.
         """
         return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
 
@@ -143,10 +140,7 @@ def _held_by(layers: Iterable[Any]) -> list[Any]:
 
 
 def _of_kind(held: Iterable[Any], name: str) -> list[Any]:
-    """Return the objects whose class has this attribute.
-
-    The class is inspected, because a property of a custom object may raise.
-    """
+    """Return the objects whose class has this attribute; a property of the object may raise."""
     return [item for item in held if hasattr(type(item), name)]
 
 

@@ -1,6 +1,6 @@
 """The values of variables and tensors as NumPy arrays: copied, viewed, written, all or none.
 
-Private Keras names used here, because there is no public API:
+Private names of Keras:
 
 - ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is
   another class, which no layer uses.
@@ -8,8 +8,6 @@ Private Keras names used here, because there is no public API:
 - ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only if it is used.
 - The attribute ``global_seed_generator`` of Keras' global state
   (``keras.src.backend.common.global_state``): the generator that Keras uses if no seed is given.
-
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ def is_variable(value: Any) -> bool:
 
 @contextmanager
 def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
-    """Make variables of Keras refer only to the copy of the first replica of `tf.distribute`.
-
-    Variables with one copy, and native variables of the backend, do not change.
-    """
+    """Make variables of Keras with one copy per replica refer to that of the first replica."""
     replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
     for variable, value in replaced:
         variable._value = value.values[0]
@@ -163,10 +158,7 @@ def seeds(variables: Iterable[Any]) -> list[Any]:
 
 
 def global_seed_variables() -> list[Any]:
-    """Return the state of the generator that Keras uses if no seed is given, if it exists already.
-
-    `keras.src.random.seed_generator.global_seed_generator` creates it on first use.
-    """
+    """Return the state of the generator that Keras uses without a seed, if it exists already."""
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     return [] if generator is None else [generator.state]
 

@@ -108,10 +108,7 @@ class ModelAttachment(attach.Attachment):
         return Direct(transaction, mode.eager) if mode.host_takes else function
 
     def _body(self, eager: bool) -> Any:
-        """Return the step to trace.
-
-        If Keras has traced it since `compile`, the trainable weights are those of that time.
-        """
+        """Return the step to trace, with the trainable weights with which Keras has traced it."""
         model, body = self.model, self.body
         if self._cached[0] is None or eager:
             return body
@@ -123,10 +120,7 @@ class ModelAttachment(attach.Attachment):
         return as_traced
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer as Keras' own step would during tracing.
-
-        `tf.function` traces a step twice if it creates variables.
-        """
+        """Build the optimizer first: `tf.function` traces a step that builds it twice."""
         model, optimizer = self.model, self.model.optimizer
         if self._stock and model.built and not optimizer.built and model.trainable_weights:
             build(optimizer, model.trainable_weights, eagerly=False)
@@ -139,10 +133,7 @@ class ModelAttachment(attach.Attachment):
         self.transaction.given = None
 
     def _before_step(self, data: Any) -> None:
-        """Run the tasks of the host that are due.
-
-        If it is about to restore a saved state, all variables of the step are created first.
-        """
+        """Run due tasks; create all variables of the step before a saved state is restored."""
         if self.session.start.resuming is not None:
             self._trace(getattr(data, "element_spec", None))
         super()._before_step(data)
@@ -180,10 +171,7 @@ class ModelAttachment(attach.Attachment):
         return self._restored(logs) if verdict.refused else logs, verdict
 
     def _restored(self, logs: Any) -> Any:
-        """Return the logs of a refused step: those of the restored metrics, without it.
-
-        A custom log gets the value of the last committed step.
-        """
+        """Return the logs of the restored metrics; a custom log is that of the last good step."""
         if not isinstance(logs, dict):
             return logs
         now = self.model.get_metrics_result() if self._stock else {}

@@ -100,10 +100,7 @@ class Measured:
 
 
 class ReplicaStep:
-    """One replica in a trace (or an eager run) of a step.
-
-    While the body runs, it stores the old values of what the body may write.
-    """
+    """One replica in a trace or an eager run of a step; keeps old values while the body runs."""
 
     def __init__(self, transaction: TracedStep):
         self.transaction = transaction
@@ -248,10 +245,7 @@ def commit(measured: Measured) -> list[Any]:
 
 
 def check_deferred(body: Body) -> None:
-    """Raise `Retrace` if the rest of the body depends on updates that were deferred.
-
-    The graph of the conditional has them, and reads what they have written.
-    """
+    """Raise `Retrace` if the rest of the body depends on the updates in this conditional."""
     traced = tf.compat.v1.get_default_graph()
     if body.accesses is not None and body.accesses.depend_on(traced):
         raise Retrace(keeps_undo=True)

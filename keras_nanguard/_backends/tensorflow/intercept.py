@@ -126,10 +126,8 @@ class Intercept(Overrides):
         return self.graph is None or tf.compat.v1.get_default_graph() is self.graph
 
     def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
-        """Create a variable of the step (metrics, lazily built layers) outside of its graph.
-
-        Its first value is then available before anything writes it, and `tf.function` need not
-        trace twice.
+        """Create a variable of the step (metrics, lazily built layers) outside of its graph: with a
+        first value before anything writes it, and without a second trace by `tf.function`.
         """
         if self._creating:  # the scope follows into `init_scope`
             return create(**kwargs)

@@ -69,8 +69,7 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return the sum of all entries; it is not finite if one entry is not.
 
-    Small tensors of one shape (the moments of weights) are added first. This saves one operation
-    for each, which is measurable in a step of less than a millisecond.
+    Small tensors of one shape are added first, which saves measurable operations.
     """
     sums = []
     small: dict[Any, list[Any]] = {}
@@ -128,10 +127,7 @@ def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
 
 
 def update_sums(train_state: TrainState, records: Sequence[Any], dtype: Any) -> list[Any]:
-    """Return the sums over the updated weights and over the slots, after the update.
-
-    Entries are only checked if a sum is not finite.
-    """
+    """Return the sums over updated weights and slots; entries are read if one is not finite."""
     weights = keras_variables.unique(v for r in records for v in r.variables)
     written = {id(v) for r in records for v in r.optimizer.variables}
     slots = [v for v in train_state.slots if id(v) in written]

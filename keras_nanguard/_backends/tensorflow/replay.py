@@ -103,10 +103,8 @@ class Origins(OriginTracker):
             self._keep(tensor, origin)
 
     def _note_frames(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Frames:
-        """Return the layers that an operation belongs to.
-
-        TensorFlow's tape interleaves the backward passes of several branches. An operation there
-        belongs to the layers whose forward values it uses.
+        """Return the layers of an operation; in the backward pass, in which TensorFlow's tape
+        interleaves branches, those whose forward values it uses.
         """
         if self.phase != "backward":
             self._forward.update((t._id, list(self.frames)) for t in outputs)
@@ -193,11 +191,9 @@ class Replay(interface.Replay):
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Restore these variables, and the generator of eager operations without a seed, at the
-        end.
+        """Restore these variables, and the eager generator without a seed, at the end.
 
-        Inside the context a variable with a copy per replica is that of the first replica, so no
-        other replica is needed or changed.
+        Inside, each variable is its copy on the first replica: no other one is needed or changed.
         """
         natives = map(keras_variables.native, variables)
         copies = [copy for v in natives for copy in getattr(v, "values", (v,))]  # one per replica

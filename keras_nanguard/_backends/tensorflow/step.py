@@ -273,10 +273,7 @@ class _MirroredStep(Step):
 
 
 def _whole(*parts: Any) -> Any:
-    """Join the parts of the batch of all replicas.
-
-    Data without rows are the same on all replicas, and so are data that are not distributed.
-    """
+    """Join the parts of the batch of all replicas, except data that are the same on all of them."""
     if all(part is parts[0] for part in parts):
         return parts[0]
     if isinstance(parts[0], tf.SparseTensor):
