@@ -72,17 +72,15 @@ def restorer(objects: Iterable[Any]) -> Callable[[], None]:
     given = [entry for entry in attributes if entry[1] not in _set_by_keras()]
     contents = _contents(value for *_, value in given)
     generators = [_generator(value) for *_, value in given]
+    values = [entry for entry in attributes if type(entry[2]) in (int, float)]
+    values += [e for e in given if type(e[2]) in VALUES or isinstance(e[2], CONTAINERS)]
 
     def restore() -> None:
         for restore_generator in filter(None, generators):
             restore_generator()
         give_back_tensors(attributes)
-        for held, name, before in attributes:
-            if type(before) in (int, float):
-                held[name] = before
-        for held, name, before in given:
-            if type(before) in VALUES or isinstance(before, CONTAINERS):
-                held[name] = before
+        for held, name, before in values:
+            held[name] = before
         for kind, container, before in contents:
             _refill(kind, container, before)
 
@@ -96,14 +94,11 @@ def _generator(value: Any) -> Callable[[], None] | None:
         return lambda: setattr(value.bit_generator, "state", state)
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState) or _is_of_torch(value):
+    kind = type(value)
+    of_torch = kind.__name__ == "Generator" and kind.__module__.startswith("torch")
+    if of_torch or isinstance(value, np.random.RandomState):
         return functools.partial(value.set_state, value.get_state())
     return None
-
-
-def _is_of_torch(value: Any) -> bool:
-    kind = type(value)
-    return kind.__name__ == "Generator" and kind.__module__.startswith("torch")
 
 
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any, Any]]:

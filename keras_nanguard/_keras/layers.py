@@ -223,9 +223,7 @@ def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     if not all(isinstance(t, keras.KerasTensor) for t in outputs):
         return []
-    return (
-        [(name, tuple(t.shape)) for name, t in zip(output_names(model), outputs)] if outputs else []
-    )
+    return [(name, tuple(t.shape)) for name, t in zip(output_names(model), outputs)]
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:

@@ -61,14 +61,8 @@ def _plain_step(model: Any) -> Any:
 
 
 def _require_compiled(model: Any, stock: bool) -> None:
-    """Check that the model can be trained.
-
-    Args:
-        model: the model.
-        stock: whether its train step is Keras' own, which needs an optimizer.
-
-    Raises:
-        GuardError: if the model is not compiled, or lacks an optimizer.
+    """Raise `GuardError` if the model is not compiled, or if its step is `stock`, Keras' own, and
+    it lacks an optimizer.
     """
     if not getattr(model, "compiled", False):
         raise GuardError(

@@ -103,13 +103,7 @@ class FaultHook:
             self._running -= 1
 
     def _bad(self, value: Any, chosen: Any, now: Any) -> Any:
-        """Return a tensor whose chosen entries are bad if the fault is due.
-
-        Args:
-            value: a float tensor or array.
-            chosen: bool mask of its shape.
-            now: whether the fault is due.
-        """
+        """Return a float tensor whose entries in the mask `chosen` are bad if the fault is due."""
         value = ops.convert_to_tensor(value)
         dtype = keras.backend.standardize_dtype(value.dtype)
         wanted = self.fault.value(dtype)
@@ -193,11 +187,7 @@ class FaultHook:
         return places < (np.inf if entries is None else entries)
 
     def _matching(self, variables: Sequence[Any], what: str) -> list[Any]:
-        """Return the variables that match the path of the fault.
-
-        Raises:
-            GuardError: if there are none.
-        """
+        """Return the variables that match the path of the fault; `GuardError` if none does."""
         chosen = [v for v in variables if self.fault.matches(v.path)]
         if not chosen:
             paths = ", ".join(v.path for v in variables) or "none"

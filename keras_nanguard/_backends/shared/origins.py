@@ -201,13 +201,8 @@ class OriginTracker:
         )
 
     def _inherited(self, op: str, inputs: Inputs, bad: Sequence[Any], constant: bool) -> Origin:
-        """Return the earliest origin behind the inputs of an operation, or its own.
-
-        Args:
-            op: the operation.
-            inputs: the facts about its inputs.
-            bad: its results that are not finite.
-            constant: whether it creates an infinite constant of the program.
+        """Return the earliest origin behind the inputs of an operation with `bad` results, or its
+        own; `constant`: whether it creates an infinite constant of the program.
         """
         known = [p for p in inputs.parents if p is not None and p is not CONSTANT]
         if known:
@@ -218,12 +213,8 @@ class OriginTracker:
         return self._add(op, bad[0], inputs)
 
     def _add(self, op: str, result: Any, inputs: Inputs | None = None) -> Origin:
-        """Record a new origin.
-
-        Args:
-            op: the operation, or the path of the variable with the bad value.
-            result: its result.
-            inputs: the facts about its inputs, `None` if a variable had the value from the start.
+        """Return a new origin: an operation, or, without `inputs`, the variable at the path `op`
+        that had the value from the start.
         """
         array = keras_variables.dense(result)
         rows, every = bad_rows(array, self.rows)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.execution import Retrace
@@ -47,10 +48,42 @@ class Mode(NamedTuple):
     jit: bool
 
 
-class ModelAttachment(attach.Attachment):
-    """Replaces the train function of a Keras trainer."""
+class _Traced(StateAccess):
+    """Host access to a step that may have to be traced again."""
 
     transaction: Transaction
+
+    def _build(self) -> None:
+        """Create the transaction, with the findings of the one before."""
+        raise NotImplementedError
+
+    def _traced(self, call: Callable[[], Any]) -> Any:
+        """Call a function that may trace the step; in another mode if the trace requires it."""
+        while True:
+            try:
+                return call()
+            except Retrace as found:
+                self.transaction.learn(found)
+                self._build()
+
+    def _completed(self, inner: Callable[[], Any], given: Any) -> tuple[Any, Verdict]:
+        """Run a step; return its outputs and its verdict.
+
+        Args:
+            inner: runs the transaction.
+            given: its arguments, if the host has them.
+        """
+
+        def call() -> Any:
+            self.transaction.given = given
+            return inner()
+
+        outputs, row = self._traced(call)
+        return outputs, Verdict.of(row.numpy().tolist())
+
+
+class ModelAttachment(_Traced, attach.Attachment):
+    """Replaces the train function of a Keras trainer."""
 
     modes: Mode
     """How Keras runs the step that was built last."""
@@ -149,7 +182,7 @@ class ModelAttachment(attach.Attachment):
     def _trace(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
         if spec is not None:
-            _traced(self, lambda: self.transaction.trace(spec), self._build)
+            self._traced(lambda: self.transaction.trace(spec))
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         take = self.transaction.take
@@ -162,12 +195,10 @@ class ModelAttachment(attach.Attachment):
         return self._run(lambda: self.inner(iter(batches)))
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
         return self._run(lambda: self.inner.again(*args), args)[1]
 
     def _run(self, inner: Callable[[], Any], given: Any = None) -> tuple[Any, Verdict]:
-        """Run one execution; `given`: its arguments, if the host has them."""
-        logs, verdict = _completed(self, inner, given, self._build)
+        logs, verdict = self._completed(inner, given)
         return self._restored(logs) if verdict.refused else logs, verdict
 
     def _restored(self, logs: Any) -> Any:
@@ -231,10 +262,10 @@ def _present(value: Any) -> Any:
     return None if isinstance(value, (tf.experimental.Optional, tf.OptionalSpec)) else value
 
 
-class LoopStep(attach.LoopStep):
+class LoopStep(_Traced, attach.LoopStep):
     """One hand-written step, compiled or not, with its transaction."""
 
-    transaction: Transaction
+    _build = attach.LoopStep.rebuild
 
     def _transaction(self) -> Transaction:
         written = getattr(self.function, "python_function", None)
@@ -252,39 +283,4 @@ class LoopStep(attach.LoopStep):
         return transaction
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        """Run one step; return its outputs and its verdict."""
-        given = held((args, kwargs))
-        return _completed(self, lambda: self.compiled(args, kwargs), given, self.rebuild)
-
-
-Access = ModelAttachment | LoopStep
-
-
-def _completed(
-    access: Access, inner: Callable[[], Any], given: Any, rebuild: Callable[[], None]
-) -> tuple[Any, Verdict]:
-    """Run a step, in another mode if its trace requires it; return its outputs and its verdict.
-
-    Args:
-        access: has its transaction.
-        inner: runs it.
-        given: its arguments, if the host has them.
-        rebuild: creates the transaction again, with the findings of its trace.
-    """
-
-    def call() -> Any:
-        access.transaction.given = given
-        return inner()
-
-    outputs, row = _traced(access, call, rebuild)
-    return outputs, Verdict.of(row.numpy().tolist())
-
-
-def _traced(access: Access, call: Callable[[], Any], rebuild: Callable[[], None]) -> Any:
-    """Call a function that may trace the step; in another mode if the trace requires it."""
-    while True:
-        try:
-            return call()
-        except Retrace as found:
-            access.transaction.learn(found)
-            rebuild()
+        return self._completed(lambda: self.compiled(args, kwargs), held((args, kwargs)))

@@ -194,15 +194,10 @@ class Reports:
 
 
 def _blamed(replicas: np.ndarray[Any, Any], batch: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the replicas that are to blame for a bad step, none if there is only one, and the
-    batch that shows the fault.
+    """Return the replicas to blame for a bad step, none if there is only one, and its batch.
 
     Replicas with bad data are to blame, else those with a bad number. If those have received no
     rows, the batch is one without rows.
-
-    Args:
-        replicas: see `StepResult`.
-        batch: the whole batch.
     """
     if len(replicas) == 1:
         return (), batch

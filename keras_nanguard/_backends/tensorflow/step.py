@@ -204,13 +204,7 @@ class MirroredTransaction(Transaction):
 
 
 class _MirroredReplica(ReplicaStep):
-    """One of several replicas in a step.
-
-    Args:
-        transaction: the step.
-        strategy: the strategy.
-        number: the replica, from 0.
-    """
+    """One of several replicas in a step; `number` counts them from 0."""
 
     def __init__(self, transaction: TracedStep, strategy: Any, number: int):
         super().__init__(transaction)
