@@ -40,16 +40,13 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [
-        keras_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())
-    ]
+    return [*map(keras_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
     """Return `(average, weight)` for each moving average of a weight."""
-    return list(
-        zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer))
-    )
+    averages = getattr(inner(optimizer), "_model_variables_moving_average", ())
+    return list(zip(averages, trained_by(optimizer)))
 
 
 def fresh_like(optimizer: Any) -> Any:
@@ -125,11 +122,8 @@ def set_rate(
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:
     """Return the variables of the optimizer's loss scale, `()` if it has none."""
-    return (
-        (optimizer.dynamic_scale, optimizer.step_counter)
-        if is_loss_scaled(optimizer) and optimizer.built
-        else ()
-    )
+    has_scale = is_loss_scaled(optimizer) and optimizer.built
+    return (optimizer.dynamic_scale, optimizer.step_counter) if has_scale else ()
 
 
 def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], overrides: Overrides) -> None:

@@ -85,7 +85,7 @@ def run(transaction, given, several=1, way=""):
         try:
             result = execute(*now)
         except Retrace as found:
-            transaction.learn(found)
+            transaction.learned = found.learned
             execute = vars(transaction)["traced"] = execution(transaction, way)
             result = execute(*now)
         told, verdict = read(result)

@@ -119,14 +119,13 @@ def _bad_column(part: Part, array: finiteness.Array) -> int | None:
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     """Return the magnitudes of the arrays with this role."""
-    read = ((part, part.array) for part in parts(args) if part.role == role)
-    chosen = [
-        (part, spread(part.path, array)) for part, array in read if array.dtype.kind in "fiuV"
-    ]
-    return tuple(
-        replace(found, outliers=()) if hasattr(part.value, "nested_row_splits") else found
-        for part, found in chosen
-    )
+    found = []
+    for part in parts(args):
+        if part.role == role and (array := part.array).dtype.kind in "fiuV":
+            own = spread(part.path, array)
+            is_ragged = hasattr(part.value, "nested_row_splits")
+            found.append(replace(own, outliers=()) if is_ragged else own)
+    return tuple(found)
 
 
 def spread(name: str, array: finiteness.Array) -> Spread:

@@ -63,7 +63,7 @@ class _Traced(StateAccess):
             try:
                 return call()
             except Retrace as found:
-                self.transaction.learn(found)
+                self.transaction.learned = found.learned
                 self._build()
 
     def _completed(self, inner: Callable[[], Any], given: Any) -> tuple[Any, Verdict]:

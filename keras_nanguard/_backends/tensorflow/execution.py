@@ -25,16 +25,15 @@ class Retrace(Exception):
     """Raised during tracing if the step has to be traced again. Never leaves the library.
 
     Args:
-        keeps_undo: its updates have to run immediately.
-        untracked: variables that it writes and Keras does not track, by key.
+        learned: what the next trace has to know.
     """
 
     ag_pass_through = True
     """AutoGraph raises an exception with this attribute as it is, instead of a copy."""
 
-    def __init__(self, keeps_undo: bool = False, untracked: Mapping[int, Any] | None = None):
+    def __init__(self, learned: interface.Learned):
         super().__init__()
-        self.keeps_undo, self.untracked = keeps_undo, untracked or {}
+        self.learned = learned
 
 
 class TracedStep(interface.Transaction):
@@ -183,14 +182,14 @@ class ReplicaStep:
             foreign: keys of the variables of other replicas.
         """
         accesses = Accesses(graph, start, body.seen.boundary, foreign)
-        written = accesses.written
+        written, learned = accesses.written, self.transaction.learned
         if not self.keeps_undo and not self.large_keys(body.train_state).isdisjoint(written):
-            raise Retrace(keeps_undo=True)
+            raise Retrace(replace(learned, keeps_undo=True))
         unknown = written.keys() - self.known_keys(body)
         found = {key: intercept.untracked(written[key]) for key in unknown}
         untracked = {key: variable for key, variable in found.items() if variable is not None}
         if untracked:
-            raise Retrace(untracked=untracked)
+            raise Retrace(replace(learned, untracked={**learned.untracked, **untracked}))
         kept = {key: pair for key, pair in body.kept.items() if key in written}
         return replace(body, kept=kept, accesses=accesses)
 
@@ -244,11 +243,11 @@ def commit(measured: Measured) -> list[Any]:
     return reductions.update_sums(body.train_state, body.seen.records, dtype)
 
 
-def check_deferred(body: Body) -> None:
+def check_deferred(body: Body, learned: interface.Learned) -> None:
     """Raise `Retrace` if the rest of the body depends on the updates in this conditional."""
     traced = tf.compat.v1.get_default_graph()
     if body.accesses is not None and body.accesses.depend_on(traced):
-        raise Retrace(keeps_undo=True)
+        raise Retrace(replace(learned, keeps_undo=True))
 
 
 def refuse(body: Body, loss: Any, gradients: Any, halted: Any) -> None:
@@ -372,7 +371,7 @@ class Step(intercept.Intercept):
                 found = self.each(commit, measured)
                 after = [reductions.add(s, dtype) for s in zip(*found)]
                 for one in measured:
-                    check_deferred(one.body)
+                    check_deferred(one.body, transaction.learned)
             return [*after, *map(tf.identity, logs)]
 
         def refused() -> list[Any]:

@@ -24,7 +24,6 @@ class Hook(FaultHook):
 
     @property
     def seen(self) -> int:  # type: ignore[override]
-        """Number of steps so far."""
         return int(self.counter.numpy()) + 1
 
     @seen.setter
@@ -42,7 +41,6 @@ class Hook(FaultHook):
 
     @property
     def missed(self) -> set[int]:
-        """The steps in which the fault was due, but whose batch has none of its rows."""
         pairs = zip(self.fault.steps, self._misses.numpy(), strict=True)
         return {step for step, missed in pairs if missed}
 

@@ -34,7 +34,6 @@ from keras_nanguard._backends.tensorflow.execution import (
     Body,
     Measured,
     ReplicaStep,
-    Retrace,
     Step,
     TracedStep,
 )
@@ -138,17 +137,6 @@ class Transaction(TracedStep):
     def trace(self, spec: Any) -> None:
         """Trace the step for arguments like this, without running it."""
         tf.function(self, autograph=False).get_concrete_function(spec)
-
-    # For the next trace, and the next fit
-
-    def learn(self, found: Retrace) -> None:
-        """Use what a trace has found in the next one."""
-        known = self.learned
-        self.learned = replace(
-            known,
-            keeps_undo=known.keeps_undo or found.keeps_undo,
-            untracked={**known.untracked, **found.untracked},
-        )
 
     def release_run(self) -> None:
         del self.run

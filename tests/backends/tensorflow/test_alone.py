@@ -477,7 +477,7 @@ def test_a_step_that_makes_nothing():
             _, verdict = read(execute(batches(SPOILT, [0])[0]))
             break
         except Retrace as found:
-            transaction.learn(found)
+            transaction.learned = found.learned
             execute = execution(transaction)
     assert verdict.refused and len(transaction.learned.untracked) == 1
     same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
