@@ -13,10 +13,7 @@ A backend is a package with these modules, each with what a class here or in `sh
 The other direction is `Session`: what a backend calls around each step, as the one argument of
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
-Modules of these names have the same task in each backend: `intercept` (losses and updates of a
-running step), `execution` (one run, or one trace, of the transaction),
-`reductions` (the sums of a verdict) and `origins` (the first bad operation; on TensorFlow and JAX
-it is in `replay`). A module of any other name is specific to its backend.
+Other modules of the same name have the same task in each backend; see docs/architecture.md.
 
 `tests/backends/test_interface.py` tests each backend against it.
 """

@@ -175,8 +175,8 @@ TAKES_IDS = frozenset(
 
 
 def takes_floats(model: Any) -> bool:
-    """Whether integers in the inputs of a model are numbers, not ids or tokens: it casts all of
-    them to a float dtype, and none of its layers takes ids. A custom layer may take ids.
+    """Whether a model takes integers as numbers, not as ids or tokens: it casts all inputs to a
+    float dtype, and none of its layers takes ids, as a custom one may.
     """
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or ())
     if not inputs or not all("float" in str(t.dtype) for t in inputs):

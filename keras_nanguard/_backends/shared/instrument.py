@@ -69,11 +69,8 @@ class Call:
 
 
 class LayerTable:
-    """The statistics of each call of an eager run.
-
-    Attributes:
-        rows: the table of layers.
-        sample_losses: the result of each loss before its reduction, by name.
+    """The table of layers (`rows`) of an eager run, and the result of each loss before its
+    reduction, by name (`sample_losses`).
     """
 
     def __init__(self) -> None:
@@ -128,20 +125,13 @@ class Instrument(Overrides):
         """Return the overridden methods: `(target, attribute, role)`."""
         if self.model is None:
             return []
-        watched: dict[int, tuple[Any, str, str]] = {}
         layers = keras_layers.layers_of(self.model)
-        for layer in (*layers, *keras_layers.operations_of(self.model)):
-            watched[id(layer)] = (layer, "call", LAYER)
-        for loss in keras_losses.losses_of(self.model):
-            watched[id(loss)] = (loss, "call", LOSS)
-        places = [*((layer, "activity_regularizer") for layer in layers)]
-        places += [(variable, "regularizer") for variable in self.model.trainable_variables]
-        penalties = [
-            (target, name, REGULARIZER)
-            for target, name in places
-            if callable(getattr(target, name, None))
-        ]
-        return [*watched.values(), *penalties]
+        calls = [(o, "call", LAYER) for o in (*layers, *keras_layers.operations_of(self.model))]
+        calls += [(loss, "call", LOSS) for loss in keras_losses.losses_of(self.model)]
+        found = [*{id(call[0]): call for call in calls}.values()]
+        found += [(layer, "activity_regularizer", REGULARIZER) for layer in layers]
+        found += [(v, "regularizer", REGULARIZER) for v in self.model.trainable_variables]
+        return [entry for entry in found if callable(getattr(entry[0], entry[1], None))]
 
     def _begin(self) -> None:
         """Store in which trace the run is."""

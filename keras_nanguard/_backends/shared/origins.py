@@ -39,12 +39,8 @@ _OURS = str(Path(__file__).parents[2])
 
 
 class Inputs(NamedTuple):
-    """The facts about the inputs of one operation.
-
-    Attributes:
-        parents: the origin behind each of them, `None` if it is finite.
-        operands: the facts about each float one.
-        variables: paths of the variables among them.
+    """The facts about the inputs of one operation: the origin behind each of them, `None` if it is
+    finite; the facts about each float one; and the paths of the variables among them.
     """
 
     parents: list[Origin | None]

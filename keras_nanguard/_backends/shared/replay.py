@@ -206,13 +206,8 @@ class ReplayableStep:
 
 
 class Recorded(NamedTuple):
-    """What one run of a step has shown.
-
-    Attributes:
-        losses: its losses.
-        gradients: each gradient with the path of its variable.
-        updates: its updates: `update.run()` runs one that was deferred.
-        outputs: the model's outputs, by name.
+    """What one run of a step has shown: its losses, each gradient with the path of its variable,
+    its updates (`update.run()` runs one that was deferred), and the model's outputs, by name.
     """
 
     losses: Sequence[Any]
@@ -222,12 +217,8 @@ class Recorded(NamedTuple):
 
 
 class FirstBad(NamedTuple):
-    """The first bad value of a step in causal order.
-
-    Attributes:
-        site: its site, `""` if everything is finite.
-        path: its variable, `""` if it is in none.
-        origin: its origin, if known.
+    """The first bad value of a step in causal order: its site, `""` if everything is finite, the
+    path of its variable, `""` if it is in none, and its origin, if known.
     """
 
     site: str = ""
