@@ -176,9 +176,7 @@ def by_rows(value: Any) -> Array:
 
 
 def has_coordinates(value: Any) -> bool:
-    """Whether each stored value is one number with all of its indices, as in every batch that Keras
-    creates.
-    """
+    """Whether each stored value is one number with all of its indices, as Keras creates them."""
     whole = getattr(value, "n_batch", None) == 0 and value.n_dense == 0
     return hasattr(value, "dense_shape") or (whole and not hasattr(value, "indptr"))
 

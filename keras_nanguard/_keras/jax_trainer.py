@@ -51,9 +51,7 @@ class TrainerState:
         self._ids: list[int] | None = None
 
     def receive(self, state: Any) -> bool:
-        """Store the state that Keras passes to a step; return whether it is not the stored one, but
-        was gathered from the variables.
-        """
+        """Store the state that Keras passes to a step; return whether it was gathered anew."""
         gathered = state is not self.state
         if gathered:
             self._ids = None
@@ -158,9 +156,7 @@ def stored(model: Any) -> tuple[list[Any], ...]:
 
 
 def ready(model: Any, data: Any) -> None:
-    """Build metrics and optimizer, and record the shardings of the state, as `fit` does before its
-    first step on this data.
-    """
+    """Build metrics and optimizer, and record shardings, as `fit` does before its first step."""
     if not model.optimizer.built or not model.metrics_variables:
         model._symbolic_build(data_batch=data)
         model.optimizer.build(model.trainable_variables)

@@ -163,9 +163,7 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
 
 
 def _rounding_error(targets: finiteness.Array) -> float:
-    """Return by how much targets of this dtype and magnitude may miss a bound; Keras rounds float64
-    to float32.
-    """
+    """Return by how much such targets may miss a bound; Keras rounds float64 to float32."""
     if finiteness.widen(targets).dtype.kind != "f":
         return 0.0
     import ml_dtypes

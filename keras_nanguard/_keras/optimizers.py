@@ -104,9 +104,7 @@ def rate_variable(optimizer: Any) -> Any:
 
 
 def rate_is_pure(optimizer: Any) -> bool:
-    """Whether reading the learning rate changes nothing. A custom function may count its calls, or
-    draw random numbers.
-    """
+    """Whether reading the rate changes nothing; a custom function may count its calls."""
     given = given_rate(inner(optimizer))
     schedule = keras.optimizers.schedules.LearningRateSchedule
     return isinstance(given, schedule) or rate_variable(optimizer) is not None
@@ -195,9 +193,7 @@ magnitude.
 
 
 def second_moments(optimizers: Iterable[Any]) -> list[Any]:
-    """Return the slots that only squared gradients change; none for custom classes, which may
-    update in another way.
-    """
+    """Return the slots that only squared gradients change; none for custom classes."""
     found: list[Any] = []
     for optimizer in map(inner, optimizers):
         own = type(optimizer).__mro__

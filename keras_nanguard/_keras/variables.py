@@ -187,9 +187,7 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that may share its memory: read it at once, and
-    never write it.
-    """
+    """Return the value as a NumPy array that may share its memory: read it at once, never write."""
     value = variable.value
     if has_handle(value):  # on TensorFlow this takes a quarter of the time of `.numpy()`
         operations = keras.src.utils.module_utils.tensorflow.raw_ops

@@ -92,9 +92,7 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[BadArray, ...]:
 
 
 def _bad_rows(part: Part, array: finiteness.Array, count: int) -> tuple[int, ...]:
-    """Return the rows of an array, widened, that hold NaN or Inf; none if its rows are not those of
-    the batch.
-    """
+    """Return the rows of a widened array with NaN or Inf; none unless they are the batch's."""
     if tuple(int(n) for n in part.value.shape[:1]) != (count,):
         return ()
     if keras_arrays.has_coordinates(part.value):

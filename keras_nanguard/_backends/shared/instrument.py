@@ -316,9 +316,7 @@ class CallOrigins:
         return self.of(None, variable.path.rpartition("/")[0])
 
     def of_gradient(self, gradient: Any) -> Origin | None:
-        """Return the first bad layer in the backward pass: its incoming gradient is finite, its
-        outgoing one is not.
-        """
+        """Return the first call of the backward pass with a bad result of a finite gradient."""
         for call in reversed(self.calls):
             if not all_finite(call.gradients_in) and all_finite(call.gradients_out):
                 return self._origin(call, "backward", call.gradients_in)

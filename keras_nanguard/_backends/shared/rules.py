@@ -55,9 +55,7 @@ PART, MOST = 2.0**-100, 2.0**126
 
 
 def bounded_sum(ops: Operations, part: Any) -> Any:
-    """Return the sum of entries, limited to `MOST`, from the sum of `PART` of each; NaN if it is
-    not finite.
-    """
+    """Return a sum of at most `MOST`, from the sum of `PART` of each entry; NaN if one is bad."""
     return ops.minimum(ops.maximum(part, -MOST * PART), MOST * PART) / PART + part * 0
 
 

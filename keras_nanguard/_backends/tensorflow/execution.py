@@ -320,9 +320,7 @@ class Step(intercept.Intercept):
             return self.here().run(args)
 
     def inspect(self, bodies: Sequence[Body]) -> list[Body]:
-        """Return the bodies of all replicas with what they have written; raise `Retrace` if this
-        mode does not suit one of them.
-        """
+        """Return the bodies with what they have written, or raise `Retrace` for another mode."""
         train_state = self.transaction.run.read_train_state()
         found: list[Body] = []
         shared: set[int] = set()

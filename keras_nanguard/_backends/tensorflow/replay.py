@@ -44,9 +44,7 @@ Frames = list[tuple[str, str]]
 
 
 class Origins(OriginTracker):
-    """Context that records every eager operation of this thread. Variables are known by the id of
-    their handles.
-    """
+    """Context that records every eager operation of this thread; keys are the ids of handles."""
 
     available = op_callbacks is not None
 
