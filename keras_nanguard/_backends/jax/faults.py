@@ -24,7 +24,7 @@ class Hook(FaultHook):
 
     def _wrap(self) -> None:
         keras_compiled.on_making(
-            self.model, self._making, self._overrides, default=over_lists
+            self.model, self._making, self, default=over_lists
         )  # on Keras 3.6 in guarded steps only
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ _NEVER = -(1 << 40)
 """A count of steps so low that no fault ever becomes due."""
 
 
-class FaultHook:
+class FaultHook(Overrides):
     """One fault, injected into every train step of one model.
 
     Args:
@@ -49,11 +49,11 @@ class FaultHook:
     """Whether a step that runs again counts itself, too."""
 
     def __init__(self, model: Any, fault: Any):
+        super().__init__()
         self.model, self.fault = model, fault
         self.reached = False
         self._misses: Any = set()
         self._running = 0
-        self._overrides = Overrides()
         forget_step(model)
 
     @property
@@ -65,23 +65,20 @@ class FaultHook:
         """Install the fault, on the instance only."""
         self._wrap()
         if self.fault.site in ("loss", "gradients"):
-            self._override("compute_loss", self._computing(self.model.compute_loss))
+            self.set(self.model, "compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
         self.installed.append(self)
 
     def remove(self) -> None:
         """Remove the fault; the next fit creates its train function without it."""
         self.installed.remove(self)
-        self._overrides.give_back()
+        self.give_back()
         self.model.train_function = None
         forget_step(self.model)
 
     def _wrap(self) -> None:
         """Wrap every train step of the model that is made from now on."""
         raise NotImplementedError
-
-    def _override(self, name: str, value: Any) -> None:
-        self._overrides.set(self.model, name, value)
 
     @property
     def _now(self) -> Any:

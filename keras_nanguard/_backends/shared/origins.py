@@ -1,8 +1,11 @@
 """Finds the origin of NaN and Inf in one recorded run: common code of all backends.
 
-A backend records its operations one by one, and has a number for each tensor. This module follows
-each bad value from the operation that produced it, and decides which facts about that operation are
-reported, and which of several candidates is the culprit.
+A backend records its operations one by one, and has a number for each tensor. An operation with
+finite inputs and a result that is not finite is an *origin*, which is passed on to all results
+derived from it. The origin of a bad loss or gradient is read from the loss or gradient itself, so a
+bad value that is masked away (`where`, `max`, a metric that is not trained on) is never blamed.
+Infinite constants of the program (a mask of -Inf) are deliberate and are ignored; the operation
+that turns them into NaN (a softmax over a fully masked row) is the origin.
 """
 
 from __future__ import annotations

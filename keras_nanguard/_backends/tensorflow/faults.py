@@ -48,9 +48,9 @@ class Hook(FaultHook):
         self._misses.assign(self._misses | (self._due & ~tf.convert_to_tensor(hit)))
 
     def _wrap(self) -> None:
-        if not keras_compiled.on_making(self.model, self._making, self._overrides):
+        if not keras_compiled.on_making(self.model, self._making, self):
             made = self._making_train(self.model.make_train_function)
-            self._override("make_train_function", made)
+            self.set(self.model, "make_train_function", made)
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(step_function: Callable[..., Any]) -> Any:
@@ -69,7 +69,7 @@ class Hook(FaultHook):
             if is_new and (self.model.train_function is None or force):
                 wrapped[:] = [self._into(step)]
                 if wrapped[0] is not step:
-                    self._override("train_step", wrapped[0])
+                    self.set(self.model, "train_step", wrapped[0])
             return real(force=force)
 
         return make
@@ -81,9 +81,9 @@ class Hook(FaultHook):
         if not isinstance(step, Transaction):
             return self._around(step)
         if step.take is not None and self.fault.site in ("inputs", "targets"):
-            self._overrides.set(step, "take", self._taking(step.take))
+            self.set(step, "take", self._taking(step.take))
         else:
-            self._overrides.set(step, "execute", self._around(step.execute))
+            self.set(step, "execute", self._around(step.execute))
         return step
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,5 @@
 """Replays a step for a diagnosis on TensorFlow, and finds the origin of NaN and Inf.
 
-For that it records every operation of an eager run, and follows each bad value. An operation with
-finite inputs and a result that is not finite is an *origin*. Its number is passed on to all results
-derived from it. The origin of a bad loss or gradient is read from the loss or gradient itself, so a
-bad value that is masked away (`where`, `max`, a metric that is not trained on) is never blamed.
-Infinite constants of the program (a mask of -Inf) are deliberate and are ignored; the operation
-that turns them into NaN (a softmax over a fully masked row) is the origin.
-
 TensorFlow reports each operation through `tensorflow.python.framework.op_callbacks`, on which
 `tf.debugging` is built. It has no public name. Without it, only the layer table is available
 (`keras_nanguard._backends.shared.instrument`).

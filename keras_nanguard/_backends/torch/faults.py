@@ -14,7 +14,7 @@ class Hook(FaultHook):
     """One fault, injected into every train step of one model."""
 
     def _wrap(self) -> None:
-        self._override("make_train_function", self._making(self.model.make_train_function))
+        self.set(self.model, "make_train_function", self._making(self.model.make_train_function))
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(force: bool = False) -> Any:

@@ -1,10 +1,9 @@
 """Finds the origin of NaN and Inf on PyTorch: records every operation of a run, and follows each
 bad value.
 
-It does the same as `replay` on TensorFlow. A `TorchDispatchMode` sees each operation that runs,
-those of the backward pass included. Values are identified by their storage, because autograd
-creates new tensors with the same storage. A storage that is written in place gets the origin of the
-new value.
+A `TorchDispatchMode` sees each operation that runs, those of the backward pass included. Values are
+identified by their storage, because autograd creates new tensors with the same storage. A storage
+that is written in place gets the origin of the new value.
 """
 
 from __future__ import annotations
