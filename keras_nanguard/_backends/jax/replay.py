@@ -38,39 +38,6 @@ try:
 except ImportError:
     EvalTrace = None
 
-NAMES = {
-    "acos": "Acos",
-    "acosh": "Acosh",
-    "asin": "Asin",
-    "atan2": "Atan2",
-    "atanh": "Atanh",
-    "cholesky": "Cholesky",
-    "convert_element_type": "Cast",
-    "cosh": "Cosh",
-    "digamma": "Digamma",
-    "eigh": "SelfAdjointEig",
-    "div": "RealDiv",
-    "erf_inv": "Erfinv",
-    "exp": "Exp",
-    "exp2": "Exp",
-    "expm1": "Expm1",
-    "integer_pow": "Pow",
-    "lgamma": "Lgamma",
-    "log": "Log",
-    "log1p": "Log1p",
-    "mul": "Mul",
-    "pow": "Pow",
-    "qr": "Qr",
-    "rem": "FloorMod",
-    "rsqrt": "Rsqrt",
-    "sinh": "Sinh",
-    "sqrt": "Sqrt",
-    "svd": "Svd",
-    "tan": "Tan",
-}
-"""JAX's names of operations that `causes` knows by TensorFlow's names. All others keep JAX's name.
-"""
-
 FILLING = ("broadcast_in_dim", "full", "copy")
 
 
@@ -171,11 +138,10 @@ class Origins(OriginTracker):
     def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Record one primitive."""
         self.count += 1
-        name = NAMES.get(primitive, primitive)
         bad = [t for t in outputs if not is_finite(t)]
         if bad:
-            filled = name in FILLING and not any(map(is_float, inputs))
-            origin = self._inherited(name, self._inputs(inputs), bad, filled)
+            filled = primitive in FILLING and not any(map(is_float, inputs))
+            origin = self._inherited(primitive, self._inputs(inputs), bad, filled)
             for tensor in bad:
                 self._keep(tensor, origin)
         elif (

@@ -26,6 +26,36 @@ from keras_nanguard._keras import variables as keras_variables
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
 
+_CAPITALIZED = (
+    *("acos", "acosh", "asin", "atan2", "atanh", "cholesky", "cosh", "digamma", "erfinv", "exp"),
+    *("expm1", "lgamma", "log", "log1p", "mul", "pow", "qr", "reciprocal", "rsqrt", "sinh"),
+    *("softplus", "sqrt", "svd", "tan", "xlogy"),
+)
+
+_NAMES = {
+    **{name: name.capitalize() for name in _CAPITALIZED},
+    **dict.fromkeys(("log2", "log10", "logit", "binary_cross_entropy"), "Log"),
+    **dict.fromkeys(("div", "addcdiv", "binary_cross_entropy_backward"), "RealDiv"),
+    **dict.fromkeys(("fmod", "rem", "remainder"), "FloorMod"),
+    **dict.fromkeys(("acosh_backward", "logit_backward"), "ReciprocalGrad"),
+    **dict.fromkeys(("_linalg_eigh", "eigh"), "SelfAdjointEig"),
+    **dict.fromkeys(("_to_copy", "convert_element_type"), "Cast"),
+    "_linalg_svd": "Svd",
+    "_log_softmax": "LogSoftmax",
+    "_softmax": "Softmax",
+    "erf_inv": "Erfinv",
+    "exp2": "Exp",
+    "integer_pow": "Pow",
+    "linalg_cholesky_ex": "Cholesky",
+    "linalg_inv_ex": "MatrixInverse",
+    "linalg_qr": "Qr",
+    "linalg_solve_ex": "MatrixSolve",
+    "linalg_vector_norm": "Sqrt",
+}
+"""Names of operations of JAX and PyTorch that `causes` knows by TensorFlow's names. All others keep
+their own name.
+"""
+
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
 _LIBRARIES = (
@@ -209,7 +239,7 @@ class OriginTracker:
         nan = (finiteness.counts(keras_variables.dense(tensor))[0] for tensor in bad)
         if constant or (CONSTANT in inputs.parents and not any(nan)):
             return CONSTANT
-        return self._add(op, bad[0], inputs)
+        return self._add(_NAMES.get(op, op), bad[0], inputs)
 
     def _add(self, op: str, result: Any, inputs: Inputs | None = None) -> Origin:
         """Return a new origin: an operation, or, without `inputs`, the variable at the path `op`

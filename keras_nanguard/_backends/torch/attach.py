@@ -12,7 +12,7 @@ import keras
 
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.intercept import is_numeric, uncompiled
+from keras_nanguard._backends.torch.intercept import is_numeric
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
@@ -119,15 +119,10 @@ class LoopStep(attach.LoopStep):
             WRITES.release()
 
     def _transaction(self) -> step.Transaction:
-        function = uncompiled(self.function)
-        return step.Transaction(
-            lambda args, kwargs: function(*args, **kwargs),
-            self.run,
-            of_trainer=False,
-            stock=False,
-            jit=function is not self.function,
-            compiled=None,
-        )
+        # A compiled function cannot be inspected while it runs, so it is compiled again.
+        function = getattr(self.function, "_torchdynamo_orig_callable", self.function)
+        jit = function is not self.function
+        return step.Transaction(lambda args, kwargs: function(*args, **kwargs), self.run, jit=jit)
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         outputs = self.transaction(args, kwargs)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from keras_nanguard._backends import interface
+from keras_nanguard._backends.torch.modules import derives_from, is_sharded
 from keras_nanguard._keras.arrays import waiting_for
 
 GRACE = 5.0
@@ -27,6 +28,9 @@ GRACE = 5.0
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (?:reset|closed)|Broken pipe|[Tt]imed out")
 """Words in torch's messages about a failed exchange."""
+
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of modules that communicate; `fully_shard` makes the last one."""
 
 _GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The guard's group for each default group."""
@@ -82,7 +86,6 @@ def _group() -> Any:
 
 
 def _store() -> Any:
-    """Return the guard's part of the store of the default group."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return torch.distributed.PrefixStore("keras_nanguard", store)
 
@@ -107,14 +110,6 @@ def _missing() -> str:
     return ", ".join(names) or "a rank whose connection was lost"
 
 
-def _is_parallel(module: Any) -> bool:
-    """Return whether a module communicates: one of `DistributedDataParallel`,
-    `FullyShardedDataParallel` or made by `fully_shard`.
-    """
-    names = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-    return any(base.__name__ in names for base in type(module).__mro__)
-
-
 class Host(interface.Host):
     """Functions for the process as a whole."""
 
@@ -129,10 +124,11 @@ class Host(interface.Host):
         """
         module = getattr(model, "of", model)
         parts = module.modules() if isinstance(module, torch.nn.Module) else ()
-        return self.place()[1] > 1 and (loop or any(map(_is_parallel, parts)))
+        is_parallel = any(derives_from(part, *PARALLEL) for part in parts)
+        return place()[1] > 1 and (loop or is_parallel)
 
     def is_sharded(self, model: Any) -> bool:
-        return any(getattr(v, "of", v.value) is not v.value for v in model.variables)
+        return is_sharded(model.variables)
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
         """Return the values of all processes by rank.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -139,10 +139,11 @@ class Intercept:
         return optimizer, "apply", self._excluded(apply)
 
     def _stepper(self, real: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-        @functools.wraps(real)  # schedulers of torch mark the function
+        @wraps(real)  # schedulers of torch mark the function
         def step(_: Any, closure: Any = None, **kwargs: Any) -> Any:
             args = () if closure is None else (closure,)
-            record = TorchUpdate(optimizer, real, args, kwargs)
+            has_closure = bool(args or kwargs)
+            record = TorchUpdate(optimizer, partial(real, *args, **kwargs), has_closure)
             self._take(record)
             optimizer.of._opt_called = True  # schedulers of torch check this
             return record.result
@@ -172,17 +173,6 @@ class Intercept:
         self._on_update(record)
         if record.is_immediate:  # its gradients are known only now
             self.records.append(record)
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that `torch.compile` received, or the function itself if it is not
-    compiled.
-
-    Only a private attribute of torch has it. A compiled function cannot be inspected while it runs,
-    so it is compiled again.
-    """
-    given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
-    return given
 
 
 def is_numeric(error: BaseException) -> bool:

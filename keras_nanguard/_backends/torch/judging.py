@@ -4,6 +4,7 @@ step, and the decision.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,6 @@ from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-
-NO_VERDICT = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-"""The verdict before there are any numbers."""
 
 
 class Decision(IntEnum):
@@ -60,7 +58,7 @@ class Parts:
     """A train state, and the tensors in it by role.
 
     Attributes:
-        weights, slots: what updates write.
+        by_site: what updates write: `weights`, `slots`.
         weights_and_slots: both in one list.
         updated: the `id` of each of them.
         other: statistics, frozen weights, seeds and states of recurrent layers.
@@ -69,7 +67,6 @@ class Parts:
         holders: what has a gradient.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
-        results: the `id` of tensors that earlier calls have left in layers.
         judged_elsewhere: the `id` of tensors that are not statistics.
         loose: the optimizers of torch in attributes of the model or its layers that are not among
             the optimizers of the train state.
@@ -77,28 +74,22 @@ class Parts:
 
     def __init__(self, train_state: TrainState):
         self.train_state = train_state
-        self.weights, self.slots = _of(train_state.trainable), _of(train_state.slots)
-        self.weights_and_slots = [*self.weights, *self.slots]
+        self.by_site = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
+        self.weights_and_slots = [t for tensors in self.by_site.values() for t in tensors]
+        self.updated = set(map(id, self.weights_and_slots))
         self.other, metrics = _of(train_state.other), _of(train_state.metrics)
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
         self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
-        self.results = {id(tensor) for tensor in train_state.results}
-        settings = (*(s for pair in train_state.scales for s in pair), *train_state.rates)
-        self.updated = {id(tensor) for tensor in self.weights_and_slots}
-        self.judged_elsewhere = self.updated | {id(t) for t in (*metrics, *_of(settings))}
-        listed = self.updated | {id(t) for t in self.other}
-        natives = [keras_variables.native(v) for v in train_state.unlisted]
+        settings = (*itertools.chain(*train_state.scales), *train_state.rates)
+        self.judged_elsewhere = self.updated.union(map(id, (*metrics, *_of(settings))))
+        listed = self.updated.union(map(id, self.other))
+        natives = map(keras_variables.native, train_state.unlisted)
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
         attributes = keras_attributes.attributes_of(train_state.layers)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
-
-    @property
-    def by_site(self) -> dict[str, list[Any]]:
-        """What updates write, by site: `weights`, `slots`."""
-        return {"weights": self.weights, "slots": self.slots}
 
     def gradients(self) -> list[tuple[str, Any]]:
         """Return the current gradients, each with the path of its weight."""
@@ -119,7 +110,6 @@ def _of(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_buffer(variable: Any) -> bool:
-    """Whether this is a buffer of a torch module, which torch itself writes."""
     of_keras = isinstance(variable, keras.Variable)
     return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
 
@@ -142,6 +132,15 @@ class Ran:
     raised: bool
     updated: bool
 
+    def gradients(self, parts: Parts) -> list[tuple[str, Any]]:
+        """Return the gradients of its updates, each with the path of its weight; if it has raised
+        before its first update, those that it has left.
+        """
+        records = self.seen.records
+        if self.raised and not records:
+            return parts.gradients()
+        return [(v.path, gradient) for record in records for gradient, v in record.pairs]
+
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
         """Return what it has written besides its updates, as far as that is judged."""
         return [
@@ -152,15 +151,16 @@ class Ran:
             and reductions.can_be_bad(tensor)
         ]
 
-    def unrecorded(self, parts: Parts) -> dict[str, list[Any]]:
-        """Return the `weights` and `slots` that it has written, and none of its updates writes."""
-        if parts.updated.isdisjoint(self.log.old):  # the healthy step of a Keras optimizer
+    def state(self, parts: Parts) -> dict[str, list[Any]]:
+        """Return the `weights` and `slots` that its updates may have written, or, if none has run,
+        those that it has written by hand.
+        """
+        if self.updated:
+            return parts.by_site
+        if parts.updated.isdisjoint(self.log.kept):  # the healthy step of a Keras optimizer
             return {}
-        recorded = {id(tensor) for record in self.seen.records for tensor in record.state()}
-        written = {id(tensor) for tensor in self.log.written} - recorded
-        return {
-            site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()
-        }
+        written = set(map(id, self.log.written))
+        return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
 
     def constants(self, statistics: Iterable[Any], parts: Parts) -> frozenset[int]:
         """Return the `id` of the unwritten buffers among these that are infinite on purpose.
@@ -168,12 +168,12 @@ class Ran:
         Values that an earlier call has left in a layer may be NaN, too. For a running statistic
         this would hide the fault.
         """
-        found = set()
-        for tensor in statistics:
-            if id(tensor) in self.log.uncounted and not torch.isfinite(tensor).all():
-                before, nan = self.log.before(tensor), id(tensor) in parts.results
-                if torch.allclose(tensor, before, rtol=0.0, atol=0.0, equal_nan=nan):
-                    found.add(id(tensor))
+        found, results = set(), set(map(id, parts.train_state.results))
+        for kept in (self.log.kept[id(tensor)] for tensor in statistics):
+            if not (kept.is_counted or torch.isfinite(kept.tensor).all()):
+                nan = id(kept.tensor) in results
+                if torch.allclose(kept.tensor, kept.value, rtol=0.0, atol=0.0, equal_nan=nan):
+                    found.add(id(kept.tensor))
         return frozenset(found)
 
 
@@ -186,8 +186,8 @@ class Judged:
         decision: the decision.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
-        statistics: what the step has written besides its updates, as far as it is judged.
-        unrecorded: the weights and slots that it has written without an optimizer, by site.
+        gradients: the gradients, each with the path of its weight.
+        written: the tensors of the state that were judged, by site.
         left_by_previous: whether the previous step has left bad numbers in the state.
         constants: the `id` of buffers that turned out to be infinite on purpose.
     """
@@ -196,27 +196,23 @@ class Judged:
     decision: Decision
     verdict: Verdict
     own: Verdict
-    statistics: Sequence[Any]
-    unrecorded: Mapping[str, Sequence[Any]]
+    gradients: Sequence[tuple[str, Any]]
+    written: Mapping[str, Sequence[Any]]
     left_by_previous: bool
     constants: frozenset[int]
 
     def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
         """Return `(site, path, tensor)` of everything that a report of the step counts."""
-        ran, state = self.ran, parts.train_state
-        records = ran.seen.records
-        paths = {key: variable.path for key, variable in ran.log.writers.items()}
-        paths |= {id(v.value): v.path for v in (*state.trainable, *state.other)}
-        found = [("outputs", name, t) for name, t in ran.seen.outputs]
-        found += [("gradients", v.path, g) for record in records for g, v in record.pairs]
-        if ran.raised and not records:
-            found += [("gradients", path, gradient) for path, gradient in parts.gradients()]
-        found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
-        written = {id(tensor) for tensors in self.unrecorded.values() for tensor in tensors}
-        for site, variables in (("weights", state.trainable), ("slots", state.slots)):
-            shown = [v for v in variables if ran.updated or id(v.value) in written]
-            found += [(site, v.path, v.value) for v in shown]
-        return found
+        state, kept = parts.train_state, self.ran.log.kept.items()
+        paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
+        paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
+        found = [("outputs", path, tensor) for path, tensor in self.ran.seen.outputs]
+        found += [("gradients", path, gradient) for path, gradient in self.gradients]
+        return found + [
+            (site, paths.get(id(tensor), "unlisted variable"), tensor)
+            for site, tensors in self.written.items()
+            for tensor in tensors
+        ]
 
 
 def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judged:
@@ -228,53 +224,47 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
         learned: what earlier steps have shown.
         agreement: the agreement of processes that train together.
     """
-    records, constants = ran.seen.records, frozenset[int]()
-    gradients = [gradient for record in records for gradient in record.gradients]
-    if ran.raised and not records:  # what was left before the first update
-        gradients = [gradient for _, gradient in parts.gradients()]
-    statistics, unrecorded = ran.statistics(parts, learned.tolerated), ran.unrecorded(parts)
-    state = parts.by_site if ran.updated and records else unrecorded
+    constants, gradients = frozenset[int](), ran.gradients(parts)
+    written = {"statistics": ran.statistics(parts, learned.tolerated), **ran.state(parts)}
+    tensors = {"gradients": [gradient for _, gradient in gradients], **written}
     scales = [scale.value for scale, _ in parts.train_state.scales]
     read = reductions.read(
         {
             "losses": [loss.sum() if loss.ndim else loss for loss in ran.losses],
-            "gradients": reductions.norms(gradients),
-            "statistics": reductions.norms(statistics),
             "scales": [ran.log.before(scale) for scale in scales],
-            **{site: reductions.norms(tensors) for site, tensors in state.items()},
+            **{site: reductions.norms(given) for site, given in tensors.items()},
             **{f"previous {site}": norms for site, norms in learned.unread.items()},
         }
     )
     if not math.isfinite(sum(read["statistics"])):
-        constants = ran.constants(statistics, parts)
-        statistics = [tensor for tensor in statistics if id(tensor) not in constants]
-        read |= reductions.read({"statistics": reductions.norms(statistics)})
-    both = parts.weights_and_slots
-    previous = {s: reductions.norm_of(read[f"previous {s}"], both) for s in learned.unread}
+        constants = ran.constants(written["statistics"], parts)
+        kept = [tensor for tensor in written["statistics"] if id(tensor) not in constants]
+        written["statistics"] = kept
+        read |= reductions.read({"statistics": reductions.norms(kept)})
+    norms = {site: reductions.norm_of(read[site], given) for site, given in written.items()}
+    previous = {
+        site: reductions.norm_of(read[f"previous {site}"], parts.by_site[site])
+        for site in learned.unread
+    }
     left_by_previous = not all(map(math.isfinite, previous.values()))
-    norms = {site: reductions.norm_of(read[site], tensors) for site, tensors in state.items()}
-    own = _verdict(ran, read, gradients, statistics, previous if left_by_previous else norms)
+    squares = reductions.squares_of(read["gradients"], tensors["gradients"])
+    own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
     decision, verdict = _agreed(_decision(ran, read, own), own, agreement)
-    return Judged(
-        ran, decision, verdict, own, statistics, unrecorded, left_by_previous, constants
-    )
+    return Judged(ran, decision, verdict, own, gradients, written, left_by_previous, constants)
 
 
 def _verdict(
-    ran: Ran,
-    read: Mapping[str, Sequence[float]],
-    gradients: Sequence[Any],
-    statistics: Sequence[Any],
-    norms: Mapping[str, float],
+    ran: Ran, read: Mapping[str, Sequence[float]], squares: float, norms: Mapping[str, float]
 ) -> Verdict:
-    """Return the verdict from the numbers that were read, and the norms of weights and slots."""
+    """Return the verdict from the numbers that were read, half the sum of squares of the gradients,
+    and the norms of the written state by site.
+    """
     loss = reductions.sum_of(read["losses"], ran.losses)
-    squares = reductions.squares_of(read["gradients"], gradients)
     return Verdict(
         False,
         loss=math.nan if ran.raised and math.isfinite(squares) else loss,
         gradients=squares,
-        statistics=reductions.norm_of(read["statistics"], statistics),
+        statistics=norms["statistics"],
         weights=norms.get("weights", 0.0),
         slots=norms.get("slots", 0.0),
         scale=min(read["scales"], default=1.0),
@@ -282,7 +272,6 @@ def _verdict(
 
 
 def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> Decision:
-    """Return the decision of this process."""
     finite = own.finite and not ran.raised
     if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
         return Decision.REFUSE
@@ -291,9 +280,7 @@ def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> De
     return Decision.CHECK if overflows and not ran.updated else Decision.COMMIT
 
 
-def _agreed(
-    decision: Decision, own: Verdict, agreement: Agreement
-) -> tuple[Decision, Verdict]:
+def _agreed(decision: Decision, own: Verdict, agreement: Agreement) -> tuple[Decision, Verdict]:
     """Return the decision of all processes, which is that of the most careful one, and the means of
     their verdicts. One message.
     """
@@ -315,7 +302,7 @@ def read_update(
     again, or if other processes need them.
     """
     norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
-    if is_shared or reductions.is_away(parts.weights):
+    if is_shared or reductions.is_away(parts.by_site["weights"]):
         return verdict, norms
     read = reductions.read(norms)
     weights, slots = (reductions.norm_of(read[site], t) for site, t in parts.by_site.items())

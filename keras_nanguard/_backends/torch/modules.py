@@ -20,6 +20,16 @@ def local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def derives_from(module: Any, *names: str) -> bool:
+    """Whether a class of a module has one of these names. Torch may lack the class itself."""
+    return any(base.__name__ in names for base in type(module).__mro__)
+
+
+def is_sharded(variables: Iterable[Any]) -> bool:
+    """Whether this process has only a part of one of these variables."""
+    return any(v.of is not v.value for v in variables if isinstance(v, TensorVariable))
+
+
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rate and the other settings of each group of parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -29,13 +39,13 @@ def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
     """Return a function that restores the current settings of these groups of parameters."""
     groups = list(groups)
     kept = settings_of(groups)
-    tensors = [v for settings in kept for v in settings.values() if isinstance(v, torch.Tensor)]
-    before = [tensor.clone() for tensor in tensors]
+    values = [value for settings in kept for value in settings.values()]
+    tensors = [(v, v.clone()) for v in values if isinstance(v, torch.Tensor)]
 
     def restore() -> None:
         for group, settings in zip(groups, kept):
             group.update(settings)
-        for tensor, value in zip(tensors, before):
+        for tensor, value in tensors:
             tensor.copy_(value)
 
     return restore
@@ -56,21 +66,17 @@ class TensorVariable:
 
     @property
     def trainable(self) -> bool:
-        """Whether it requires a gradient."""
         return bool(self.of.requires_grad)
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype, as Keras writes it."""
         return finiteness.dtype_name(self.value.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(self.value.shape)
 
     def assign(self, value: Any) -> None:
-        """Set its value."""
         with torch.no_grad():
             self.value.copy_(keras.ops.convert_to_tensor(value))
 
@@ -79,7 +85,6 @@ class Variables(dict[int, TensorVariable]):
     """The variable of each tensor, created once, by the `id` of the tensor."""
 
     def of(self, tensor: Any, path: str) -> TensorVariable:
-        """Return the variable of a tensor."""
         known = self.get(id(tensor))
         if known is None or known.of is not tensor:
             known = self[id(tensor)] = TensorVariable(tensor, path)
@@ -100,21 +105,18 @@ class TorchModule:
 
     @property
     def variables(self) -> list[TensorVariable]:
-        """Parameters and buffers."""
         for module in self.of.modules():  # a pass without a backward pass leaves whole parameters
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            if derives_from(module, "FSDPModule"):
                 module.reshard()
         named = (*self.of.named_parameters(), *self.of.named_buffers())
         return [self._known.of(tensor, name) for name, tensor in named]
 
     @property
     def trainable_variables(self) -> list[TensorVariable]:
-        """Parameters that require a gradient."""
         return [v for v in self.variables if v.trainable]
 
     @property
     def non_trainable_variables(self) -> list[TensorVariable]:
-        """Frozen parameters and buffers."""
         return [v for v in self.variables if not v.trainable]
 
     def _flatten_layers(self, include_self: bool = True, recursive: bool = True) -> list[Any]:
@@ -132,15 +134,12 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The rate now."""
         return max(float(group["lr"]) for group in self.of.param_groups)
 
     def held(self) -> Callable[[], None]:
-        """Return a function that restores the current rates, and the other settings."""
         return kept_settings(self.of.param_groups)
 
     def assign(self, value: float) -> None:
-        """Set it."""
         before = self.value
         for group in self.of.param_groups:
             new = value if not before else float(group["lr"]) * value / before
@@ -171,7 +170,6 @@ class TorchOptimizer:
 
     @property
     def variables(self) -> list[TensorVariable]:
-        """The tensors in its state."""
         return [
             self._known.of(tensor, f"{self.name}/{self._path_of(p)}/{key}")
             for p, slots in self.of.state.items()
@@ -180,7 +178,6 @@ class TorchOptimizer:
         ]
 
     def variable_of(self, parameter: Any) -> TensorVariable:
-        """Return a parameter as a variable."""
         return self._known.of(parameter, self._path_of(parameter))
 
     def _path_of(self, parameter: Any) -> str:
@@ -224,6 +221,31 @@ class TorchOptimizer:
             for p, grad in zip(params, grads):
                 p.grad = grad
 
+    def created_since(
+        self, before: Mapping[Any, set[str]], settings: Iterable[Mapping[str, Any]]
+    ) -> list[tuple[Any, Any]]:
+        """Return the slots that an update has created, each with its initial value: 1 for two slots
+        of torch's optimizers, the learning rate for two others (of Rprop and ASGD), else 0.
+
+        Args:
+            before: the names of the slots of each parameter before the update.
+            settings: the rate and the other settings of each group in the update.
+        """
+        found = []
+        for p, slots in self.of.state.items():
+            known = before.get(p, ())
+            if len(slots) == len(known):
+                continue
+            groups = zip(self.of.param_groups, settings)
+            rates = (s.get("lr", 0.0) for g, s in groups if any(q is p for q in g["params"]))
+            rate = float(next(rates, 0.0))
+            starts = {"mu_product": 1.0, "mu": 1.0, "step_size": rate, "eta": rate}
+            for name, tensor in slots.items():
+                if isinstance(tensor, torch.Tensor) and name not in known:
+                    own, start = local(tensor), starts.get(name, 0.0)
+                    found.append((own, np.full(tuple(own.shape), start, np.float32)))
+        return found
+
     def _get_current_learning_rate(self) -> float:
         return self._learning_rate.value
 
@@ -234,14 +256,6 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
         p: {k: list(v) if isinstance(v, list) else v for k, v in slots.items()}
         for p, slots in state.items()
     }
-
-
-def first_value(name: str, tensor: Any, rate: float) -> np.ndarray[Any, Any]:
-    """Return the initial value of a slot of this name: 1 for two slots of torch's optimizers, the
-    learning rate for two others (of Rprop and ASGD), else 0.
-    """
-    starts = {"mu_product": 1.0, "mu": 1.0, "step_size": rate, "eta": rate}
-    return np.full(tuple(tensor.shape), starts.get(name, 0.0), np.float32)
 
 
 def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:

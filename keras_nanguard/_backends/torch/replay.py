@@ -1,5 +1,9 @@
 """Replays a step for a diagnosis on PyTorch.
 
+To find the origin of a NaN or Inf, a `TorchDispatchMode` sees each operation of the run, those of
+the backward pass included. Values are identified by their storage, because autograd creates new
+tensors with the same storage. A storage that is written in place gets the origin of the new value.
+
 One process replays a step of several without the communication of its modules.
 `DistributedDataParallel` is replayed as the module that it wraps, which exchanges no gradients and
 no buffers. Any other communication ends the replay with an exception before a message is sent,
@@ -21,12 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import TorchModule, loose_optimizers
-from keras_nanguard._backends.torch.origins import Origins
-from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import Update, UpdateQueue, Watch
+from keras_nanguard._backends.torch.modules import TorchModule, is_sharded, loose_optimizers
+from keras_nanguard._backends.torch.reductions import can_be_bad
+from keras_nanguard._backends.torch.undo_log import UndoLog, storage, written_by
+from keras_nanguard._backends.torch.updates import Update, UpdateQueue
+from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -37,11 +43,16 @@ NAMESPACES = (
 """Namespaces in which torch registers operations that communicate."""
 
 
+UNWRITTEN = ("empty", "resize", "set_")
+"""Operations whose result is uninitialized memory."""
+
+FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_full")
+
+
 class _Local(TorchDispatchMode):  # type: ignore[misc]
     """Raises instead of running an operation that communicates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
         if func.namespace in NAMESPACES:
             raise RuntimeError(
                 f"the step communicates with other processes ({func.overloadpacket}), so one alone"
@@ -117,6 +128,108 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
         return ctx.passed(upstream), None
 
 
+class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
+    """Context that records every operation of this thread. Variables are identified by the address
+    of their memory.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        TorchDispatchMode.__init__(self)
+        OriginTracker.__init__(self, *args, **kwargs)
+
+    def of(self, tensor: Any) -> Origin | None:
+        """Return the origin behind a tensor, or `None` if it is finite or unknown."""
+        if not isinstance(tensor, torch.Tensor) or is_finite(tensor):
+            return None
+        return super().of(tensor)
+
+    @staticmethod
+    def number_of(variable: Any) -> int | None:
+        """Return the number of a variable, or `None`."""
+        return storage(getattr(variable, "value", variable))
+
+    def _key(self, tensor: Any) -> int:
+        return storage(tensor) if isinstance(tensor, torch.Tensor) else id(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args, kwargs
+        name = func.overloadpacket.__name__
+        written = _floats(written_by(func, args, kwargs))
+        # Of inputs that it may overwrite, what is known is read before.
+        overwritten = [(own, self._inputs(inputs)) for own, inputs in _groups(written, *given)]
+        result = func(*args, **kwargs)
+        self.count += 1
+        if not name.startswith(UNWRITTEN):
+            views = {storage(t) for t in _floats(given) if not written}
+            name = name.removeprefix("_foreach_").rstrip("_")
+            for own, inputs in overwritten or _groups(_floats(result), *given):
+                self._see(name, own, inputs, views, given)
+        return result
+
+    def _see(
+        self,
+        name: str,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any] | Inputs,
+        views: set[int],
+        given: Any,
+    ) -> None:
+        for output in outputs:
+            number = storage(output)
+            if is_finite(output):
+                if number not in views:
+                    self._lineage.pop(number, None)
+            elif number not in views or number not in self._lineage:
+                known = inputs if isinstance(inputs, Inputs) else self._inputs(inputs)
+                self._keep(output, self._origin(name, known, output, given))
+
+    def _origin(self, name: str, inputs: Inputs, bad: Any, given: Any) -> Origin:
+        """Return the origin behind the bad result of an operation with these arguments."""
+        filled = name.startswith(FILLING) and any(map(_is_bad_number, keras.tree.flatten(given)))
+        numbers = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
+        as_tensors = (torch.as_tensor(a, dtype=bad.dtype) for a in numbers)
+        operands = *inputs.operands, *map(operand, as_tensors)
+        constant = not inputs.parents or filled
+        known = inputs._replace(operands=operands)
+        return self._inherited(name, known, [bad], constant)
+
+
+def _floats(values: Any) -> list[Any]:
+    """Return the float tensors in nested arguments or results."""
+    found = [value for value in keras.tree.flatten(values) if isinstance(value, torch.Tensor)]
+    strided = [t for t in found if t.layout == torch.strided and not t.is_meta]
+    return list(filter(can_be_bad, strided))
+
+
+def _groups(
+    outputs: Sequence[Any], args: Any, kwargs: Any
+) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+    """Return outputs and the inputs they depend on: element by element if the operation takes lists
+    of as many tensors.
+    """
+    if not outputs:
+        return []
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
+    if not lists or {len(a) for a in lists} != {len(outputs)}:
+        return [(outputs, _floats(values))]
+    alone = [a for a in values if isinstance(a, torch.Tensor)]
+    inputs = [_floats([*together, *alone]) for together in zip(*lists)]
+    return list(zip([[output] for output in outputs], inputs))
+
+
+def _all_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _is_bad_number(value: Any) -> bool:
+    """Whether this is a plain number, or a tensor of no dimension, that is not finite."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not is_finite(value)
+    return isinstance(value, float) and not np.isfinite(value)
+
+
 def _binary_cross_entropy(
     real: Any,
     _: Any,
@@ -136,46 +249,39 @@ def _binary_cross_entropy(
     return losses if reduction == "none" else getattr(losses, reduction)()
 
 
-def _total_norm(
-    real: Callable[..., Any],
-    _: Any,
-    tensors: Any,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    *more: Any,
-    **kwargs: Any,
-) -> Any:
-    return real(tensors, norm_type, False, *more, **kwargs)
+def _total_norm(real: Any, _: Any, tensors: Any, norm: float, raises: bool, *more: Any) -> Any:
+    return real(tensors, norm, False, *more)
 
 
-_WITHOUT_ERROR = [
-    ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})
-]
-if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
-    _WITHOUT_ERROR.append(ThreadOverrides(clip_grad, {"_get_total_norm": _total_norm}))
+def _clipping() -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
+    if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
+        yield clip_grad, {"_get_total_norm": _total_norm}
 
 
-def _log(kept: Iterable[Any]) -> UndoLog:
-    return UndoLog(kept, (), note_created=lambda variable: None)
+_WITHOUT_ERROR = ThreadOverrides(
+    torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy}, _clipping
+)
 
 
-def _tensors(variables: Iterable[Any]) -> list[Any]:
+def _natives(variables: Iterable[Any]) -> list[Any]:
     """Return the tensors of these variables."""
     values = (getattr(v, "value", v) for v in variables)
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
 @contextlib.contextmanager
-def _without_gradients(tensors: Sequence[Any]) -> Iterator[None]:
-    """Begin without the gradients of these tensors, which are restored at the end."""
+def _undone(tensors: Sequence[Any], undo_log: UndoLog) -> Iterator[None]:
+    """Begin without the gradients of these tensors, and restore them and all writes at the end."""
     grads = [(tensor, tensor.grad) for tensor in tensors]
     for tensor in tensors:
         tensor.grad = None
     try:
-        yield
+        with undo_log:
+            yield
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
+        undo_log.give_back()
 
 
 class Replay(interface.Replay):
@@ -194,19 +300,17 @@ class Replay(interface.Replay):
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
-        queue = UpdateQueue(_log(()), ())
+        queue = UpdateQueue(UndoLog(()), ())
 
         def on_update(record: Update) -> None:
             if immediate or record.is_immediate:
                 queue.run(record, keep=False)
-            watch.begin()
+            queue.watch()
 
         with contextlib.ExitStack() as stack:
-            watch = Watch(queue, stack)
-            for overrides in _WITHOUT_ERROR:
-                overrides.enter(queue)
-                stack.callback(overrides.leave, queue)
-            watch.begin_with_unknown()
+            _WITHOUT_ERROR.enter(queue)
+            stack.callback(_WITHOUT_ERROR.leave, queue)
+            queue.watch_from_update(stack)
             yield stack.enter_context(Intercept(model, optimizers).running(on_update))
 
     @contextlib.contextmanager
@@ -214,25 +318,15 @@ class Replay(interface.Replay):
         """Restore these variables, everything else that Keras writes, and torch's generators at the
         end; leave no gradient.
         """
-        if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
+        if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        natives = _tensors(variables)
-        undo_log = _log(natives)
-        try:
-            with _without_gradients(natives), undo_log, locally():
-                yield
-        finally:
-            undo_log.give_back(unseen=True)
+        natives = _natives(variables)
+        with _undone(natives, UndoLog(natives, is_replay=True)), locally():
+            yield
 
-    @contextlib.contextmanager
-    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
-        natives, undo_log = _tensors(variables), _log(())
-        undo_log.writers |= dict.fromkeys(map(id, natives))  # which it need not keep
-        try:
-            with _without_gradients(natives), undo_log:
-                yield
-        finally:
-            undo_log.give_back(unseen=True)
+    def undone(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        natives = _natives(variables)
+        return _undone(natives, UndoLog((), is_replay=True, apart=natives))
 
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)

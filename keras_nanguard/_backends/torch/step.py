@@ -25,10 +25,10 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch.execution import StepRun, as_tensors
+from keras_nanguard._backends.torch.execution import StepRun, StockRun, as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import NO_VERDICT, Facts, Parts
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._backends.torch.judging import Facts, Parts
+from keras_nanguard._core.verdict import Report, Verdict
 
 FRESH = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
@@ -95,16 +95,17 @@ class Transaction(interface.Transaction):
     """
 
     learned: Facts
+    verdict: Verdict
 
     def __init__(
         self,
         body: Callable[..., Any],
         run: interface.Run,
         *,
-        of_trainer: bool,
-        stock: bool,
-        jit: bool,
-        compiled: Intercept | None,
+        of_trainer: bool = False,
+        stock: bool = False,
+        jit: bool = False,
+        compiled: Intercept | None = None,
     ):
         self.body = self.replayed = body
         self.run, self.stock, self.jit, self.compiled = run, stock, jit, compiled
@@ -113,7 +114,6 @@ class Transaction(interface.Transaction):
         self.refuses, self.agreement = run.refuses, run.agreement
         self.may_undo_update = self.refuses and not stock
         self.learned = Facts()
-        self.verdict = NO_VERDICT
         self.given: Any = None
         self.reports: list[Report] = []
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
@@ -126,14 +126,14 @@ class Transaction(interface.Transaction):
             self.compiled = None if replaced else self.compiled
             self.read_parts()
         self.given = Given(args)
-        step = StepRun(self, args)
+        step = (StockRun if self.stock and self.refuses else StepRun)(self, args)
         try:
             done = step.complete()
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
-            step.seen.release()
+            step.release()
         self.learned, self.verdict = done.learned, done.verdict
         self.reports += done.reports
         return done.outputs

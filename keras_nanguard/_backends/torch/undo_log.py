@@ -5,15 +5,11 @@ variable, tracked or not, goes through `Variable._direct_assign`. While a step r
 first copies the old value, in the thread of that step only. A healthy step thus copies its small
 state (statistics, seeds, metrics), each once, and nothing else.
 
-Other writes are made in place by torch: updates of optimizers, which the transaction runs itself,
-and before which it keeps what they write if they cannot wait for the verdict; buffers of torch
-modules and torch's generators, which are kept before each step; and in-place writes of the user's
-code, which the version counter of each tensor shows. In the first step everything is kept;
-afterwards everything that was written in place once is kept before each step.
-
-A hand-written step also changes learning rate schedulers and gradient scalers of torch. Their state
-is read when the step first calls them, so that it can be restored if the step is refused or was a
-replay.
+Torch itself writes in place. The transaction runs the updates of optimizers, and keeps what they
+write if they cannot wait for the verdict. Buffers of torch modules and torch's generators are kept
+before each step, and so is every tensor whose version counter has once shown a write by the user's
+code; in the first step everything is. Learning rate schedulers and gradient scalers of torch are
+kept when the step first calls them.
 
 Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
 places that write the value of a variable on this backend; there is no public hook.
@@ -22,8 +18,9 @@ places that write the value of a variable on this backend; there is no public ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,12 +30,29 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 
-class Kept(NamedTuple):
-    """A tensor, and its value and version when it was kept."""
+@dataclass(slots=True)
+class Kept:
+    """A tensor as it was before the step.
+
+    Attributes:
+        tensor: the tensor.
+        value, version: its value and version when it was kept.
+        is_counted: whether torch counts every write of it.
+        is_updated: whether an optimizer writes it. Torch does not count the writes of a fused one.
+        writer: the variable through which Keras wrote it, `None` if it did not.
+    """
 
     tensor: Any
     value: Any
     version: int
+    is_counted: bool = True
+    is_updated: bool = False
+    writer: Any = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was, or may have been, written since."""
+        return not self.is_counted or bool(self.tensor._version != self.version)
 
 
 class UndoLog:
@@ -48,54 +62,53 @@ class UndoLog:
         kept: tensors to copy beforehand, because torch writes them in place.
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
-        note_created: called with each Keras variable that is created meanwhile.
+        is_replay: whether every write is undone: also those that torch does not count (fused ones,
+            under a dispatch mode), and those of gradient scalers.
+        apart: tensors that other code restores.
 
     Attributes:
-        old: what is kept of each tensor, by its `id`.
-        uncounted: the `id` of tensors that torch may have written without counting it.
-        writers: the variable of each tensor that Keras wrote, by the same `id`.
+        kept: the tensors that are restored, by their `id`.
+        created: the tensor of each variable that Keras has created meanwhile, with its first value.
     """
 
     def __init__(
         self,
         kept: Iterable[Any],
-        uncounted: Iterable[Any],
-        note_created: Callable[[Any], None],
+        uncounted: Iterable[Any] = (),
+        is_replay: bool = False,
+        apart: Iterable[Any] = (),
     ):
-        self.note_created = note_created
-        self.old: dict[int, Kept] = {}
-        self.writers: dict[int, Any] = {}
-        self._updated: set[int] = set()
+        self.kept: dict[int, Kept] = {}
+        self.created: list[tuple[Any, Any]] = []
+        self._is_replay, self._apart = is_replay, set(map(id, apart))
         self._restores: dict[Any, Callable[[], None]] = {"generators": generators_restorer()}
-        self._scales: dict[Any, Callable[[], None]] = {}
-        self.uncounted = self.keep(uncounted)
-        self.keep(kept)
+        for tensor in uncounted:
+            self.keep(tensor).is_counted = False
+        for tensor in kept:
+            self.keep(tensor)
 
-    def keep(self, tensors: Iterable[Any]) -> set[int]:
-        """Copy the current values of tensors that are not kept yet; return the `id` of each.
-        Tensors of `torch.inference_mode` count no writes, and torch writes them in that mode only.
-        """
-        keys = set()
-        for tensor in tensors:
-            if tensor.is_inference():
-                continue
-            keys.add(key := id(tensor))
-            if key not in self.old:
-                self.old[key] = Kept(tensor, tensor.detach().clone(), tensor._version)
-        return keys
+    def keep(self, tensor: Any) -> Kept:
+        """Return the copy of a tensor, which is made now unless there is one."""
+        known = self.kept.get(id(tensor))
+        if known is None:
+            if tensor.is_inference():  # counts no writes; torch writes it in that mode only
+                return Kept(tensor, tensor, 0)
+            known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
+        return known
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
-        """Copy what an update of an optimizer is about to write: these tensors, whose writes torch
-        does not count if it is a fused one, and its state outside of tensors, if it has any.
+        """Keep what an update of an optimizer is about to write: these tensors, and its state
+        outside of tensors, if it has any.
         """
-        self._updated |= self.keep(tensors)
-        if hasattr(optimizer, "held") and id(optimizer) not in self._restores:
-            self._restores[id(optimizer)] = optimizer.held(copies=False)
+        for tensor in tensors:
+            self.keep(tensor).is_updated = True
+        if hasattr(optimizer, "held"):
+            self.at_undo(id(optimizer), optimizer.held(copies=False))
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
         key = _place(tensor)
-        known = id(tensor) in self.old or key in self._restores or key in self._scales
+        known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
         if not (known or tensor.is_inference()):
             self._restores[key] = partial(tensor.copy_, tensor.detach().clone())
 
@@ -115,12 +128,13 @@ class UndoLog:
         self.at_undo(id(scheduler), restore)
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep the tensors of a gradient scaler that are about to change. A replay restores them; a
-        refused step does not, because they are to be updated.
+        """Keep the tensors of a gradient scaler that are about to change. A refused step does not
+        restore them, because they are to be updated.
         """
         for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
             if isinstance(tensor, torch.Tensor):
-                self._scales.setdefault(_place(tensor), partial(tensor.copy_, tensor.clone()))
+                restore = partial(tensor.copy_, tensor.clone())
+                self.at_undo(_place(tensor), restore if self._is_replay else lambda: None)
 
     def at_undo(self, key: Any, restore: Callable[[], None]) -> None:
         """Call a function when the writes are undone, unless there is one of this key."""
@@ -128,22 +142,13 @@ class UndoLog:
 
     def before(self, tensor: Any) -> Any:
         """Return the value of a tensor before the step."""
-        kept = self.old.get(id(tensor))
+        kept = self.kept.get(id(tensor))
         return tensor.detach() if kept is None else kept.value
-
-    def counted(self, tensor: Any) -> bool:
-        """Return whether torch has counted a write of a tensor since it was kept."""
-        return bool(tensor._version != self.old[id(tensor)].version)
 
     @property
     def written(self) -> list[Any]:
-        """The tensors that were, or may have been, written since they were kept."""
-        uncounted = self.uncounted
-        return [
-            tensor
-            for key, (tensor, _, version) in self.old.items()
-            if tensor._version != version or key in uncounted
-        ]
+        """The kept tensors that were, or may have been, written."""
+        return [kept.tensor for kept in self.kept.values() if kept.is_written]
 
     def __enter__(self) -> UndoLog:
         WRITES.enter(self)
@@ -153,24 +158,27 @@ class UndoLog:
         WRITES.leave(self)
 
     def note(self, variable: Any) -> None:
-        """Keep the value of a variable that is about to be written."""
+        """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
-        if id(tensor) not in self.writers and not tensor.is_meta:
-            self.writers[id(tensor)] = variable
-            self.keep([tensor])
+        if not (tensor.is_meta or id(tensor) in self._apart):
+            self.keep(tensor).writer = variable
 
-    def give_back(self, unseen: bool = False) -> None:
-        """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
-        dispatch mode), and those of gradient scalers.
-        """
-        silent = self.uncounted | self._updated
-        restores = [*self._restores.values(), *(self._scales.values() if unseen else ())]
+    def note_created(self, variable: Any) -> None:
+        """Store the first value of a variable that Keras has created."""
+        if not variable.value.is_meta:
+            self.created.append((variable.value, keras_variables.read(variable)))
+
+    def give_back(self) -> None:
         with torch.no_grad():
-            for restore in reversed(restores):
+            for restore in reversed(self._restores.values()):
                 restore()
-            for key, (tensor, value, version) in self.old.items():
-                if unseen or key in silent or tensor._version != version:
-                    keras_variables.write_tensor(tensor, value)
+            for kept in self.kept.values():
+                if self._is_replay or kept.is_updated or kept.is_written:
+                    keras_variables.write_tensor(kept.tensor, kept.value)
+
+    def release(self) -> None:
+        self.kept.clear()
+        self._restores.clear()
 
 
 def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
@@ -200,15 +208,11 @@ def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
         (LRScheduler, "step", UndoLog.keep_scheduler),
         (torch.amp.GradScaler, "update", UndoLog.keep_scaler),
     ):
-        for kind in (base, *_below(base)):
+        kinds: list[Any] = [base]
+        for kind in kinds:  # it grows meanwhile
+            kinds += kind.__subclasses__()
             if name in vars(kind):
                 yield kind, {name: _keeping(keep)}
-
-
-def _below(kind: Any) -> Iterator[Any]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _below(subclass)
 
 
 WRITES = ThreadOverrides(

@@ -23,9 +23,9 @@ from support.torch_steps import (
 )
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.torch.execution import StepRun
+from keras_nanguard._backends.torch.execution import StepRun, StockRun
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import KerasUpdate
+from keras_nanguard._backends.torch.updates import KerasUpdate, UpdateQueue
 
 
 def test_a_healthy_step():
@@ -287,7 +287,35 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector(body):
     try:
         for x in (X, X * math.nan, X):
             step((x, Y))
-        left = [held for held in gc.get_objects() if type(held) in (StepRun, UndoLog, KerasUpdate)]
+        left = [held for held in gc.get_objects() if type(held) in (StepRun, StockRun, UndoLog, UpdateQueue, KerasUpdate)]
     finally:
         gc.enable()
     assert left == []
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_exception_that_is_kept_keeps_no_copy_of_the_step(steps):
+    """A notebook keeps the last exception, and with it the frames of the guard."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    raised, kernel = [], model.layers[-1].kernel
+
+    def body(data):
+        if len(raised) == steps:
+            kernel.assign(kernel + 1.0)
+            raise RuntimeError("out of memory")
+        raised.append(None)
+        return {"loss": updated(model, data)}
+
+    def copies():
+        gc.collect()
+        shape = tuple(kernel.shape)
+        return sum(type(held) is torch.Tensor and held.shape == shape for held in gc.get_objects())
+
+    step = alone(model, body)
+    for _ in range(steps):
+        step((X, Y))
+    before = copies()
+    with pytest.raises(RuntimeError, match="out of memory") as kept:
+        step((X, Y))
+    assert kept.tb is not None and copies() <= before
