@@ -29,10 +29,8 @@ from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import arrays as keras_arrays
 
-MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
-"""Limits of an incident in a message: findings, rows in a path, sentences, samples, and characters
-of a text.
-"""
+MAX_ROWS, MAX_SAMPLES, MAX_TEXT = 8, 64, 250
+"""Limits in a message: rows in a path, samples of a diagnosis, characters of an outcome."""
 
 OF_ITS_OWN = ("inputs", "targets", "state", "outputs", "loss", "statistics")
 """Sites that each process has separately; gradients, weights and slots are common to all."""
@@ -78,9 +76,7 @@ class Agreement:
         return tuple(map(any, zip(*self._exchange(flags, "the findings of a step"))))
 
     def between_steps(self, findings: list[Finding]) -> list[Finding]:
-        """Return findings between two steps if all processes have them; otherwise store them until
-        then.
-        """
+        """Return findings between two steps if all processes have them; else store them."""
         if self.count == 1 or current.host().SPREADS_ARRAYS:  # all have read the same numbers
             return findings
         self._kept += findings
@@ -96,9 +92,7 @@ class Agreement:
         """Return the findings of all processes in a step; `report` has the batch of this one."""
         if self.count == 1:
             return list(findings)
-        labelled = _with_rows(findings, report, self.rank)
-        ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
-        own = [_cut(asdict(f)) for f in ordered]
+        own = [asdict(finding) for finding in _with_rows(findings, report, self.rank)]
         found = self._exchange(own, "the findings of a step")
         return united([[Finding(**f) for f in part] for part in found])
 
@@ -116,7 +110,8 @@ class Agreement:
         if self.count == 1:
             return own, True
         separate = [site for site in OF_ITS_OWN if site in sites]
-        message = [separate[:1], None if own is None else _cut(asdict(own))]
+        few = None if own is None else replace(own, samples=own.samples[:MAX_SAMPLES])
+        message = [separate[:1], few and asdict(few)]
         known = self._exchange(message, "the diagnosis of a step")
         rank = informed([(site, (given or {}).get("cause")) for site, given in known])
         spreads, given = current.host().SPREADS_ARRAYS, known[rank][1]
@@ -238,15 +233,3 @@ def _rows(rows: Sequence[int]) -> str:
         return ""
     listed, more = ", ".join(map(str, rows[:MAX_ROWS])), ", ..." if len(rows) > MAX_ROWS else ""
     return f", row{'s' if len(rows) > 1 else ''} {listed}{more}"
-
-
-def _cut(value: Any) -> Any:
-    """Return the fields of a record with texts short enough for a message."""
-    if isinstance(value, dict):
-        return {name: _cut(part) for name, part in value.items()}
-    if isinstance(value, str):
-        return value[:MAX_TEXT]
-    if isinstance(value, (list, tuple)):
-        most = MAX_SENTENCES if value and isinstance(value[0], str) else MAX_SAMPLES
-        return [_cut(part) for part in value[:most]]
-    return value
