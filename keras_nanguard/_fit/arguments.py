@@ -10,6 +10,7 @@ from typing import Any
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
 from keras_nanguard._policy.policy import SECTIONS, Policy, read_document
 from keras_nanguard._policy.records import nearest, problem, raise_problems, safe_repr
+from keras_nanguard._policy.settings import Snapshot
 
 ARGUMENTS = (
     *("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids"),
@@ -38,24 +39,28 @@ def policy(
     raise_problems(unknown, "the arguments of NanGuard")
     if resume and not _sets_storage(source, known):
         made = Policy.load(made, snapshot={"storage": "disk"})
-    kept, why = made.snapshot, "resume=True, with a policy whose snapshot"
-    on_disk, received = kept.storage == "disk", "with a policy whose snapshot.storage is 'disk'"
-    received = f"directory=None, {'resume=True' if resume else received}"
-    remedy = 'Write NanGuard(..., directory="run1").'
-    has_folder = directory is not None or not on_disk
-    _require(has_folder, "a directory to keep snapshots in", received, remedy)
-    what, remedy = "snapshots on disk to resume from", "Omit snapshot.storage."
-    _require(on_disk or not resume, what, f"{why}.storage is 'memory'", remedy)
-    remedy = 'Write NanGuard(..., snapshot={"every": 100}).'
-    takes = bool(kept.every) or not resume
-    _require(takes, "snapshots to resume from", f"{why}.every is 0", remedy)
+    _check_snapshots(made.snapshot, directory, resume)
     return made
+
+
+def _check_snapshots(kept: Snapshot, directory: Path | None, resume: bool) -> None:
+    found = "with a policy whose snapshot"
+    if kept.storage == "disk" and directory is None:
+        why = "resume=True" if resume else f"{found}.storage is 'disk'"
+        what, remedy = "a directory to keep snapshots in", 'Write NanGuard(..., directory="run1").'
+        raise GuardError(expected(what, f"directory=None, {why}", remedy))
+    if resume and kept.storage != "disk":
+        what, remedy = "snapshots on disk to resume from", "Omit snapshot.storage."
+        raise GuardError(expected(what, f"resume=True, {found}.storage is 'memory'", remedy))
+    if resume and not kept.every:
+        what, remedy = "snapshots to resume from", 'Write NanGuard(..., snapshot={"every": 100}).'
+        raise GuardError(expected(what, f"resume=True, {found}.every is 0", remedy))
 
 
 def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
     """Whether a document or the given sections set the storage of snapshots."""
     document = {} if isinstance(source, Policy) else read_document(source)[0]
-    tables = [sections.get("snapshot"), document.get("snapshot")]
+    tables = (sections.get("snapshot"), document.get("snapshot"))
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
