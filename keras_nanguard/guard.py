@@ -21,7 +21,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._fit import arguments, loop
-from keras_nanguard._fit.attached import Attached, guardable
+from keras_nanguard._fit.attached import Attached
 from keras_nanguard._fit.log import Log
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
@@ -379,7 +379,7 @@ class NanGuard(keras.callbacks.Callback):
                 "Expected a guard that does not watch a loop yet. Received: a guard of a running"
                 " loop. Use one NanGuard per loop."
             )
-        model, optimizers = guardable(model, optimizers)
+        model, optimizers = loop.guardable(model, optimizers)
         self.session = self._session(model, optimizers)
         self._log.reporter.begin(self.session.run.directory)
         self._print_policy_warnings()

@@ -378,8 +378,8 @@ class Session(Protocol):
         """The logs of the fit."""
 
     @property
-    def nothing_pending(self) -> bool:
-        """Whether nothing is due before the next execution."""
+    def pending(self) -> str:
+        """What is due before the next execution, `""` for nothing."""
 
     @property
     def may_run_ahead(self) -> bool:

@@ -1,6 +1,4 @@
-"""The work of a guard in a running `fit`, `evaluate` or `predict`, when Keras calls it, and what a
-loop without `fit` can be guarded with.
-"""
+"""The work of a guard in a running `fit`, `evaluate` or `predict`, when Keras calls it."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_nanguard._backends import processes
-from keras_nanguard._backends.current import attachment, loop_step
-from keras_nanguard._core.errors import GuardError, expected, require_keras_3
+from keras_nanguard._backends.current import attachment
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain
@@ -28,7 +25,7 @@ from keras_nanguard._fit.callbacks import (
 )
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers
+from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
 
 
@@ -72,7 +69,6 @@ class Attached:
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, int] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()
-        self._bad_metrics = set[str]()
         self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
 
@@ -128,9 +124,7 @@ class Attached:
 
     @contextlib.contextmanager
     def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        """Replace the logs of an epoch without committed steps, before any callback receives
-        them.
-        """
+        """Replace the logs of an epoch without committed steps, before callbacks receive them."""
         session, run = self.session, self.session.run
         run.access.resolve_pending()
         session.tasks.read_rate()
@@ -148,17 +142,14 @@ class Attached:
         """Print a line about each training metric that is not finite, once in a fit. No step was
         bad, so it is no incident.
         """
-        if not self.session.run.refuses:  # then a bad step may have made it so, and was reported
+        run = self.session.run
+        if not run.refuses:  # then a bad step may have made it so, and was reported
             return
         for finding in bad_metrics(logs):
-            name = finding.path
-            if not name.startswith("val_") and name not in self._bad_metrics:
-                self._bad_metrics.add(name)
-                epoch = self.session.run.counts.epoch + 1
-                self._reporter.line(
-                    f"NanGuard: the metric {name} of epoch {epoch} is {finding.value}, "
-                    "although the loss is finite."
-                )
+            if not finding.path.startswith("val_"):
+                which = f"the metric {finding.path}"
+                at = f"of epoch {run.counts.epoch + 1} is {finding.value}"
+                run.say_once(which, f"NanGuard: {which} {at}, although the loss is finite.")
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -231,38 +222,3 @@ class Attached:
                 written = run.read_train_state().written_by_calls
                 diagnosis = diagnosed(run.model, written, says)
             self.session.seen_outside(findings, diagnosis, act=self.training)
-
-
-# Loops without `fit`
-
-
-def guardable(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return model and optimizers of a hand-written loop in Keras' form, by default the optimizers
-    of the model.
-
-    Raises:
-        GuardError: if there is no optimizer, if one of them is not an optimizer, or if one of them
-            is of `tf_keras`.
-    """
-    require_keras_3(model, *optimizers)
-    model, optimizers = loop_step().adapted(model, optimizers)
-    optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
-    if not optimizers and not loop_step().STATE_PASSES_THROUGH_STEP:
-        raise GuardError(
-            "Expected at least one optimizer. Received: none, and the model has none. "
-            "Write guard.watch(model, optimizer)."
-        )
-    for given in optimizers:
-        if not hasattr(given, "built"):
-            received = f"an object of type {type(given).__name__}"
-            raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
-    return model, optimizers
-
-
-def _remedy(given: Any) -> str:
-    """Return what to pass instead of an object that is not a Keras optimizer."""
-    if isinstance(given, (list, set)) or type(given) is tuple:
-        return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
-    if loop_step().STATE_PASSES_THROUGH_STEP:
-        return "Write guard.watch(model), and pass the state of the optimizer through guard.step."
-    return "Pass an optimizer of keras.optimizers, or on PyTorch one of torch.optim."

@@ -48,9 +48,7 @@ BATCHES = 64
 
 
 def numbers(logs: Any) -> dict[str, float]:
-    """Return the logs that are single numbers. A dict as the result of a metric is flattened, as in
-    Keras.
-    """
+    """Return the logs that are single numbers; dicts of metrics are flattened, as in Keras."""
     found: dict[str, float] = {}
     for key, value in (logs or {}).items():
         if isinstance(value, Mapping):
@@ -72,9 +70,7 @@ def _number(value: Any) -> float | None:
 
 
 def hide_from_progress_bar(callbacks: Any) -> None:
-    """Hide the guard's logs from the progress bar of a `CallbackList`, except for a nonzero number
-    of refused steps.
-    """
+    """Hide the guard's logs from the progress bar, except for a number of refused steps."""
     for callback in getattr(callbacks, "callbacks", ()):
         is_bar = isinstance(callback, keras.callbacks.ProgbarLogger)
         if is_bar and "on_epoch_end" not in vars(callback):

@@ -24,7 +24,7 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
-from keras_nanguard._fit.incidents import Detected
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, found
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
@@ -76,7 +76,7 @@ class Divergence:
             self.due = step + 1
 
     @np.errstate(all="ignore")
-    def look(self, run: Run) -> Detected | None:
+    def look(self, run: Run) -> Incident | None:
         """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
         help.
 
@@ -97,7 +97,7 @@ class Divergence:
             run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
             return None
 
-    def _look(self, run: Run, began: int) -> Detected | None:
+    def _look(self, run: Run, began: int) -> Incident | None:
         """Look for a proof at the end of the window that began after a step."""
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
             self._rollbacks = run.counts.rollbacks
@@ -112,7 +112,7 @@ class Divergence:
         result, steps = found(run)
         if isinstance(result, Lost):
             self._probation = result
-            return result.detected
+            return result.incident
         learned = result == "learned"
         self._schedule.note(run.step, steps, learned, run.recovery.lowering.diverged)
         return None
@@ -149,7 +149,7 @@ class Divergence:
         self._enabled = False
         _write(run, abandoned)
         probation.restore_rates()
-        run.ring.forget_after(int(probation.detected.values["onset"]))
+        run.ring.forget_after(int(probation.incident.values["onset"]))
         run.recent.restart()
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
@@ -14,7 +14,6 @@ from keras_nanguard._core.data import argument_path, input_names, named
 from keras_nanguard._core.history import WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     Decision,
-    Diagnosis,
     Finding,
     Incident,
     Lowered,
@@ -37,6 +36,7 @@ from keras_nanguard._policy.state import is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
+    from keras_nanguard._diagnose.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
 
 MUCH_HIGHER = 2.0**10
@@ -46,9 +46,7 @@ takes 20,000 steps for ten doublings, and the gradients of ordinary batches diff
 
 
 def _in_batch(report: Report | None, model: Any) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
-    `x/age`, `y`.
-    """
+    """Return findings for inputs and targets of a step by the user's names: `x`, `x/age`, `y`."""
     if report is None or report.batch is None:
         return []
     findings, names = [], input_names(model)
@@ -61,60 +59,34 @@ def _in_batch(report: Report | None, model: Any) -> list[Finding]:
     return findings
 
 
-@dataclass(frozen=True, slots=True)
-class Detected:
-    """What an incident is about.
-
-    Attributes:
-        step: the step.
-        findings: its findings.
-        verdict: its verdict, if there is one.
-        report: its stored report, if any.
-        refused: whether it was refused.
-        diagnosis: its diagnosis, if already known.
-        values: additional measurements.
-    """
-
-    step: int
-    findings: Sequence[Finding]
-    verdict: Verdict | None = None
-    report: Report | None = None
-    refused: bool = False
-    diagnosis: Diagnosis | None = None
-    values: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def between_steps(cls, run: Run, findings: Sequence[Finding], **about: Any) -> Detected:
-        """Return what was detected after a step; `about` are the other attributes."""
-        return cls(max(run.step - 1, 0), findings, **about)
-
-
 Refusal = Literal["left_by_previous", "overflow", "incident"]
 """Why a step was refused: for the state that the step before has left; for an ordinary overflow
 under dynamic loss scaling; for anything else.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _LastSteps:
-    """The last bad steps that matter for the next one, each `None` before the first.
+class Explained(NamedTuple):
+    """An incident without a decision, and what it is about.
 
     Attributes:
-        postponed: the last step that has left NaN in the state of this process alone.
-        observed: the last bad step under a policy that refuses nothing.
-        unexplained: the last step that was refused with a finite batch.
-        diverged: the numbers of committed steps and rollbacks at which a step was last refused for
-            a divergence. As long as they are the same, the state is still bad, for any batch.
+        incident: the incident, with its diagnosis.
+        report: the report with its batch, `None` if that is the batch of another process.
+        evidence: the evidence for its bundle, `None` if it has no bundle.
+        poles: the poles of learning rate schedules that it is about.
     """
 
-    postponed: int | None = None
-    observed: int | None = None
-    unexplained: int | None = None
-    diverged: tuple[int, int] | None = None
+    incident: Incident
+    report: Report | None
+    evidence: Evidence | None
+    poles: Found
 
 
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
+
+    A rollback replays the steps that it has undone. Each of them passes through `Session.after`
+    like any other, so it may lead back to `handle`. Such an inner call replays nothing: it leaves
+    its steps to the running `Replay`, and its incident waits for the one that caused the replay.
 
     All methods raise `NonFiniteError` if the policy requires it, after the incident was reported.
 
@@ -142,7 +114,13 @@ class Incidents:
         self._bad_rows, self._poles = bad_rows, Poles(run)
         self.replay = Replay(run, self._poles, after)
         self._waiting: list[tuple[Incident, Sequence[Lowered]]] = []
-        self._last = _LastSteps()
+        # The last bad steps that matter for the next one.
+        self._postponed: int | None = None  # has left NaN in the state of this process alone
+        self._observed: int | None = None  # was bad under a policy that refuses nothing
+        self._unexplained: int | None = None  # was refused with a finite batch
+        # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
+        # as long as they are the same, the state is still bad, for any batch.
+        self._diverged: tuple[int, int] | None = None
 
     # Detect
 
@@ -153,7 +131,7 @@ class Incidents:
         refusal = self._classify(verdict, report)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            self.handle(Detected(step - 1, run.scan(), verdict))
+            self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replay.leave_out(step)
             return
         run.recent.push(step, run.access.transaction.given, refused=True)
@@ -162,13 +140,14 @@ class Incidents:
             return
         args, state = self._arguments(), (run.counts.committed, run.counts.rollbacks)
         findings = self._findings(verdict, report)
-        incident = self.handle(Detected(step, findings, verdict, report, refused=True))
+        detected = self._incident(findings, step, verdict, report, refused=True)
+        incident = self.handle(detected, report)
         self._after_refusal(incident, step, args, state)
 
     def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
         """Count the overflows in a row; return why a step was refused, in any of the processes."""
         by_previous = report is not None and report.left_by_previous
-        by_previous |= self._last.postponed == self._run.step - 1
+        by_previous |= self._postponed == self._run.step - 1
         ordinary = self._is_ordinary_overflow(verdict, report)
         by_previous, incident = self._run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
@@ -199,17 +178,16 @@ class Incidents:
             args: its arguments, `None` if they are gone.
             state: the numbers of committed steps and rollbacks before the incident.
         """
-        run, last = self._run, self._last
-        back = "rollback" in incident.changes
+        run, back = self._run, "rollback" in incident.changes
         if not is_of_data(incident) or "bad_at_start" in incident.values:
-            again = step - 1 == last.unexplained
+            again = step - 1 == self._unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
                 run.advance_generators()  # else the next step draws the same noise once more
-            self._last = replace(self._last, unexplained=step)
+            self._unexplained = step
         if "divergence" in incident.causes:
-            self._last = replace(self._last, diverged=state)
-        elif not back and (is_of_data(incident) or last.diverged != state):
+            self._diverged = state
+        elif not back and (is_of_data(incident) or self._diverged != state):
             run.recent.blame(incident.step)  # after a rollback it is gone, or good in a replay
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
@@ -221,7 +199,7 @@ class Incidents:
         """
         run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
         scaled = bool(run.train_state().scales) and verdict.only_gradients
-        streak = counts.count_streak(scaled)
+        streak = counts.continue_streak(scaled)
         if not scaled or _in_batch(report, run.model):
             return False
         if streak == 1 and run.scan(before=True):
@@ -231,7 +209,7 @@ class Incidents:
         ordinary = not scaling.is_too_high(verdict.scale * 0.5, run.history.scale)
         ordinary = ordinary and self._is_finite_at(MIN_LOSS_SCALE)
         if ordinary:
-            counts.end_streak()
+            counts.continue_streak(False)
         return ordinary
 
     def needs_low_scale(self) -> bool:
@@ -252,9 +230,7 @@ class Incidents:
         return self._holds(lambda trying, args: trying.is_finite_at(loss_scale, args), args)
 
     def _arguments(self) -> Any:
-        """Return the arguments of this step, `None` if they are gone, or if it cannot be
-        replayed.
-        """
+        """Return the arguments of this step, `None` if they are gone or it cannot be replayed."""
         run = self._run
         gone = processes.count() > 1 or not run.access.can_run_again
         return None if gone else run.last_arguments()
@@ -269,14 +245,12 @@ class Incidents:
         return args is not None and tried(self._run, lambda trying: holds(trying, args), False)
 
     def poisoned(self, verdict: Verdict) -> bool:
-        """Handle a step after which a sum over the state is not finite. Return `False` if every
-        entry is finite.
-        """
+        """Handle a step after which a sum over the state is bad; return whether an entry is."""
         run, findings = self._run, self._run.scan()
         if findings:
             run.recording.step(verdict)
             report = Report(verdict, (), (), run.last_arguments())
-            self.handle(Detected(run.step, findings, verdict, report))
+            self.handle(self._incident(findings, run.step, verdict, report), report)
         return bool(findings)
 
     def postponed(self, verdict: Verdict) -> Verdict:
@@ -284,49 +258,85 @@ class Incidents:
 
         It acts once the others see it, too.
         """
-        self._last = replace(self._last, postponed=self._run.step)
+        self._postponed = self._run.step
         return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
 
     def observed(self, verdict: Verdict, report: Report | None) -> None:
-        """Handle a bad step under a policy that changes nothing: report it once until the next
-        finite step.
-        """
+        """Report a bad step of a policy that refuses nothing, once until the next finite step."""
         run = self._run
         run.recording.step(verdict)
-        before, self._last = self._last.observed, replace(self._last, observed=run.step)
+        before, self._observed = self._observed, run.step
         if run.step - 1 == before:
             return
         reported = report.findings() if report else ()
         findings = [*_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
-        self.handle(Detected(run.step, findings, verdict, report))
+        self.handle(self._incident(findings, run.step, verdict, report), report)
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
-        run, counts = self._run, self._run.counts
+        run = self._run
         found = self._explain.of_error(error) if self._explain is not None else None
         if found is not None:
-            place = (run.step, counts.epoch, counts.batch(run.step))
-            self._report(Incident(*place, (found[0],), diagnosis=found[1]))
+            finding, diagnosis = found
+            self._report(run.incident([finding], run.step, refused=True, diagnosis=diagnosis))
+
+    def _incident(
+        self,
+        findings: Sequence[Finding],
+        step: int,
+        verdict: Verdict,
+        report: Report | None = None,
+        refused: bool = False,
+    ) -> Incident:
+        """Return an incident about a step with a verdict, with the measurements of the step."""
+        optimizers = self._run.train_state().optimizers
+        measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
+        # A committed step is counted, so the rate of the next step may be another one.
+        read = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
+        for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
+            rate = keras_optimizers.rate_if_known(read, optimizer)
+            if rate is not None:
+                measured["learning_rate"] = rate
+                if refused:
+                    self._run.recorder.rate(rate)
+        if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
+            measured["loss_scale"] = verdict.scale
+        replicas = report.replicas if report else ()
+        about = {"refused": refused, "values": measured, "replicas": replicas}
+        return self._run.incident(findings, step, **about)
 
     # Explain, decide, perform, report
 
-    def handle(self, detected: Detected) -> Incident:
-        """Explain what was detected, decide, act, report the incident, and return it."""
-        run = self._run
-        incident, poles = self._explain_incident(detected, run.agreement)
-        decision, state = decide(run.policy, run.recovery.policy_state, incident)
-        if self._is_of_batch(incident, decision, detected.report):
-            incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
-            decision, state = decide(run.policy, run.recovery.policy_state, incident)
-        run.recovery.policy_state = state
-        incident = incident.with_(decision=decision)
-        response = perform(run, incident, detected.report, self.replay.rollbacks)
-        incident = self._apply(response, incident, poles)
+    def handle(self, detected: Incident, report: Report | None = None) -> Incident:
+        """Explain an incident, decide, act, report it, and return it.
+
+        Args:
+            detected: the incident with its findings, and with a diagnosis if that is known.
+            report: the stored report of its step, if any.
+        """
+        explained = self._explained(detected, report, self._run.agreement)
+        incident = self._decided(self._stored(explained), report)
+        response = perform(self._run, incident, report, self.replay.rollbacks)
+        incident = self._apply(response, incident, explained.poles)
         self._report(incident, response.lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
+
+    def report(self, detected: Incident) -> None:
+        """Explain an incident and report it, without an action or another process."""
+        self._report(self._stored(self._explained(detected, None, Agreement())))
+
+    def _decided(self, incident: Incident, report: Report | None) -> Incident:
+        """Return an incident with the decision of the policy; `report` has its batch."""
+        run = self._run
+        decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        if self._is_of_batch(incident, decision, report):
+            incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
+            decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        run.recovery.policy_state = state
+        return incident.with_(decision=decision)
 
     def _is_of_batch(self, incident: Incident, decision: Decision, report: Report | None) -> bool:
         """Whether neither the rollback nor the lower rate of a decision can cure a refused step,
@@ -343,75 +353,42 @@ class Incidents:
         found = self._explain.is_bad_at_start(report, update)
         return self._run.agreement.any_of(found)[0]
 
-    def report(self, detected: Detected) -> None:
-        """Explain what was detected and report it, without an action or another process."""
-        self._report(self._explain_incident(detected, Agreement())[0])
-
-    def _measured(self, detected: Detected) -> dict[str, float]:
-        """Return the measurements of a step for its incident."""
-        verdict, refused = detected.verdict, detected.refused
-        if verdict is None:
-            return {}
-        optimizers = self._run.train_state().optimizers
-        measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
-        # A committed step is counted, so the rate of the next step may be another one.
-        read = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
-        for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
-            rate = keras_optimizers.rate_if_known(read, optimizer)
-            if rate is not None:
-                measured["learning_rate"] = rate
-                if refused:
-                    self._run.recorder.rate(rate)
-        if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
-            measured["loss_scale"] = verdict.scale
-        return measured
-
-    def _explain_incident(self, detected: Detected, agreement: Agreement) -> tuple[Incident, Found]:
-        """Return the incident without a decision, and the poles of schedules that it is about.
-
-        Args:
-            detected: what was detected.
-            agreement: how processes exchange findings and diagnoses.
-        """
-        run, report = self._run, detected.report
+    def _explained(
+        self, detected: Incident, report: Report | None, agreement: Agreement
+    ) -> Explained:
+        """Return an incident with findings and diagnosis as processes agree on them."""
         found = agreement.findings(detected.findings, report)
-        incident = Incident(
-            detected.step,
-            *run.counts.place(detected.step),
-            tuple(sorted(found, key=lambda f: SITES.index(f.site))),
-            detected.refused,
-            self._measured(detected) | dict(detected.values),
-            replicas=report.replicas if report else (),
-            committed=run.counts.committed,
-        )
-        diagnosis, evidence = detected.diagnosis, None
-        if diagnosis is None and self._explain is not None:
-            diagnosis, evidence = self._explain(incident, report)
-        sites = {finding.site for finding in detected.findings}
-        diagnosis, ours = agreement.diagnosis(diagnosis, sites, report)
-        own = report if ours else None  # else the diagnosis is not about the batch of this process
+        ordered = tuple(sorted(found, key=lambda f: SITES.index(f.site)))
+        incident, own, evidence = detected.with_(findings=ordered), detected.diagnosis, None
+        if own is None and self._explain is not None:
+            own, evidence = self._explain(incident, report)
+        diagnosis, ours = agreement.diagnosis(own, detected.sites, report)
         incident = incident.with_(diagnosis=diagnosis)
         values = dict(incident.values)
-        self._bad_rows.note(incident, own)
         if "divergence" in incident.causes:
-            values.setdefault("onset", onset(run.history.series))
+            values.setdefault("onset", onset(self._run.history.series))
         poles = self._poles.find(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
-        if self._explain is not None:
-            incident = incident.with_(bundle=self._explain.bundle(incident, own, evidence))
-        return incident, poles
+        return Explained(incident, report if ours else None, evidence, poles)
+
+    def _stored(self, explained: Explained) -> Incident:
+        """Store the bad rows and the bundle of an incident; return it with the path of these."""
+        incident, report, evidence, _ = explained
+        self._bad_rows.note(incident, report)
+        if self._explain is None:
+            return incident
+        return incident.with_(bundle=self._explain.bundle(incident, report, evidence))
 
     def _apply(self, response: Response, incident: Incident, poles: Found) -> Incident:
-        """Apply to the run what the actions of an incident have done, and replay the undone steps;
-        return the incident with the outcomes.
-        """
-        run = self._run
+        """Apply what the actions of an incident have done; return it with the outcomes."""
+        run, decision = self._run, incident.decision
+        assert decision is not None
         outcomes = run.agreement.outcomes(response.outcomes)
-        run.stopped |= response.stops
-        run.failed |= response.log_worst_metrics
+        run.stopped |= decision.terminal
+        run.failed |= any(a.get("log_worst_metrics", False) for a in decision.actions)
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         run.recording.actions(outcomes)
         if response.rerun is not None and self.replay.rollbacks:
@@ -443,9 +420,7 @@ class Incidents:
         )
 
     def _report(self, incident: Incident, lowered: Sequence[Lowered] = ()) -> None:
-        """Report an incident. An incident of a replayed step waits for the one that caused the
-        replay.
-        """
+        """Report an incident; that of a replayed step waits for the one that caused the replay."""
         if self.replay.rollbacks:
             self._waiting.append((incident, lowered))
             return

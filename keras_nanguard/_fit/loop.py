@@ -5,21 +5,54 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import loop_step
+from keras_nanguard._core.errors import GuardError, expected, require_keras_3
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
+from keras_nanguard._keras import optimizers as keras_optimizers
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 
+def guardable(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return model and optimizers of a hand-written loop in Keras' form, by default the optimizers
+    of the model.
+
+    Raises:
+        GuardError: if there is no optimizer, if one of them is not an optimizer, or if one of them
+            is of `tf_keras`.
+    """
+    require_keras_3(model, *optimizers)
+    model, optimizers = loop_step().adapted(model, optimizers)
+    optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
+    if not optimizers and not loop_step().STATE_PASSES_THROUGH_STEP:
+        raise GuardError(
+            "Expected at least one optimizer. Received: none, and the model has none. "
+            "Write guard.watch(model, optimizer)."
+        )
+    for given in optimizers:
+        if not hasattr(given, "built"):
+            received = f"an object of type {type(given).__name__}"
+            raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
+    return model, optimizers
+
+
+def _remedy(given: Any) -> str:
+    """Return what to pass instead of an object that is not a Keras optimizer."""
+    if isinstance(given, (list, set)) or type(given) is tuple:
+        return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
+    if loop_step().STATE_PASSES_THROUGH_STEP:
+        return "Write guard.watch(model), and pass the state of the optimizer through guard.step."
+    return "Pass an optimizer of keras.optimizers, or on PyTorch one of torch.optim."
+
+
 @contextlib.contextmanager
 def watching(session: Session, reporter: Reporter, resumed: Resumed | None) -> Iterator[None]:
-    """Return a context for a loop, which resumes from a snapshot if there is one, and ends with the
-    table of its incidents."""
+    """Return a context for a loop, which may resume, and ends with the table of its incidents."""
     session.start.resuming = resumed
     if resumed is not None:
         reporter.line(resumed.sentence())

@@ -45,20 +45,17 @@ MAX_COPIED = 256 << 20
 COMPARING = 3
 """Memory of a comparison in multiples of the copies: a copy, the new value and their difference."""
 
-MIN_STEPS = 50
-"""Minimum number of steps between two measurements, except for the first."""
-
-TOGETHER = 1000
-"""Steps between two measurements if several processes train together: all of them have to read at
-the same step.
-"""
-
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
 """Steps of the first checks after the start and after a rollback. Then a check runs every
 `LOOK_INTERVAL` steps.
 """
 
 LOOK_INTERVAL = 50
+
+MIN_STEPS, TOGETHER = LOOK_INTERVAL, 1000
+"""Layers are first measured after one step, and then only at multiples of this number of steps;
+of `TOGETHER` if several processes train together, which all have to read at the same step.
+"""
 
 LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
@@ -81,28 +78,24 @@ ZEROS = 30
 
 
 class LayerLooks:
-    """The measurements of one fit.
-
-    Attributes:
-        next_step: the step from which the next measurement may begin.
-    """
+    """The measurements of one fit."""
 
     def __init__(self) -> None:
-        self.next_step: float = 1
         self._next_time = self._cost = 0.0
         self._at: tuple[int, int, int] | None = None
         self._weights: dict[int, Array] = {}
 
     def look(self, run: Run) -> float:
-        """Copy the weights, or compare them with the copies.
+        """Copy the weights, or compare them with the copies; return the step at which to compare
+        them, or of the next measurement.
 
-        Returns:
-            The step at which to compare them, infinity if a measurement is complete, or would take
-            too large a share of the time.
+        A measurement is left out if it would take too large a share of the time.
         """
         began, alone, begins = time.monotonic(), processes.count() == 1, self._at is None
+        every = MIN_STEPS if alone else TOGETHER
+        coming = run.step - run.step % every + every
         if alone and begins and began < self._next_time:
-            return inf
+            return coming
         try:
             with run.access.variables_readable():
                 if begins:
@@ -111,15 +104,13 @@ class LayerLooks:
                     self._compare(run)
         except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
             self.release()
-            self.next_step = inf
             return inf
         self._cost += time.monotonic() - began
         if begins:
             return run.step + 1
         self.release()
         self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
-        self.next_step = run.step + (MIN_STEPS if alone else TOGETHER)
-        return inf
+        return coming
 
     def release(self) -> None:
         """Release the copies of a measurement that is not complete."""
@@ -140,9 +131,7 @@ class LayerLooks:
 
     @np.errstate(all="ignore")  # the values may not be finite
     def _compare(self, run: Run) -> None:
-        """Record what has changed since the copies were made, unless a step in between was refused
-        or undone.
-        """
+        """Record the changes since the copy, unless a step in between was refused or undone."""
         assert self._at is not None
         counts, (step, committed, rollbacks) = run.counts, self._at
         steps = counts.step - step
@@ -223,14 +212,12 @@ class Monitors:
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
         for site, variable in checked(run.train_state()) if run.policy.limits else ():
-            limit = run.state_check.limit(site, variable)
+            limit = run.policy.max_abs(variable.path, site)
             if limit is not None and keras_variables.is_finite(variable):
                 yield from beyond(limit, site, variable)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
-        """Find gradients that are exactly zero for many steps, in a model that computes in
-        float16.
-        """
+        """Find gradients that are exactly zero for many steps, in a model with float16."""
         if not run.history.zeros(run.step, ZEROS):
             return
         layers = keras_layers.layers_of(run.model)
@@ -238,9 +225,7 @@ class Monitors:
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, run: Run) -> Iterator[Finding]:
-        """Find BatchNorm statistics that still have their initial values although the layer
-        learns.
-        """
+        """Find BatchNorm statistics that have their initial values although the layer learns."""
         patience = run.policy.statistics.stuck_after
         first = next(iter(run.ring.snapshots), None)
         if not patience or run.counts.committed < patience or first is None:
@@ -251,9 +236,7 @@ class Monitors:
                 yield Finding("statistics", "stuck", path, 0, 0, size, 0.0)
 
     def _leap(self, run: Run) -> Iterator[Finding]:
-        """Find settled moving statistics that have grown by orders of magnitude since the last
-        check.
-        """
+        """Find settled moving statistics that have grown by orders of magnitude since a check."""
         for layer in trained(run.model):
             for statistic in (layer.moving_mean, layer.moving_variance):
                 now = finiteness.largest(keras_variables.view(statistic))

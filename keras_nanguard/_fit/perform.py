@@ -41,13 +41,11 @@ class Done(NamedTuple):
         text: what was done, in words.
         restored: what restoring a snapshot has undone, `None` if none was restored.
         lowered: the learning rates that were lowered.
-        rebuild: whether the step has to be compiled again.
     """
 
     text: str
     restored: Restored | None = None
     lowered: Sequence[Lowered] = ()
-    rebuild: bool = False
 
 
 class Performer(NamedTuple):
@@ -73,16 +71,12 @@ class Response:
         rerun: the steps to replay from the snapshot that was restored last, or `None`.
         lowered: the learning rates that were lowered.
         state_replaced: whether an action has written the state.
-        stops: whether training ends.
-        log_worst_metrics: whether the epoch logs the worst metrics.
     """
 
     outcomes: tuple[Outcome, ...]
     rerun: Rerun | None
     lowered: Sequence[Lowered]
     state_replaced: bool
-    stops: bool
-    log_worst_metrics: bool
 
 
 def perform(run: Run, incident: Incident, report: Report | None, replays: int) -> Response:
@@ -109,8 +103,6 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int) -
         rerun=restored[-1].rerun if restored else None,
         lowered=[lowered for one in done for lowered in one.lowered],
         state_replaced=not written.isdisjoint(("snapshot", "parts")),
-        stops=decision.terminal,
-        log_worst_metrics=any(a.get("log_worst_metrics", False) for a in decision.actions),
     )
 
 
@@ -118,11 +110,8 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
     performer = PERFORMERS[name]
-    undo = context.run.recovery.restorer()
     try:
         done = performer.perform(context, action)
-        if done.rebuild:
-            context.run.rebuild(undo)
     except StateLostError:
         raise
     except NotDoneError as reason:
@@ -135,9 +124,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
 
 
 def _rates(run: Run) -> dict[int, float]:
-    """Return the current learning rates by `id` of their optimizers, without those of a user's
-    schedule that raises.
-    """
+    """Return the learning rates by `id` of their optimizers, without those that raise."""
     read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
     rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
     return {key: rate for key, rate in rates.items() if rate is not None}
@@ -167,6 +154,7 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
 
 def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     run, incident, least = context.run, context.incident, p["min_lr"]
+    undo = run.recovery.restorer()
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
@@ -180,12 +168,14 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
             changed.append(Lowered(optimizer.name, before, after))
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
+    if rebuild:
+        run.rebuild(undo)
     diverged = any(f.kind == "divergence" for f in incident.findings)
     diverged |= run.recovery.lowering.diverged or "divergence" in incident.causes
     at = (run.step, run.counts.committed)
     run.recovery.lowering = Lowering(diverged, at, 0 if diverged else p["recover_after"])
     rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
-    return Done(f"learning rate of {rates}", lowered=changed, rebuild=rebuild)
+    return Done(f"learning rate of {rates}", lowered=changed)
 
 
 def _lowered_in_vain(run: Run, incident: Incident) -> bool:
@@ -198,7 +188,7 @@ def _lowered_in_vain(run: Run, incident: Incident) -> bool:
 
 
 def _clip(context: ActionContext, p: Parameters) -> Done:
-    run = context.run
+    run, undo = context.run, context.run.recovery.restorer()
     changed, reasons = [], []
     first, least = p["global_clipnorm"], p["min_clipnorm"]
     for optimizer in run.train_state().optimizers:
@@ -215,30 +205,32 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if not changed:
         raise NotDoneError(", ".join(reasons) or "there is no optimizer")
-    return Done(", ".join([*changed, *reasons]), rebuild=True)
+    run.rebuild(undo)
+    return Done(", ".join([*changed, *reasons]))
 
 
 def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
     run, growth, bounds = context.run, p["growth_steps"], context.run.policy.loss_scale
-    changed = []
-    for optimizer in run.train_state().optimizers:
-        if not (variables := keras_optimizers.scales_of(optimizer)):
-            continue
-        scale, counter = variables
+    undo, changed = run.recovery.restorer(), []
+    scaling = [o for o in run.train_state().optimizers if keras_optimizers.scales_of(o)]
+    if not scaling:
+        raise NotDoneError("the model does not scale its loss")
+    if growth:  # first, because compiling may fail
+        for optimizer in scaling:
+            run.recovery.change(optimizer, "dynamic_growth_steps", growth)
+        run.rebuild(undo)
+    for optimizer in scaling:
+        scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(keras_variables.read(scale))
         start = p["reset_to"] if p["reset_to"] is not None else before
         start = optimizer.initial_scale if math.isnan(start) else start
         after = min(max(start, bounds.floor), bounds.ceiling)
         fresh = np.zeros_like(keras_variables.read(counter))
         write_all([(scale, np.float32(after)), (counter, fresh)])
-        if growth:
-            run.recovery.change(optimizer, "dynamic_growth_steps", growth)
         doubling = f", doubling after {growth} good steps" if growth else ""
         changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
-    if not changed:
-        raise NotDoneError("the model does not scale its loss")
     run.recovery.scale_bounds = (bounds.floor, bounds.ceiling)
-    return Done(", ".join(changed), rebuild=bool(growth))
+    return Done(", ".join(changed))
 
 
 def _repair(context: ActionContext, p: Parameters) -> Done:
@@ -263,9 +255,7 @@ def _repair(context: ActionContext, p: Parameters) -> Done:
 
 
 def _source(context: ActionContext, source: str, variables: list[Any]) -> dict[int, Any]:
-    """Return the values to write into variables, by `id`; `None` for a variable without a value in
-    the source.
-    """
+    """Return values for variables by `id`, `None` for a variable without one in the source."""
     if source == "last_good":
         snapshot = context.newest()
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
@@ -276,9 +266,7 @@ def _source(context: ActionContext, source: str, variables: list[Any]) -> dict[i
 
 
 def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
-    """Return the initial value of each slot, by `id`. Averages of the weights start with the
-    current weights.
-    """
+    """Return the first value of each slot by `id`; averages start with the current weights."""
     first: dict[int, np.ndarray[Any, Any]] = {}
     for optimizer in run.train_state().optimizers:
         if not optimizer.built:
@@ -331,10 +319,6 @@ def _stop(context: ActionContext, p: Parameters) -> Done:
     return _ended(context, p, "training stops")
 
 
-def _raise(context: ActionContext, p: Parameters) -> Done:
-    return _ended(context, p, "NonFiniteError is raised")
-
-
 def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
@@ -343,9 +327,7 @@ def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
 
 
 def _last_good(context: ActionContext) -> tuple[str, Restored | None]:
-    """Restore the last good state at the end of training; return it in words, and what that has
-    undone.
-    """
+    """Restore the last good state at the end; return it in words, and what that has undone."""
     run, diverged = context.run, "divergence" in context.incident.causes
     good, wanted = context.last_good()
     if good:
@@ -412,7 +394,9 @@ PERFORMERS: dict[str, Performer] = {
     "reset_slots": Performer(_reset_slots, "parts"),
     "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
     "stop": Performer(_stop, "nothing"),
-    "raise_error": Performer(_raise, "nothing"),
+    "raise_error": Performer(
+        lambda context, p: _ended(context, p, "NonFiniteError is raised"), "nothing"
+    ),
     "call": Performer(_call, "nothing"),
 }
 """Each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""

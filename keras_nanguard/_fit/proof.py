@@ -33,8 +33,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
-from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._fit.incidents import Detected
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -73,7 +72,7 @@ class Lost:
     """Proof that a run is lost, the change that helps, and what it abandons.
 
     Attributes:
-        detected: findings, and a diagnosis with the measurements as evidence. Its values are
+        incident: findings, and a diagnosis with the measurements as evidence. Its values are
             `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
             learning rate.
         abandoned: the state before the change.
@@ -81,7 +80,7 @@ class Lost:
         restore_rates: restores the learning rates from before the change.
     """
 
-    detected: Detected
+    incident: Incident
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -297,9 +296,9 @@ class _Trials:
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
-        detected = Detected.between_steps(run, found, diagnosis=diagnosis, values=values)
+        incident = run.incident(found, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        return Lost(detected, self._trying.present, self._settings, restore_rates)
+        return Lost(incident, self._trying.present, self._settings, restore_rates)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:

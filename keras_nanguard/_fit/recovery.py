@@ -108,9 +108,7 @@ class Recovery:
         del self.changed[first:]
 
     def adjustments(self) -> dict[int, Any]:
-        """Return the factors that a step multiplies rates by and that are not variables, by `id` of
-        their reader.
-        """
+        """Return the factors of rates that are not variables, by `id` of their reader."""
         return {id(rate): rate.factor for rate in self.rates.values() if not rate.plain}
 
     @contextmanager

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.recovery import GuardState, Recovery
@@ -108,15 +108,11 @@ class StateCheck:
             if bad_nan or (infs and id(variable) not in self.tolerated):
                 findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
             elif before and not (nan or infs):
-                limit = self.limit(own, variable) or (inf if id(variable) in squares else HUGE)
+                own_limit = self._policy.max_abs(variable.path, own) if self._policy.limits else 0.0
+                limit = own_limit or (inf if id(variable) in squares else HUGE)
                 if own != "statistics" or keras_variables.is_statistic(variable):
                     findings += beyond(limit, place, variable)
         return findings
-
-    def limit(self, site: Site, variable: Any) -> float | None:
-        """Return the limit of the policy on the magnitude of a variable. By default there is none.
-        """
-        return self._policy.max_abs(variable.path, site) if self._policy.limits else None
 
 
 # The run
@@ -192,7 +188,7 @@ class Run:
         self.began = self.stopped = self.failed = self.state_replaced = False
         self.checks_fully = True
         self.rebuilds = 0
-        self._short_of_memory = set[str]()
+        self._said = set[str]()
         self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
 
@@ -205,7 +201,7 @@ class Run:
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return Ring(*limits, SnapshotFolder(self.directory, self.say))
+        return Ring(*limits, SnapshotFolder(self.directory, self.say_once))
 
     @property
     def step(self) -> int:
@@ -227,6 +223,16 @@ class Run:
         self.due[task] = step
         self.next_due = min(self.due.values())
 
+    def incident(
+        self, findings: Sequence[Finding], step: int | None = None, **about: Any
+    ) -> Incident:
+        """Return an incident about a step, by default the last one; `about` are further fields. It
+        has committed unless they say that it was `refused`.
+        """
+        step = max(self.step - 1, 0) if step is None else step
+        own = {"refused": False, "committed": self.counts.committed}
+        return Incident(step, *self.counts.place(step), tuple(findings), **{**own, **about})
+
     def last_arguments(self) -> Any:
         """Return the arguments of the last step as they were given; `None` if they are gone."""
         transaction = self.access.transaction
@@ -235,9 +241,7 @@ class Run:
     # The train state
 
     def train_state(self) -> TrainState:
-        """Return the train state of the last trace. Its variables have or read as the current
-        values.
-        """
+        """Return the train state of the last trace, whose variables read as the current values."""
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
@@ -293,17 +297,21 @@ class Run:
         return moved
 
     def advance_generators(self) -> None:
-        """Advance every random generator of the model, so that the next step draws other numbers.
-        """
+        """Advance every random generator of the model: the next step draws other numbers."""
         keras_variables.write_all(self.moved_seeds())
         current.host().advance_generator()
 
+    def say_once(self, subject: str, line: str) -> None:
+        """Print a line, unless one about this subject was printed in this run."""
+        if subject not in self._said:
+            self._said.add(subject)
+            self.say(line)
+
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""
-        if what not in self._short_of_memory:
-            self._short_of_memory.add(what)
-            needed, free = memory.readable(size), memory.readable(memory.room())
-            self.say(f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free.")
+        needed, free = memory.readable(size), memory.readable(memory.room())
+        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
+        self.say_once(what, line)
 
     # The changes of the policy, for the next fit and for another process
 

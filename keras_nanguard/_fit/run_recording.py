@@ -77,14 +77,10 @@ class RunRecording:
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
     def actions(self, outcomes: Sequence[Outcome]) -> None:
-        """Record the budgets after an incident, and a learning rate that its actions have
-        changed.
-        """
+        """Record the budgets after an incident, and a learning rate that it has changed."""
         self._recorder.note(budgets=self._budgets())
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        if self._factor != self._recovery.rate_factor or lowered:
-            self._record_factor("; ".join(lowered))
-            self.rate(ahead=True)
+        self.factor("; ".join(lowered))
 
     # Learning rates
 
@@ -106,14 +102,13 @@ class RunRecording:
                 data = {"before": before, "after": rate, "by": "callback"}
                 self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
-    def rate_returned(self) -> None:
-        """Record that a lowered rate has returned, if it has."""
-        if self._factor != self._recovery.rate_factor:
-            self._record_factor()
+    def factor(self, change: str = "") -> None:
+        """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
+        if change or self._factor != self._recovery.rate_factor:
+            self._record_factor(change)
             self.rate(ahead=True)
 
     def _record_factor(self, text: str = "") -> None:
-        """Record the current factor of the guard on learning rates."""
         before, after = self._factor, self._recovery.rate_factor
         self._factor = after
         text = text or f"The learning rate is {after:.3g} times the configured rate."
@@ -121,9 +116,7 @@ class RunRecording:
         self.event("learning_rate", text, data)
 
     def _budgets(self) -> list[dict[str, Any]]:
-        """Return how often each change was made, and how often the policy allows it within a window
-        of steps.
-        """
+        """Return how often each change was made, and how often it may be within a window."""
         state, times = self._recovery.policy_state, self._policy.action_budget
         table = {"times": times, "per_steps": BUDGET_WINDOW}
         return [

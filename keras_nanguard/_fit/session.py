@@ -19,7 +19,7 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
-from keras_nanguard._fit.incidents import Detected, Incidents
+from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
@@ -68,23 +68,23 @@ class Session:
     # Before a step
 
     @property
-    def nothing_pending(self) -> bool:
-        """Whether nothing is due before the next execution, as for healthy steps but the first."""
-        return not self.run.recovery.rates and self._undisturbed
-
-    @property
-    def _undisturbed(self) -> bool:
-        """Whether there is nothing to do before a step, apart from keeping a lowered rate."""
-        run, waits = self.run, self.start.resuming is not None or self._generators is not None
-        waits = waits or run.stopped or run.checks_fully or run.counts.skip_batches > 0
-        return run.began and not waits
+    def pending(self) -> str:
+        """What is due before the next execution: `""` for nothing, as for healthy steps but the
+        first; `"rates"` if lowered rates are only to be kept; `"start"`; or `"change"`.
+        """
+        run = self.run
+        if not run.began or self.start.resuming is not None or self._generators is not None:
+            return "start"
+        if run.stopped or run.checks_fully or run.counts.skip_batches > 0:
+            return "change"
+        return "rates" if run.recovery.rates else ""
 
     @property
     def may_run_ahead(self) -> bool:
         """Whether a healthy next step would only have to be counted."""
-        if not self.callbacks_deferred or self.run.counts.idle:
-            return False
-        return self._undisturbed and self.run.step + 1 < self.run.next_due
+        run = self.run
+        healthy = self.callbacks_deferred and not run.counts.idle
+        return healthy and self.pending in ("", "rates") and run.step + 1 < run.next_due
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
@@ -100,12 +100,12 @@ class Session:
         return True
 
     def before(self, written: bool = True) -> None:
-        """Run before each execution. It acts before the first, and after a change by the policy.
+        """Do what is due before an execution.
 
         Args:
             written: whether other code may have written the variables since the last one.
         """
-        if self.nothing_pending:
+        if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
         reads = not run.began or recovery.recalibration is not None
@@ -202,14 +202,12 @@ class Session:
             self._judge(verdict, reports[-1] if reports else None)
             run.counts.advance()
             if run.agreement.news:
-                self.incidents.handle(Detected.between_steps(run, run.agreement.pick_up()))
+                self.incidents.handle(run.incident(run.agreement.pick_up()))
         run.checks_fully = run.recovery.active or run.access.transaction.counted
         self._run_due()
 
     def _judge_many(self, last_row: Verdict) -> None:
-        """Count the steps of one execution, or raise their incidents, given the verdict of the last
-        one.
-        """
+        """Count the steps of one execution or raise their incidents, given its last verdict."""
         run, transaction, counts = self.run, self.run.access.transaction, self.run.counts
         first, end = counts.step, counts.step + (last_row.step + 1 - counts.step) % PERIOD
         run.state_replaced = False
@@ -233,8 +231,7 @@ class Session:
             now.recount(end)
 
     def _judge(self, verdict: Verdict, report: Report | None, readable: bool = True) -> None:
-        """Count one step or raise its incident; `readable`: whether it has left the current state.
-        """
+        """Count a step or raise its incident; `readable`: it has left the current state."""
         run = self.run
         run.counts.judge(verdict.refused)
         if verdict.refused:
@@ -243,7 +240,7 @@ class Session:
             self._count_committed(verdict)
             if readable and run.recovery.active:
                 run.recovery.after_good_step(run.counts.committed, run.train_state)
-                run.recording.rate_returned()
+                run.recording.factor()
         elif not run.refuses:
             self.incidents.observed(verdict, report)
         else:
@@ -273,12 +270,10 @@ class Session:
     # Between two steps
 
     def _run_due(self) -> None:
-        """Run the tasks that are due. Layers are measured only together with another task."""
+        """Run the tasks that are due."""
         run = self.run
         if self.incidents.replay.pending is not None:
             return  # the state is that of an earlier step
-        if run.step >= self.tasks.layer_looks.next_step:
-            run.plan("layers", run.step)
         for name, task in TASKS.items():
             if run.step >= run.due.get(name, inf) and not run.stopped:
                 run.plan(name, task(self.tasks))
@@ -314,11 +309,11 @@ class Session:
         state = (f for f in run.scan() if f.site != "slots" or not findings)
         found = [*findings, *state]
         if found := run.agreement.between_steps(found) if act else found:
-            detected = Detected.between_steps(run, found, diagnosis=diagnosis)
+            incident = run.incident(found, diagnosis=diagnosis)
             if act:
-                self.incidents.handle(detected)
+                self.incidents.handle(incident)
             else:
-                self.incidents.report(detected)
+                self.incidents.report(incident)
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
@@ -337,7 +332,7 @@ class Session:
             closing.callback(run.recent.restart)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
-                self.incidents.report(Detected.between_steps(run, run.agreement.pick_up()))
+                self.incidents.report(run.incident(run.agreement.pick_up()))
 
     def _end_recording(self) -> None:
         status, run = "finished" if self.finished else "failed", self.run

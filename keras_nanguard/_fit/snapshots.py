@@ -329,12 +329,11 @@ class SnapshotFolder:
 
     Args:
         directory: the guard's directory.
-        say: prints a line.
+        say_once: prints a line, once for each subject, its first argument.
     """
 
-    def __init__(self, directory: str | Path, say: Callable[[str], None]):
-        self.path = Path(directory) / FOLDER
-        self._say, self._said = say, set[str]()
+    def __init__(self, directory: str | Path, say_once: Callable[[str, str], None]):
+        self.path, self._say_once = Path(directory) / FOLDER, say_once
         self._files: list[SnapshotFile] = []
         path = self.path.parent / LOCK
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
@@ -417,12 +416,11 @@ class SnapshotFolder:
             if memory.is_exhausted(error):
                 raise
             kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
-            if kind not in self._said:
-                self._said.add(kind)
-                last = self._files[-1].path.name if self._files else ""
-                kept = f"The newest one is {last}." if last else "This run has none yet."
-                why = str(error).partition("\n")[0]
-                self._say(f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}")
+            last = self._files[-1].path.name if self._files else ""
+            kept = f"The newest one is {last}." if last else "This run has none yet."
+            why = str(error).partition("\n")[0]
+            line = f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}"
+            self._say_once(f"snapshots: {kind}", line)
             return None
 
 

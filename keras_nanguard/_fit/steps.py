@@ -96,16 +96,10 @@ class Counts:
         self.overflows += 1
         self.epoch_overflows += self.step >= self._began
 
-    def count_streak(self, scaled: bool) -> int:
-        """Return the number of float16 overflows in a row up to the current step, which may be one
-        only if the loss is `scaled`.
-        """
-        self.streak = self.streak + 1 if scaled else 0
+    def continue_streak(self, continues: bool) -> int:
+        """Return the float16 overflows in a row up to the current step, 0 if it is none."""
+        self.streak = self.streak + 1 if continues else 0
         return self.streak
-
-    def end_streak(self) -> None:
-        """Count the next overflow as the first one in a row."""
-        self.streak = 0
 
     def restore(self, step: int, good: int | None) -> None:
         """Note that the snapshot of a step was restored; `good` is the number of good steps until
@@ -156,9 +150,7 @@ class Counts:
         self.idle = True
 
     def resume_epoch(self, batches: int) -> None:
-        """Skip the batches of this epoch that an earlier run has trained on; its metrics
-        continue.
-        """
+        """Skip the batches that an earlier run has trained on in this epoch; metrics continue."""
         self.skip_batches, self.epoch_passed = batches, -batches
         self.idle = batches <= 0
 
@@ -173,9 +165,7 @@ class Counts:
         return max(step - self.epoch_start, 0)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
-        epoch.
-        """
+        """Return epoch and batch of a step, both from 0; a replay may be of an earlier epoch."""
         for began, epoch, start in reversed(self._epochs) if step < self._began else ():
             if step >= began:
                 return epoch, step - start
@@ -280,24 +270,21 @@ class RecentBatches:
         return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
 
     def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
-        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
-        known.
-        """
+        """Return the steps from a snapshot to this one, `None` if not all are known."""
         known = {entry.step: entry for entry in self._entries}
         known.setdefault(step, _Entry(step, None, 0, False))
         batches, refused = [], set()
         for number in range(snapshot.step, step + 1):
             entry = known.get(number)
-            args = self._args(entry) if entry is not None else None
-            if entry is None or (args is None and entry.given is not None):
+            if entry is None:
+                return None
+            args = None if entry.given is None else self._batch(entry.given)
+            if args is None and entry.given is not None:
                 return None
             batches.append(args)
             if entry.refused and args is not None:
                 refused.add(number)
         return Rerun(snapshot, tuple(batches), frozenset(refused))
-
-    def _args(self, entry: _Entry) -> Any:
-        return None if entry.given is None else self._batch(entry.given)
 
 
 def bytes_of(value: Any) -> int:

@@ -8,7 +8,7 @@ from math import inf
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.incidents import Detected, Incidents
+from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
@@ -32,13 +32,13 @@ class Tasks:
         self.run, self.incidents = run, incidents
         self.monitors, self.layer_looks = Monitors(), LayerLooks()
         self.divergence = Divergence(bool(run.policy.divergence.action))
+        run.plan("layers", 1)
         run.plan("checks", self.monitors.due)
         run.plan("divergence", self.divergence.due)
         run.plan("snapshot", run.policy.snapshot.every or inf)
 
     def begin_epoch(self, step: int) -> None:
-        """Plan the tasks at the start of an epoch. The learning rate is read after its first step.
-        """
+        """Plan the tasks of an epoch. The learning rate is read after its first step."""
         self.divergence.begin_epoch(step)
         self.run.plan("divergence", self.divergence.due)
         self.run.plan("rate", step + 1)
@@ -64,7 +64,7 @@ class Tasks:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, needed))
         if findings:
-            self.incidents.handle(Detected.between_steps(run, findings))
+            self.incidents.handle(run.incident(findings))
         return self.monitors.due
 
     def look_for_divergence(self) -> float:
@@ -89,9 +89,7 @@ class Tasks:
         return step + run.policy.snapshot.every
 
     def take_snapshot(self) -> bool:
-        """Copy the current state; return whether there is a copy. Raise an incident if the state is
-        not finite.
-        """
+        """Copy the state, or raise an incident if it is not finite; return whether it is copied."""
         run, counts = self.run, self.run.counts
         first = not counts.step
         with run.access.variables_readable():
@@ -108,7 +106,7 @@ class Tasks:
             which = " of the state before the first step" if first else ""
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
-            self.incidents.handle(Detected.between_steps(run, run.scan(before=first)))
+            self.incidents.handle(run.incident(run.scan(before=first)))
         return not obstacle
 
 

@@ -605,6 +605,18 @@ class TestFixLossScale:
         assert float(optimizer.dynamic_scale.numpy()) == 32.0
         assert optimizer.dynamic_growth_steps == 2000
 
+    @pytest.mark.skipif(keras.backend.backend() == "jax", reason="the guard makes the step itself")
+    def test_a_step_that_cannot_be_compiled_again(self):
+        """The action is skipped with the error, and scale, growth and bounds are those of before."""
+        model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=64.0, dynamic_growth_steps=2000)
+        model.compile(optimizer, loss=lambda y, p: ops.mean(p))
+        guard = acting({"fix_loss_scale": {"reset_to": 8.0, "growth_steps": 2}})
+        walk(model, guard, 3, batches=8, callbacks=[At(s2=lambda m: setattr(m, "makes", False))])
+        assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "RuntimeError: no memory to compile")]
+        assert float(optimizer.dynamic_scale.numpy()) == 64.0
+        assert optimizer.dynamic_growth_steps == 2000 and guard.session.run.recovery.scale_bounds is None
+
     def test_skipped(self):
         """For a model without loss scaling the action is skipped with this reason."""
         guard = acting("fix_loss_scale")

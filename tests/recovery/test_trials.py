@@ -143,7 +143,7 @@ def test_a_trial_leaves_nothing_to_do_before_each_step():
     guard = NanGuard(verbose=0)
     trial = Trial(guard, 10)
     zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), zoo.regression(), guard=guard, epochs=1, callbacks=[trial])
-    assert trial.found[0] is not None and guard.session.nothing_pending
+    assert trial.found[0] is not None and not guard.session.pending
 
 
 def test_no_trial_if_the_policy_refuses_nothing():

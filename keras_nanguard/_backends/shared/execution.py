@@ -78,7 +78,7 @@ class GuardedExecution(StateAccess):
     def run_guarded(self, data: Any) -> Any:
         """Run the step with the tasks of the host before and after it; return the logs."""
         session = self.session
-        if not session.nothing_pending:
+        if session.pending:
             self._before_step(data)
             if self._skips(data):
                 return self._shown()
