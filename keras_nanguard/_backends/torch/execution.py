@@ -76,10 +76,17 @@ class StepRun:
         log = UndoLog(kept, uncounted)
         attributes = parts.attributes(every=transaction.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", partial(_restore_gradients, transaction, self._gradients))
+        log.at_undo("gradients", self._restore_gradients)
         for optimizer in parts.loose if transaction.may_undo_update else ():
             log.at_undo(id(optimizer), optimizer.held())
         return log
+
+    def _restore_gradients(self) -> None:
+        """Restore the gradients of a body that accumulates them; for any other leave none."""
+        for tensor in self.transaction.parts.holders:
+            tensor.grad = None
+        for tensor, grad in self._gradients:
+            tensor.grad = grad
 
     def complete(self) -> Done:
         """Run the step; commit or refuse it."""
@@ -126,7 +133,7 @@ class StepRun:
                 return None, True
             if self._can_be_undone:
                 self.log.give_back()
-            if transaction.is_shared:
+            if transaction.agreement.count > 1:
                 host.leave(error)
             raise
         finally:
@@ -210,7 +217,7 @@ class StepRun:
         is_due = is_due or not transaction.parts.updated.isdisjoint(unseen)
         if not (transaction.refuses and is_due):
             return verdict, learned
-        verdict, unread = read_update(transaction.parts, verdict, transaction.is_shared)
+        verdict, unread = read_update(transaction.parts, verdict, transaction.agreement)
         return verdict, replace(learned, unread=unread)
 
     def _refuse(self, verdict: Verdict) -> Verdict:
@@ -260,14 +267,6 @@ class StockRun(StepRun):
 
     def _first_verdict(self, outputs: Any, raised: bool) -> Judged:
         return self.judged or self._judge(outputs, raised)
-
-
-def _restore_gradients(transaction: Any, kept: Sequence[tuple[Any, Any]]) -> None:
-    """Restore the gradients of a body that accumulates them; for any other leave none."""
-    for tensor in transaction.parts.holders:
-        tensor.grad = None
-    for tensor, grad in kept:
-        tensor.grad = grad
 
 
 def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -113,11 +113,8 @@ class Intercept:
         """`(name, tensor)` of the model's outputs that `compute_loss` received."""
         flat = map(keras.tree.flatten, self._predictions)
         named = [pair for outputs in flat for pair in named_outputs(self.model, outputs)]
-        return [
-            (name, value)
-            for name, value in named
-            if isinstance(value, torch.Tensor) and can_be_bad(value)
-        ]
+        tensors = [pair for pair in named if isinstance(pair[1], torch.Tensor)]
+        return [pair for pair in tensors if can_be_bad(pair[1])]
 
     def _excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that a compiled step calls without compiling it."""
@@ -151,7 +148,13 @@ class Intercept:
         return MethodType(self._excluded(step), optimizer.of)  # a scheduler wraps its `__func__`
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        note = self._excluded(self._note)
+        def note(loss: Any, args: Any, kwargs: Any) -> None:
+            if loss is not None:
+                is_tensor = isinstance(loss, torch.Tensor)
+                self.losses.append(loss if is_tensor else keras.ops.convert_to_tensor(loss))
+                self._predictions.append(predicted(args, kwargs))
+
+        note = self._excluded(note)
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
@@ -159,13 +162,6 @@ class Intercept:
             return loss
 
         return compute_loss
-
-    def _note(self, loss: Any, args: Any, kwargs: Any) -> None:
-        """Record the result of `compute_loss(*args, **kwargs)`."""
-        if loss is not None:
-            is_tensor = isinstance(loss, torch.Tensor)
-            self.losses.append(loss if is_tensor else keras.ops.convert_to_tensor(loss))
-            self._predictions.append(predicted(args, kwargs))
 
     def _take(self, record: Update) -> None:
         if not record.is_immediate:

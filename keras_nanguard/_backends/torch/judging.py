@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import keras
 import torch
 
 from keras_nanguard._backends.interface import Agreement, Learned
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import local, loose_optimizers
+from keras_nanguard._backends.torch.modules import TensorVariable, local, loose_optimizers
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
@@ -86,7 +85,8 @@ class Parts:
         listed = self.updated.union(map(id, self.other))
         natives = map(keras_variables.native, train_state.unlisted)
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
-        self.unlisted += [v.value for v in train_state.other if _is_buffer(v)]
+        torchs = (v.value for v in train_state.other if isinstance(v, TensorVariable))
+        self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
         attributes = keras_attributes.attributes_of(train_state.layers)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
@@ -107,11 +107,6 @@ class Parts:
 
 def _of(variables: Iterable[Any]) -> list[Any]:
     return [variable.value for variable in variables]
-
-
-def _is_buffer(variable: Any) -> bool:
-    of_keras = isinstance(variable, keras.Variable)
-    return not (of_keras or isinstance(variable.value, torch.nn.Parameter))
 
 
 @dataclass(frozen=True)
@@ -295,14 +290,14 @@ def _agreed(decision: Decision, own: Verdict, agreement: Agreement) -> tuple[Dec
 
 
 def read_update(
-    parts: Parts, verdict: Verdict, is_shared: bool
+    parts: Parts, verdict: Verdict, agreement: Agreement
 ) -> tuple[Verdict, Mapping[str, Sequence[Any]]]:
     """Return the verdict with the norms of the updated state; or unchanged, and these norms by site
     if they are better read with the verdict of the next step: if the host would wait for the device
     again, or if other processes need them.
     """
     norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
-    if is_shared or reductions.is_away(parts.by_site["weights"]):
+    if agreement.count > 1 or reductions.is_away(parts.by_site["weights"]):
         return verdict, norms
     read = reductions.read(norms)
     weights, slots = (reductions.norm_of(read[site], t) for site, t in parts.by_site.items())

@@ -157,25 +157,13 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         name = func.overloadpacket.__name__
         written = _floats(written_by(func, args, kwargs))
         # Of inputs that it may overwrite, what is known is read before.
-        overwritten = [(own, self._inputs(inputs)) for own, inputs in _groups(written, *given)]
+        overwritten = [(output, self._inputs(inputs)) for output, inputs in _pairs(written, *given)]
         result = func(*args, **kwargs)
         self.count += 1
-        if not name.startswith(UNWRITTEN):
-            views = {storage(t) for t in _floats(given) if not written}
-            name = name.removeprefix("_foreach_").rstrip("_")
-            for own, inputs in overwritten or _groups(_floats(result), *given):
-                self._see(name, own, inputs, views, given)
-        return result
-
-    def _see(
-        self,
-        name: str,
-        outputs: Sequence[Any],
-        inputs: Sequence[Any] | Inputs,
-        views: set[int],
-        given: Any,
-    ) -> None:
-        for output in outputs:
+        if name.startswith(UNWRITTEN):
+            return result
+        views = {storage(t) for t in _floats(given) if not written}
+        for output, inputs in overwritten or _pairs(_floats(result), *given):
             number = storage(output)
             if is_finite(output):
                 if number not in views:
@@ -183,16 +171,18 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
             elif number not in views or number not in self._lineage:
                 known = inputs if isinstance(inputs, Inputs) else self._inputs(inputs)
                 self._keep(output, self._origin(name, known, output, given))
+        return result
 
     def _origin(self, name: str, inputs: Inputs, bad: Any, given: Any) -> Origin:
         """Return the origin behind the bad result of an operation with these arguments."""
-        filled = name.startswith(FILLING) and any(map(_is_bad_number, keras.tree.flatten(given)))
-        numbers = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
-        as_tensors = (torch.as_tensor(a, dtype=bad.dtype) for a in numbers)
-        operands = *inputs.operands, *map(operand, as_tensors)
-        constant = not inputs.parents or filled
-        known = inputs._replace(operands=operands)
-        return self._inherited(name, known, [bad], constant)
+        name = name.removeprefix("_foreach_").rstrip("_")
+        scalars = (a for a in keras.tree.flatten(given) if getattr(a, "ndim", 0) == 0)
+        numbers = (np.float64(a) if isinstance(a, float) else a for a in scalars)
+        filled = name.startswith(FILLING) and not all(map(is_finite, numbers))
+        plain = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
+        operands = (operand(torch.as_tensor(a, dtype=bad.dtype)) for a in plain)
+        known = inputs._replace(operands=(*inputs.operands, *operands))
+        return self._inherited(name, known, [bad], constant=filled or not inputs.parents)
 
 
 def _floats(values: Any) -> list[Any]:
@@ -202,32 +192,18 @@ def _floats(values: Any) -> list[Any]:
     return list(filter(can_be_bad, strided))
 
 
-def _groups(
-    outputs: Sequence[Any], args: Any, kwargs: Any
-) -> list[tuple[Sequence[Any], Sequence[Any]]]:
-    """Return outputs and the inputs they depend on: element by element if the operation takes lists
-    of as many tensors.
+def _pairs(outputs: Sequence[Any], args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """Return each output with the inputs that it depends on: element by element if the operation
+    takes lists of as many tensors.
     """
-    if not outputs:
-        return []
     values = (*args, *kwargs.values())
-    lists = [a for a in values if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
-    if not lists or {len(a) for a in lists} != {len(outputs)}:
-        return [(outputs, _floats(values))]
     alone = [a for a in values if isinstance(a, torch.Tensor)]
-    inputs = [_floats([*together, *alone]) for together in zip(*lists)]
-    return list(zip([[output] for output in outputs], inputs))
-
-
-def _all_tensors(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
-
-
-def _is_bad_number(value: Any) -> bool:
-    """Whether this is a plain number, or a tensor of no dimension, that is not finite."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and not is_finite(value)
-    return isinstance(value, float) and not np.isfinite(value)
+    lists = [a for a in values if isinstance(a, (list, tuple)) and a]
+    lists = [a for a in lists if all(isinstance(item, torch.Tensor) for item in a)]
+    if not lists or {len(a) for a in lists} != {len(outputs)}:
+        inputs = _floats(values)
+        return [(output, inputs) for output in outputs]
+    return [(o, _floats([*together, *alone])) for o, together in zip(outputs, zip(*lists))]
 
 
 def _binary_cross_entropy(

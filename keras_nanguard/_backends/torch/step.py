@@ -148,11 +148,6 @@ class Transaction(interface.Transaction):
         """Whether it is not known yet what the body writes."""
         return self.learned.steps < FRESH
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes decide together."""
-        return self.agreement.count > 1
-
     def intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers

@@ -81,7 +81,7 @@ class UndoLog:
         self.kept: dict[int, Kept] = {}
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
-        self._restores: dict[Any, Callable[[], None]] = {"generators": generators_restorer()}
+        self._restores: dict[Any, Callable[[], None]] = dict(enumerate(generator_restorers()))
         for tensor in uncounted:
             self.keep(tensor).is_counted = False
         for tensor in kept:
@@ -223,22 +223,17 @@ WRITES = ThreadOverrides(
 """The override through which the undo logs record writes."""
 
 
-def generators_restorer() -> Callable[[], None]:
-    """Return a function that restores the current states of torch's global generators.
+def generator_restorers() -> list[Callable[[], None]]:
+    """Return functions that restore the current states of torch's global generators.
 
     Unseeded dropout and noise use them. A copy takes a microsecond and does not wait for a device.
     """
-    state, device = torch.get_rng_state(), None
+    restores: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized():
         device = torch.cuda.current_device()
-        of_device = torch.cuda.get_rng_state(device)
-
-    def restore() -> None:
-        torch.set_rng_state(state)
-        if device is not None:
-            torch.cuda.set_rng_state(of_device, device)
-
-    return restore
+        state = torch.cuda.get_rng_state(device)
+        restores.append(partial(torch.cuda.set_rng_state, state, device))
+    return restores
 
 
 def storage(tensor: Any) -> int:

@@ -32,30 +32,22 @@ class Update:
         call: runs the update.
 
     Attributes:
-        gradients: the gradients.
-        variables: the variables that it will write, one for each gradient, without slots; each has
-            a `path`.
+        pairs: each gradient with the variable that the update will write; it has a `path`.
         is_immediate: whether it cannot be deferred, because it evaluates the loss itself.
         result: what the update has returned.
     """
 
     is_immediate = False
-    gradients: list[Any]
-    variables: list[Any]
+    pairs: list[tuple[Any, Any]]
     result: Any = None
 
     def __init__(self, optimizer: Any, call: Callable[[], Any]):
         self.optimizer, self._call, self._grad_mode = optimizer, call, torch.is_grad_enabled()
 
-    @property
-    def pairs(self) -> list[tuple[Any, Any]]:
-        """`(gradient, variable)` of each gradient."""
-        return list(zip(self.gradients, self.variables))
-
     def state(self) -> list[Any]:
         """Return every tensor that the update reads and writes, or writes."""
-        updated = [*self.variables, *self.optimizer.variables]
-        return [keras_variables.stored(variable) for variable in updated]
+        updated = [*(variable for _, variable in self.pairs), *self.optimizer.variables]
+        return list(map(keras_variables.stored, updated))
 
     def build(self) -> None:
         """Build the optimizer as the update itself would."""
@@ -90,8 +82,7 @@ class KerasUpdate(Update):
         super().__init__(optimizer, partial(real, *args))
         self._given = variables
         asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        self.variables = [v for g, v in zip(grads, asked) if g is not None]
-        self.gradients = [g for g, _ in zip(grads, asked) if g is not None]
+        self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
 
     def state(self) -> list[Any]:
         trained = keras_optimizers.trained_by(self.optimizer)  # an average may write all of them
@@ -119,7 +110,7 @@ class TorchUpdate(Update):
         self._of, self.is_immediate = optimizer.of, is_immediate
         self._read()
         if is_immediate:  # it computes the gradients of all of them
-            self.variables = [optimizer.variable_of(p) for p, _ in self._grads]
+            self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
     def _read(self) -> None:
         """Read what the update depends on."""
@@ -127,8 +118,7 @@ class TorchUpdate(Update):
         self._settings = settings_of(groups)
         self._grads = [(p, p.grad) for group in groups for p in group["params"]]
         written = [(p, g) for p, g in self._grads if g is not None]
-        self.gradients = [local(g) for _, g in written]
-        self.variables = [self.optimizer.variable_of(p) for p, _ in written]
+        self.pairs = [(local(g), self.optimizer.variable_of(p)) for p, g in written]
 
     def run(self) -> list[tuple[Any, Any]]:
         """Step with the gradients and rates of the original call, or with its closure."""
@@ -234,7 +224,8 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
         these tensors, or a view of one.
         """
         if not self._storages:
-            used = [t for record in self.waiting for t in (*record.state(), *record.gradients)]
+            used = [t for record in self.waiting for t in record.state()]
+            used += [gradient for record in self.waiting for gradient, _ in record.pairs]
             self._storages = set(map(storage, (*used, *self._readable)))
         if any(storage(local(t)) in self._storages for t in tensors):
             self.flush(keep=True)

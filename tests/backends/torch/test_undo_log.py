@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keras_nanguard._backends.torch.undo_log import UndoLog, generators_restorer
+from keras_nanguard._backends.torch.undo_log import UndoLog, generator_restorers
 
 VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
@@ -91,5 +91,6 @@ def test_generators_of_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for started in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
-        generators_restorer()()
+        for restore in generator_restorers():
+            restore()
         assert given == [("state of 1", 1)] * started
