@@ -1,6 +1,4 @@
-"""Attaches the transaction to a train step on PyTorch: of a Keras trainer, and of a loop without
-one.
-"""
+"""Attaches the transaction to a train step of a Keras trainer or of a loop on PyTorch."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class ModelAttachment(attach.Attachment):
     transaction: step.Transaction
 
     def attach(self, in_use: Callable[..., bool]) -> None:
-        """Replace the train function, and make evaluation report a bad number instead of
-        raising.
-        """
+        """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
         super().attach(in_use)
         WRITES.hold()

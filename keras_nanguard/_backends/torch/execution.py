@@ -62,9 +62,7 @@ class StepRun:
         self.queue = UpdateQueue(self.log, parts.other)
 
     def _undo_log(self) -> UndoLog:
-        """Return the undo log of the step, with copies of what it may write unnoticed: anything in
-        its first steps, then what they have shown; if it is compiled, all of the small state.
-        """
+        """Return the undo log of the step, with copies of what it may write unnoticed."""
         transaction, parts = self.transaction, self.transaction.parts
         uncounted, kept = parts.unlisted, list(transaction.learned.untracked.values())
         kept += [local(grad) for _, grad in self._gradients]
@@ -115,9 +113,7 @@ class StepRun:
     # In the body
 
     def _run_body(self) -> tuple[Any, bool]:
-        """Run the body; return its outputs, and whether it has raised an exception about a bad
-        number.
-        """
+        """Run the body; return its outputs, and whether torch has raised about a bad number."""
         transaction = self.transaction
         body = self.seen.body or transaction.body
         try:
@@ -200,9 +196,7 @@ class StepRun:
         return changed
 
     def _commit(self, verdict: Verdict, learned: Facts) -> tuple[Verdict, Facts]:
-        """Run the deferred updates, and read the updated state, now or with the next step; return
-        the verdict, and what the steps have shown.
-        """
+        """Run the deferred updates, and read the updated state, now or with the next step."""
         transaction, queue = self.transaction, self.queue
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()

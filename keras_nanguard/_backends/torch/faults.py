@@ -14,16 +14,15 @@ class Hook(FaultHook):
     """One fault, injected into every train step of one model."""
 
     def _wrap(self) -> None:
-        self.set(self.model, "make_train_function", self._making(self.model.make_train_function))
+        model, real = self.model, self.model.make_train_function
 
-    def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(force: bool = False) -> Any:
-            if self.model.train_function is None or force:
+            if model.train_function is None or force:
                 real(force=force)
-                self.model.train_function = self._around(self.model.train_function)
-            return self.model.train_function
+                model.train_function = self._around(model.train_function)
+            return model.train_function
 
-        return make
+        self.set(model, "make_train_function", make)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(data: Any) -> Any:

@@ -91,9 +91,7 @@ def _store() -> Any:
 
 
 def _missing() -> str:
-    """Return in words which processes do not respond, because they did not notice that an exchange
-    has failed.
-    """
+    """Return in words which processes did not notice that an exchange has failed."""
     rank, count = place()
     try:
         store = _store()

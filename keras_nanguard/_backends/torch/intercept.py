@@ -172,9 +172,7 @@ class Intercept:
 
 
 def is_numeric(error: BaseException) -> bool:
-    """Return whether torch has raised this exception because of a value that an operation does not
-    accept.
-    """
+    """Return whether torch has raised this because of a value that an operation does not accept."""
     if not isinstance(error, (RuntimeError, ValueError)):
         return False
     traceback = error.__traceback__

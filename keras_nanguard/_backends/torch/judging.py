@@ -1,6 +1,4 @@
-"""The verdict on one step on PyTorch: the tensors of the train state by role, the numbers of the
-step, and the decision.
-"""
+"""The verdict on a step on PyTorch: the train state by role, the numbers, and the decision."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ class Parts:
         return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return the attributes of layers that are tensors, or all attributes (each may become
-        one), with current values.
-        """
+        """Return the attributes of layers that are tensors, or all, which may become tensors."""
         if every:
             return keras_attributes.attributes_of(self.train_state.layers)
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
@@ -147,9 +143,7 @@ class Ran:
         ]
 
     def state(self, parts: Parts) -> dict[str, list[Any]]:
-        """Return the `weights` and `slots` that its updates may have written, or, if none has run,
-        those that it has written by hand.
-        """
+        """Return `weights` and `slots`: all if an update has run, else those written by hand."""
         if self.updated:
             return parts.by_site
         if parts.updated.isdisjoint(self.log.kept):  # the healthy step of a Keras optimizer
@@ -251,9 +245,7 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
 def _verdict(
     ran: Ran, read: Mapping[str, Sequence[float]], squares: float, norms: Mapping[str, float]
 ) -> Verdict:
-    """Return the verdict from the numbers that were read, half the sum of squares of the gradients,
-    and the norms of the written state by site.
-    """
+    """Return the verdict from the numbers that were read, and the norms of the state by site."""
     loss = reductions.sum_of(read["losses"], ran.losses)
     return Verdict(
         False,
@@ -276,9 +268,7 @@ def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> De
 
 
 def _agreed(decision: Decision, own: Verdict, agreement: Agreement) -> tuple[Decision, Verdict]:
-    """Return the decision of all processes, which is that of the most careful one, and the means of
-    their verdicts. One message.
-    """
+    """Return the most careful decision of all processes, and the means of their verdicts."""
     if agreement.count == 1:
         return decision, own
     careful = [decision is Decision.REFUSE, decision is Decision.CHECK]

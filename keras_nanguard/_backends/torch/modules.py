@@ -1,6 +1,4 @@
-"""Adapters of `torch.nn.Module` and `torch.optim.Optimizer` to the parts of Keras' interface that
-the library uses.
-"""
+"""Adapters of `torch.nn.Module` and `torch.optim.Optimizer` to the interface of Keras."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ class TorchModule:
 
 
 class Rate:
-    """The learning rate of an optimizer: the largest of its groups. The others keep their ratio to
-    it.
-    """
+    """The learning rate of an optimizer: the largest of its groups, which keep their ratios."""
 
     def __init__(self, optimizer: Any):
         self.of = optimizer
@@ -202,10 +198,7 @@ class TorchOptimizer:
         return restore
 
     def create_state(self) -> None:
-        """Create the state that the first update would create, by an update at rate 0.
-
-        If `step` needs a closure, create nothing.
-        """
+        """Create the slots that the first update would, unless it needs a closure, at rate 0."""
         if self.of.state:
             return
         params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
@@ -259,9 +252,7 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 
 def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
-    """Return adapters of the optimizers of torch in attributes of these layers that are not among
-    the known optimizers.
-    """
+    """Return adapters of further optimizers of torch in attributes of these layers."""
     adapted = [getattr(optimizer, "of", None) for optimizer in known]
     found = [value for layer in layers for value in vars(layer).values()]
     optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]

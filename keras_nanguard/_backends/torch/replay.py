@@ -129,9 +129,7 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
-    """Context that records every operation of this thread. Variables are identified by the address
-    of their memory.
-    """
+    """Context that records every operation of this thread."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         TorchDispatchMode.__init__(self)

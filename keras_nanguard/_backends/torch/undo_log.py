@@ -97,9 +97,7 @@ class UndoLog:
         return known
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
-        """Keep what an update of an optimizer is about to write: these tensors, and its state
-        outside of tensors, if it has any.
-        """
+        """Keep what an update is about to write: these tensors, and the optimizer's other state."""
         for tensor in tensors:
             self.keep(tensor).is_updated = True
         if hasattr(optimizer, "held"):
@@ -113,9 +111,7 @@ class UndoLog:
             self._restores[key] = partial(tensor.copy_, tensor.detach().clone())
 
     def keep_scheduler(self, scheduler: Any) -> None:
-        """Keep the state of a learning rate scheduler that is about to change, and the settings of
-        its optimizer that it may change: rates, momentum.
-        """
+        """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
         attributes = dict(vars(scheduler))
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
         restore_settings = kept_settings(groups)
@@ -128,9 +124,7 @@ class UndoLog:
         self.at_undo(id(scheduler), restore)
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep the tensors of a gradient scaler that are about to change. A refused step does not
-        restore them, because they are to be updated.
-        """
+        """Keep the tensors of a gradient scaler for a replay. A refused step is to update them."""
         for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
             if isinstance(tensor, torch.Tensor):
                 restore = partial(tensor.copy_, tensor.clone())
@@ -201,9 +195,7 @@ def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, va
 
 
 def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    """Yield each class of schedulers and scalers with its replacement of the method that writes its
-    objects, if it defines this method itself.
-    """
+    """Yield each class of schedulers and scalers that defines what writes its objects."""
     for base, name, keep in (
         (LRScheduler, "step", UndoLog.keep_scheduler),
         (torch.amp.GradScaler, "update", UndoLog.keep_scaler),

@@ -220,9 +220,7 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
             self.run(record, keep)
 
     def _flush_for(self, tensors: Iterable[Any]) -> None:
-        """Run the deferred updates, with the old values kept, if one of them reads or writes one of
-        these tensors, or a view of one.
-        """
+        """Run the deferred updates if one of them reads or writes one of these, or a view of it."""
         if not self._storages:
             used = [t for record in self.waiting for t in record.state()]
             used += [gradient for record in self.waiting for gradient, _ in record.pairs]
