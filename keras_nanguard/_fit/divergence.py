@@ -166,7 +166,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self._looked, self._wait = 0, 0.0
-        self._spent, self._falls, self._may_wait = 0, True, True
+        self._spent, self._may_wait = 0, True
         self._window: Sequence[float] = ()
         self._lowest: Sequence[float] = ()
 
@@ -180,12 +180,11 @@ class Schedule:
         if len(losses) < WINDOW:
             return False
         before, self._window = self._window, losses
-        self._falls = not before or _below(losses, before)
         first = [m.loss for m in run.history.first(run.step)] or [math.inf]
         falls = median(losses) < FALLS * median(before or [math.inf])
         if falls and median(losses[-WINDOW:]) < FALLEN * min(first):
             return False
-        if not (self._falls or self._may_wait or self._spent > LONGEST):
+        if before and not (_below(losses, before) or self._may_wait or self._spent > LONGEST):
             self._wait = 0.0
         wait = self._wait
         if _below(self._lowest, losses):

@@ -22,7 +22,8 @@ from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.run_recording import RunRecording
-from keras_nanguard._fit.snapshots import Ring, Snapshot, SnapshotFolder, compact
+from keras_nanguard._fit.snapshot_files import SnapshotFolder
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
 from keras_nanguard._fit.steps import Counts, RecentBatches
 from keras_nanguard._keras import (
     layers as keras_layers,

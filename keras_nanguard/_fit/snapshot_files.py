@@ -10,6 +10,10 @@ Each snapshot is one folder::
 
 A process that is killed leaves complete snapshots and at most one unfinished folder, which the next
 process removes.
+
+If nothing can be written (a full disk, a folder that is read-only, one that another run writes to),
+training continues: a line warns once, existing snapshots remain, new ones stay in memory, and the
+next one is written again.
 """
 
 from __future__ import annotations
@@ -18,18 +22,21 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files
+from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
+from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
@@ -40,7 +47,7 @@ FORMAT = 2
 NAME = re.compile(r"snapshot-([0-9]{8,})")
 """Name of a snapshot. Other entries of the folder are ignored."""
 
-FOLDER, GUARD_STATE = "snapshots", "guard_state.json"
+FOLDER, GUARD_STATE, LOCK = "snapshots", "guard_state.json", "snapshots.lock"
 STATE, RECORD = "state.npz", "snapshot.json"
 
 GENERATOR = "generator"
@@ -48,6 +55,7 @@ GENERATOR = "generator"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 class SnapshotRecord(Record):
@@ -273,3 +281,106 @@ def _trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, .
     return tuple(
         None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
     )
+
+
+# The folder during a fit
+
+
+class SnapshotFolder:
+    """The files of the snapshots of one fit. Nothing is raised if they cannot be written.
+
+    Args:
+        directory: the guard's directory.
+        say_once: prints a line, once for each subject, its first argument.
+    """
+
+    def __init__(self, directory: str | Path, say_once: Callable[[str, str], None]):
+        self.path, self._say_once = Path(directory) / FOLDER, say_once
+        self._files: list[SnapshotFile] = []
+        path = self.path.parent / LOCK
+        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+        self._locked = False
+
+    def write(self, state: TrainState, **about: Any) -> SnapshotFile | None:
+        """Write one snapshot; return its files, `None` if they could not be written. For `about`
+        see `save`.
+        """
+
+        def write() -> SnapshotFile:
+            self._take_lock()
+            atomic_files.sweep(self.path)
+            return save(self.path, state, **about)
+
+        file = self._attempt(write)
+        self._files += [] if file is None else [file]
+        return file
+
+    def mark_verified(self, file: SnapshotFile) -> None:
+        """Mark a snapshot as verified in its files."""
+        if not file.record.verified:
+            self._attempt(file.mark_verified)
+
+    def remove(self, file: SnapshotFile) -> None:
+        """Remove the files of a snapshot."""
+        self._files = [other for other in self._files if other is not file]
+        file.close()
+        self._attempt(partial(atomic_files.remove, file.path))
+
+    def remove_foreign(self, keep: int) -> None:
+        """Remove snapshots of earlier runs, the oldest first, until there are `keep` in all."""
+
+        def remove() -> None:
+            own = {file.path for file in self._files}
+            foreign = [path for path in written(self.path) if path not in own]
+            for path in foreign[: max(len(foreign) + len(own) - keep, 0)]:
+                atomic_files.remove(path)
+
+        self._attempt(remove)
+
+    def save_changes(self, changes: Callable[[], GuardState]) -> None:
+        """Save the current changes of the policy."""
+
+        def write() -> None:
+            self._take_lock()
+            atomic_files.write_json(self.path / GUARD_STATE, changes().to_dict())
+
+        self._attempt(write)
+
+    def close(self) -> None:
+        """Release the lock of the folder."""
+        if self._locked:
+            self._lock.release()
+        self._locked = False
+
+    def _take_lock(self) -> None:
+        """Create the folder, and acquire its lock: only one process at a time writes to it.
+
+        Raises:
+            OSError: if the file cannot be written, or another process has the lock.
+        """
+        if self._locked:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            remedy = "use one directory per run"
+            raise OSError(f"{self.path.parent} is in use by another run; {remedy}") from None
+        except NotImplementedError:  # a file system without locks
+            pass
+        self._locked = True
+
+    def _attempt(self, write: Callable[[], T]) -> T | None:
+        """Write something to the folder. If that fails, print one line and return `None`."""
+        try:
+            return write()
+        except Exception as error:
+            if memory.is_exhausted(error):
+                raise
+            kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
+            last = self._files[-1].path.name if self._files else ""
+            kept = f"The newest one is {last}." if last else "This run has none yet."
+            why = str(error).partition("\n")[0]
+            line = f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}"
+            self._say_once(f"snapshots: {kind}", line)
+            return None

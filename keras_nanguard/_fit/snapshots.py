@@ -1,13 +1,9 @@
-"""Snapshots of the train state in host memory and on disk.
+"""Snapshots of the train state in host memory and on disk: `Ring` has those of one fit.
 
 A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
 because a finite state may already be about to fail. There are at most `keep` of them, the one
 before the first step, and the one with the lowest loss. If memory is short, a snapshot replaces
 another one, or is not taken.
-
-If nothing can be written to disk (a full disk, a folder that is read-only, one that another run
-writes to), training continues: a line warns once, existing snapshots remain, new ones stay in
-memory, and the next one is written again.
 """
 
 from __future__ import annotations
@@ -16,18 +12,16 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import atomic_files, finiteness, memory
+from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.recovery import GuardState
-from keras_nanguard._fit.snapshot_files import FOLDER, GUARD_STATE, SnapshotFile, save, written
+from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -38,14 +32,11 @@ FIRST_STEP = 3
 NOISE = 1.5
 """Spreads above the lowest level of the loss at which a level is clearly higher."""
 
-LOCK = "snapshots.lock"
-
 UNKNOWN = Level(0, math.inf, 0.0)
 """The level of the loss after a few steps."""
 
 Agree = Callable[[bool, bool], tuple[bool, ...]]
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -182,7 +173,7 @@ class Ring:
         about = replace(about, verified=about.verified or not self.good_after)
         try:
             known = {id(v): keras_variables.read(v) for v in metrics}
-            file = self._folder.write(about, state) if self._folder is not None else None
+            file = self._written(about, state)
             arrays: Mapping[int, Array] | None = file
             if able and (file is None or not about.step):
                 self._make_room(in_memory, about.level, short)
@@ -198,6 +189,14 @@ class Ring:
         if self._folder is not None and file is not None:
             self._prune(self._folder)
         return ""
+
+    def _written(self, about: Snapshot, state: TrainState) -> SnapshotFile | None:
+        """Write a snapshot to the folder, if there is one; return its files."""
+        if self._folder is None:
+            return None
+        epoch, batch = about.position
+        place = {"step": about.step, "epoch": epoch, "batch": batch}
+        return self._folder.write(state, **place, verified=about.verified)
 
     def _prune(self, folder: SnapshotFolder) -> None:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
@@ -322,106 +321,6 @@ class Ring:
         self.snapshots = []
         if self._folder is not None:
             self._folder.close()
-
-
-class SnapshotFolder:
-    """The files of the snapshots of one fit. Nothing is raised if they cannot be written.
-
-    Args:
-        directory: the guard's directory.
-        say_once: prints a line, once for each subject, its first argument.
-    """
-
-    def __init__(self, directory: str | Path, say_once: Callable[[str, str], None]):
-        self.path, self._say_once = Path(directory) / FOLDER, say_once
-        self._files: list[SnapshotFile] = []
-        path = self.path.parent / LOCK
-        self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
-        self._locked = False
-
-    def write(self, fresh: Snapshot, state: TrainState) -> SnapshotFile | None:
-        """Write one snapshot; return its files, `None` if they could not be written."""
-        epoch, batch = fresh.position
-
-        def write() -> SnapshotFile:
-            self._take_lock()
-            atomic_files.sweep(self.path)
-            about = {"step": fresh.step, "epoch": epoch, "batch": batch}
-            return save(self.path, state, **about, verified=fresh.verified)
-
-        file = self._attempt(write)
-        self._files += [] if file is None else [file]
-        return file
-
-    def mark_verified(self, file: SnapshotFile) -> None:
-        """Mark a snapshot as verified in its files."""
-        if not file.record.verified:
-            self._attempt(file.mark_verified)
-
-    def remove(self, file: SnapshotFile) -> None:
-        """Remove the files of a snapshot."""
-        self._files = [other for other in self._files if other is not file]
-        file.close()
-        self._attempt(partial(atomic_files.remove, file.path))
-
-    def remove_foreign(self, keep: int) -> None:
-        """Remove snapshots of earlier runs, the oldest first, until there are `keep` in all."""
-
-        def remove() -> None:
-            own = {file.path for file in self._files}
-            foreign = [path for path in written(self.path) if path not in own]
-            for path in foreign[: max(len(foreign) + len(own) - keep, 0)]:
-                atomic_files.remove(path)
-
-        self._attempt(remove)
-
-    def save_changes(self, changes: Callable[[], GuardState]) -> None:
-        """Save the current changes of the policy."""
-
-        def write() -> None:
-            self._take_lock()
-            atomic_files.write_json(self.path / GUARD_STATE, changes().to_dict())
-
-        self._attempt(write)
-
-    def close(self) -> None:
-        """Release the lock of the folder."""
-        if self._locked:
-            self._lock.release()
-        self._locked = False
-
-    def _take_lock(self) -> None:
-        """Create the folder, and acquire its lock: only one process at a time writes to it.
-
-        Raises:
-            OSError: if the file cannot be written, or another process has the lock.
-        """
-        if self._locked:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            remedy = "use one directory per run"
-            raise OSError(f"{self.path.parent} is in use by another run; {remedy}") from None
-        except NotImplementedError:  # a file system without locks
-            pass
-        self._locked = True
-
-    def _attempt(self, write: Callable[[], T]) -> T | None:
-        """Write something to the folder. If that fails, print one line and return `None`."""
-        try:
-            return write()
-        except Exception as error:
-            if memory.is_exhausted(error):
-                raise
-            kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
-            last = self._files[-1].path.name if self._files else ""
-            kept = f"The newest one is {last}." if last else "This run has none yet."
-            why = str(error).partition("\n")[0]
-            line = f"NanGuard: cannot write snapshots to {self.path}: {why}. {kept}"
-            self._say_once(f"snapshots: {kind}", line)
-            return None
 
 
 def compact(value: Array) -> Array:
