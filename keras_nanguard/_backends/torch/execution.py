@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,17 +23,6 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import attributes as keras_attributes, optimizers as keras_optimizers
 
 
-class Done(NamedTuple):
-    """The result of one run of the transaction, with the report of a bad step. The outputs are
-    `None` if the body raised an exception about a bad number.
-    """
-
-    outputs: Any
-    verdict: Verdict
-    learned: Facts
-    reports: Sequence[Report]
-
-
 class StepRun:
     """One run of the transaction, from the arguments of the body to its result.
 
@@ -46,7 +35,10 @@ class StepRun:
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         log: what a refusal restores.
         queue: the updates, of which some wait for the verdict.
+        judged: the verdict, if it was computed in the body.
     """
+
+    judged: Judged | None = None
 
     def __init__(self, transaction: Any, args: Sequence[Any]):
         self.transaction, self.args, parts = transaction, args, transaction.parts
@@ -86,11 +78,14 @@ class StepRun:
         for tensor, grad in self._gradients:
             tensor.grad = grad
 
-    def complete(self) -> Done:
-        """Run the step; commit or refuse it."""
+    def complete(self) -> tuple[Any, Verdict, Facts, list[Report]]:
+        """Run the step; commit or refuse it. Return the outputs, `None` if the body raised an
+        exception about a bad number, the verdict, what the steps have shown, and the report of a
+        bad one.
+        """
         refuses = self.transaction.refuses
         outputs, raised = self._run_body()
-        judged = self._first_verdict(outputs, raised)
+        judged = self.judged or self._judge(outputs, raised)
         learned = self._learned(judged)
         if judged.decision is Decision.CHECK:
             self.queue.flush(keep=True)
@@ -100,8 +95,8 @@ class StepRun:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 reports.append(self._report(judged))
         if judged.decision is Decision.REFUSE and refuses:
-            return Done(outputs, self._refuse(judged.verdict), learned, reports)
-        return Done(outputs, *self._commit(judged.verdict, learned), reports)
+            return outputs, self._refuse(judged.verdict), learned, reports
+        return outputs, *self._commit(judged.verdict, learned), reports
 
     def release(self) -> None:
         """Release all tensors, so that an exception that refers to this run does not keep them."""
@@ -146,14 +141,11 @@ class StepRun:
 
     @property
     def _can_be_undone(self) -> bool:
-        """Whether the step may still be refused."""
-        return bool(self.transaction.refuses)
+        """Whether the step may still be refused: no verdict has let its updates take effect."""
+        undecided = self.judged is None or self.judged.decision is Decision.REFUSE
+        return self.transaction.refuses and undecided
 
     # After the body
-
-    def _first_verdict(self, outputs: Any, raised: bool) -> Judged:
-        """Return the verdict before the updates, as far as these are deferred."""
-        return self._judge(outputs, raised)
 
     def _judge(self, outputs: Any, raised: bool) -> Judged:
         transaction, seen = self.transaction, self.seen
@@ -241,12 +233,7 @@ class StepRun:
 class StockRun(StepRun):
     """One run of Keras' own train step, in which nothing can fail after the update. The verdict is
     computed when it calls its update, so nothing large is copied.
-
-    Attributes:
-        judged: the verdict, once it has called its update.
     """
-
-    judged: Judged | None = None
 
     def _on_update(self, record: Update) -> None:
         record.build()
@@ -254,13 +241,6 @@ class StockRun(StepRun):
             self.judged = self._judge(None, raised=False)
         if self.judged.decision is not Decision.REFUSE:
             self.queue.run(record, keep=self.judged.decision is Decision.CHECK)
-
-    @property
-    def _can_be_undone(self) -> bool:
-        return self.judged is None or self.judged.decision is Decision.REFUSE
-
-    def _first_verdict(self, outputs: Any, raised: bool) -> Judged:
-        return self.judged or self._judge(outputs, raised)
 
 
 def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:

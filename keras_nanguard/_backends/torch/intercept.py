@@ -88,11 +88,7 @@ class Intercept:
 
     @contextlib.contextmanager
     def running(self, on_update: Callable[[Update], None]) -> Iterator[Intercept]:
-        """Return a context in which a step is recorded.
-
-        Args:
-            on_update: called with each record in place of the update.
-        """
+        """Record a step. `on_update` is called with each record in place of the update."""
         self.release()
         self._on_update = on_update
         try:

@@ -50,7 +50,15 @@ FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_fu
 
 
 class _Local(TorchDispatchMode):  # type: ignore[misc]
-    """Raises instead of running an operation that communicates."""
+    """Runs steps in this thread without communication; raises a `RuntimeError` if they need it."""
+
+    def __enter__(self) -> Any:
+        _UNWRAPPED.enter(self)
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        _UNWRAPPED.leave(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in NAMESPACES:
@@ -69,21 +77,6 @@ def _unwrapped(real: Callable[..., Any], _: Any, wrapper: Any, *inputs: Any, **k
     device = torch.device(wrapper.device_type, wrapper.device_ids[0])
     (inputs, *_), (kwargs, *_) = _to_kwargs(inputs, kwargs, device, False)
     return wrapper.module(*inputs, **kwargs)
-
-
-@contextlib.contextmanager
-def locally() -> Iterator[None]:
-    """Run steps in this thread without communication; raise a `RuntimeError` if they need it."""
-    if place()[1] == 1:
-        yield
-        return
-    entered = object()
-    _UNWRAPPED.enter(entered)
-    try:
-        with _Local():
-            yield
-    finally:
-        _UNWRAPPED.leave(entered)
 
 
 _UNWRAPPED = ThreadOverrides(torch.nn.parallel.DistributedDataParallel, {"forward": _unwrapped})
@@ -295,7 +288,8 @@ class Replay(interface.Replay):
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
         natives = _natives(variables)
-        with _undone(natives, UndoLog(natives, is_replay=True)), locally():
+        local = contextlib.nullcontext() if place()[1] == 1 else _Local()
+        with _undone(natives, UndoLog(natives, is_replay=True)), local:
             yield
 
     def undone(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:

@@ -125,15 +125,14 @@ class Transaction(interface.Transaction):
         self.given = Given(args)
         step = (StockRun if self.stock and self.refuses else StepRun)(self, args)
         try:
-            done = step.complete()
+            outputs, self.verdict, self.learned, reports = step.complete()
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
             step.release()
-        self.learned, self.verdict = done.learned, done.verdict
-        self.reports += done.reports
-        return done.outputs
+        self.reports += reports
+        return outputs
 
     def read_parts(self) -> None:
         """Read the train state."""

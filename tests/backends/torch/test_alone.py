@@ -319,3 +319,32 @@ def test_an_exception_that_is_kept_keeps_no_copy_of_the_step(steps):
     with pytest.raises(RuntimeError, match="out of memory") as kept:
         step((X, Y))
     assert kept.tb is not None and copies() <= before
+
+
+@pytest.mark.parametrize("good", [0, 2, 3])
+def test_a_weight_that_becomes_nan_by_hand_before_its_update(good):
+    """The gradients are finite, but the update would keep the NaN: the step is refused."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    kernel, factors = model.layers[-1].kernel.value, [0.5] * good + [math.nan, 0.5]
+
+    def body(data):
+        model.zero_grad()
+        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+        loss.backward()
+        with torch.no_grad():
+            kernel.mul_(factors.pop(0))
+            model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        return {"loss": loss}
+
+    step = alone(model, body)
+    for _ in range(good):
+        step((X, Y))
+        assert not step.verdict.refused
+    before = state(model)
+    step((X, Y))
+    assert step.verdict.refused and same(state(model), before)
+    (report,) = step.take_reports()
+    assert [finding.path for finding in report.findings()] == [model.layers[-1].kernel.path]
+    step((X, Y))
+    assert not step.verdict.refused and not same(state(model), before)
