@@ -49,54 +49,6 @@ _KEPT_META = ("began", "base", "since", *REMOVED)
 """Entries of `meta` that are kept from an earlier process."""
 
 
-class RateColumn:
-    """Derives the learning rates of the recorded steps from occasional readings.
-
-    Attributes:
-        due: the time of the next reading, in seconds since 1970.
-    """
-
-    def __init__(self) -> None:
-        self.due = 0.0
-        self._last: tuple[int, float] | None = None
-        self._epoch: int | None = None
-
-    def begin_fit(self, end: int) -> None:
-        """Forget the reading of the last fit. The next step will have the `id` `end`."""
-        self._last = None
-        if self._epoch is not None:
-            self._epoch = end
-
-    def begin_epoch(self, end: int) -> None:
-        """Note that the next step, which will have the `id` `end`, begins an epoch."""
-        self._epoch = end
-
-    def read(
-        self, rate: float, at: int, ahead: bool
-    ) -> tuple[list[tuple[float, int, int]], float | None]:
-        """Take a reading, and return the ranges that are now known, and the last reading if it
-        differs.
-
-        If two successive readings are equal, all steps in between had that rate; else it is
-        unknown. Between the start of an epoch and its first reading, the rate does not change.
-
-        Args:
-            rate: the learning rate.
-            at: the `id` of the step that uses it.
-            ahead: whether this is the next step.
-
-        Returns:
-            `(rate, first, end)` for each range of `id`; later ranges replace earlier ones.
-        """
-        last, known = self._last, [(rate, at, at + 1)]
-        if last is not None:
-            known.insert(0, (last[1], last[0], at if last[1] == rate else last[0] + 1))
-        if not ahead and self._epoch is not None:
-            known.insert(0, (rate, self._epoch, at))
-        self._epoch, self._last = None, (at, rate)
-        return known, last[1] if last is not None and last[1] != rate else None
-
-
 class Recorder:
     """The recording of all fits of one guard, during the run. Steps are counted across fits.
 
@@ -117,7 +69,9 @@ class Recorder:
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._scaled = False
-        self._rates, self._due = RateColumn(), 0.0
+        self._due = self._rate_due = 0.0
+        self._last_rate: tuple[int, float] | None = None  # with the `id` of its step
+        self._epoch_id: int | None = None  # of the first step, if its rate is not known yet
         self._owners = set[str]()  # it has written a file of one of these
         self._writer: Writer | None = None  # during a fit
         self._problem = self._reported = ""
@@ -187,25 +141,32 @@ class Recorder:
         """Note that steps from this one on belong to an epoch that began with step `start`."""
         with self._changing():
             self._places.append((step, epoch, start))
-            self._rates.begin_epoch(self._memory.end)
+            self._epoch_id = self._memory.end
 
     @property
     def wants_rate(self) -> bool:
         """Whether it is time to read the learning rate again."""
-        return self._now() >= self._rates.due
+        return self._now() >= self._rate_due
 
     def rate(self, rate: float, ahead: bool = False) -> float | None:
         """Record the learning rate of the last step, or of the next one (`ahead`).
 
-        Returns the previous rate if it differs.
+        Returns the previous rate if it differs. If two successive readings are equal, all steps in
+        between had that rate; else it is unknown. Between the start of an epoch and its first
+        reading, the rate does not change.
         """
-        before = None
-        self._rates.due = self._now() + INTERVAL
+        last, epoch, rate = self._last_rate, self._epoch_id, float(rate)
+        self._rate_due = self._now() + INTERVAL
         with self._changing():
             at = self._memory.end - (not ahead)
-            known, before = self._rates.read(float(rate), at, ahead)
+            known = [(rate, at, at + 1)]
+            if last is not None:
+                known.insert(0, (last[1], last[0], at if last[1] == rate else last[0] + 1))
+            if not ahead and epoch is not None:
+                known.insert(0, (rate, epoch, at))
+            self._last_rate, self._epoch_id = (at, rate), None
             self._memory.run(database.FILL_RATE, known)
-        return before
+        return last[1] if last is not None and last[1] != rate else None
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
         """Mark the committed steps from this one on as undone.
@@ -246,7 +207,8 @@ class Recorder:
             recorded = self._steps
             self.base = recorded if resumed is None else min(self.base + resumed, recorded)
             self._since = self.base if resumed is None else self._since
-            self._rates.begin_fit(self._memory.end)
+            self._last_rate = None
+            self._epoch_id = None if self._epoch_id is None else self._memory.end
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             if resumed is not None:
                 self.undo(0)
