@@ -237,29 +237,34 @@ def _diagnosis(
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
     optimizers = map(keras_optimizers.inner, run.train_state().optimizers)
     counted = [int(keras_variables.read(optimizer.iterations)) for optimizer in optimizers]
-    steps = max(counted, default=run.counts.committed)
-    needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
-    share = momentum**steps
-    if share > 0.005:
-        at = f"After {steps} steps at momentum={momentum:g}"
-        lag = f"{at} the initial values still have a weight of {share:.1%}."
-        needs = f"at this momentum it takes {needed}"
-        remedy = f"Train for more steps: {needs} until the initial values have a weight of 1%."
-    else:
-        average = f"At momentum={momentum:g} they average about {needed} steps"
-        lag = f"{average}, during which the weights have changed."
-        remedy = "Lower the learning rate towards the end, so that the statistics catch up."
-    advice = [remedy]
+    lag, *advice = _lag(momentum, max(counted, default=run.counts.committed))
     if momentum > 0.9:
         advice.append("Or give BatchNormalization a smaller momentum: 0.9 needs 44 steps for that.")
     advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
-    losses = f"{loss:.3g}, and the loss of the last train steps {trained:.3g}"
-    estimated = f"{found.estimated:.3g} with statistics estimated from the last train batches"
+    moving = f"On one validation batch it is {found.now:.3g} with the moving statistics"
     evidence = (
-        f"The validation loss is {losses}.",
-        f"On one validation batch it is {found.now:.3g} with the moving statistics, and"
-        f" {estimated}.",
+        f"The validation loss is {loss:.3g}, and the loss of the last train steps {trained:.3g}.",
+        f"{moving}, and {found.estimated:.3g} with statistics estimated from the last train"
+        " batches.",
         lag,
     )
     path, advised = found.worst, tuple(advice)
     return Diagnosis("batchnorm_statistics", path, (), evidence, advised, confidence=0.9)
+
+
+def _lag(momentum: float, steps: int) -> tuple[str, str]:
+    """Return why moving statistics lag behind after some steps, and the remedy."""
+    needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
+    share = momentum**steps
+    if share > 0.005:
+        return (
+            f"After {steps} steps at momentum={momentum:g} the initial values still have a weight"
+            f" of {share:.1%}.",
+            f"Train for more steps: at this momentum it takes {needed} until the initial values"
+            " have a weight of 1%.",
+        )
+    return (
+        f"At momentum={momentum:g} they average about {needed} steps, during which the weights"
+        " have changed.",
+        "Lower the learning rate towards the end, so that the statistics catch up.",
+    )

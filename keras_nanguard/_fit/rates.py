@@ -104,18 +104,17 @@ class Rate:
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:
         """Multiply the rate inside the context."""
-        before = self.factor, self._left, self._absolute
-        variable = keras_optimizers.rate_variable(self.optimizer)
+        before, variable = self.factor, keras_optimizers.rate_variable(self.optimizer)
         restore = keras_variables.restorer(self._scale if variable is None else variable)
-        if self.plain:
-            self._assign(self.value * factor)
+        if variable is not None:
+            variable.assign(self.value * factor)
         else:
             self.factor *= factor
             self._scale.assign(self.factor)
         try:
             yield
         finally:
-            self.factor, self._left, self._absolute = before
+            self.factor = before
             restore()
 
     def lower(self, factor: float, min_lr: float, failed: float) -> tuple[float, float, bool]:

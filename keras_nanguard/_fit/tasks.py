@@ -51,10 +51,6 @@ class Tasks:
                 run.recording.rate()
         return inf
 
-    def look_at_layers(self) -> float:
-        """Measure the layers."""
-        return self.layer_looks.look(self.run)
-
     def check(self) -> float:
         """Check for finite faults."""
         run, needed = self.run, self.incidents.needs_low_scale()
@@ -112,7 +108,7 @@ class Tasks:
 
 TASKS: dict[str, Callable[[Tasks], float]] = {
     "rate": Tasks.read_rate,
-    "layers": Tasks.look_at_layers,
+    "layers": lambda tasks: tasks.layer_looks.look(tasks.run),
     "checks": Tasks.check,
     "divergence": Tasks.look_for_divergence,
     "proof": Tasks.promote,
