@@ -142,11 +142,11 @@ class Agreement:
         own = [[o.status, o.detail[:MAX_TEXT]] for o in outcomes]
         known = self._exchange(own, "the outcomes of the actions")
         for number, outcome in enumerate(outcomes):
-            done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
-            if done and len(done) < self.count:
-                other = next(rank for rank in range(self.count) if rank not in done)
+            done = [given[number][0] == "done" for given in known]
+            if any(done) and not all(done):
+                rank, other = done.index(True), done.index(False)
                 reason = known[other][number][1]
-                received = f"done on rank {done[0]}, and not on rank {other}: {reason}"
+                received = f"done on rank {rank}, and not on rank {other}: {reason}"
                 what = f"{outcome.action} on all processes"
                 remedy = "Restart them from a checkpoint."
                 raise GuardError(expected(what, received, remedy))
