@@ -243,13 +243,6 @@ def commit(measured: Measured) -> list[Any]:
     return reductions.update_sums(body.train_state, body.seen.records, dtype)
 
 
-def check_deferred(body: Body, learned: interface.Learned) -> None:
-    """Raise `Retrace` if the rest of the body depends on the updates in this conditional."""
-    traced = tf.compat.v1.get_default_graph()
-    if body.accesses is not None and body.accesses.depend_on(traced):
-        raise Retrace(replace(learned, keeps_undo=True))
-
-
 def refuse(body: Body, loss: Any, gradients: Any, halted: Any) -> None:
     """Restore the kept values, and update each loss scale, given the sums of the verdict."""
     for variable, old in body.kept.values():
@@ -364,12 +357,7 @@ class Step(intercept.Intercept):
         logs = [] if transaction.model is None else components(outputs)
 
         def committed() -> list[Any]:
-            after = written
-            if not transaction.immediate:
-                found = self.each(commit, measured)
-                after = [reductions.add(s, dtype) for s in zip(*found)]
-                for one in measured:
-                    check_deferred(one.body, transaction.learned)
+            after = written if transaction.immediate else self._update(measured)
             return [*after, *map(tf.identity, logs)]
 
         def refused() -> list[Any]:
@@ -387,6 +375,18 @@ class Step(intercept.Intercept):
         )
         outputs = outputs if transaction.model is None else packed(outputs, passed)
         return StepResult(outputs, tf.stack(list(verdict)), counts, ~may_commit & ~halted, replicas)
+
+    def _update(self, measured: Sequence[Measured]) -> list[Any]:
+        """Run the deferred updates; return the sums over weights and slots.
+
+        Raise `Retrace` if the rest of a body depends on them: their graph shows what they access.
+        """
+        found = self.each(commit, measured)
+        traced = tf.compat.v1.get_default_graph()
+        for accesses in filter(None, (one.body.accesses for one in measured)):
+            if accesses.depend_on(traced):
+                raise Retrace(replace(self.transaction.learned, keeps_undo=True))
+        return [reductions.add(sums, measured[0].scale.dtype) for sums in zip(*found)]
 
     def _examined(self, measured: Sequence[Measured]) -> tuple[Any, Counts, Any]:
         """Return whether all entries of the step are finite, and `counts` and `replicas` as in
