@@ -154,10 +154,8 @@ class StateAccess:
         """Compile the step again, after something that is built into it has changed."""
 
     def prepare(self) -> bool:
-        """Create every variable that the first step would create, for a state that is restored
-        before it; return whether all of them exist.
-
-        On all backends but TensorFlow, Keras creates them before training.
+        """Create every variable that the first step would create, which Keras does before training
+        on all backends but TensorFlow; return whether all of them exist.
         """
         return True
 
@@ -238,8 +236,7 @@ class Replay:
 
 class Host:
     """Functions for the process as a whole. The defaults are those of a process that trains alone,
-    with all of its random state in variables. The class `Host` of the module `host`, if there is
-    one.
+    with all of its random state in variables.
     """
 
     SPREADS_ARRAYS = False

@@ -14,11 +14,10 @@ gradient is there:
   conditional; for an update that runs immediately the guard does.
 - Keras writes an update as one operation after the other, each of which reads and writes whole
   arrays; Adam's takes some thirty passes over memory. Two kernels compute parts of it element by
-  element, in the same order of the same operations. ``ResourceApplyGradientDescent`` computes
-  ``var -= alpha * delta``, and ``ResourceApplyAdagradV2`` without its slots
-  ``var -= grad * lr / (sqrt(accum) + epsilon)``. Once in a process it is tested whether they give
-  the same bits on this processor. If they do not, if an optimizer overrides assignments, or on
-  another device than a CPU, the update runs as Keras wrote it.
+  element, in the same order: ``ResourceApplyGradientDescent`` (``var -= alpha * delta``), and
+  ``ResourceApplyAdagradV2`` without its slots (``var -= grad * lr / (sqrt(accum) + epsilon)``).
+  They are used on a CPU, for optimizers that assign as Keras does, and if a test, once in a
+  process, shows that they give the same bits on this processor.
 """
 
 from __future__ import annotations
@@ -253,14 +252,12 @@ def same_bits() -> bool:
     delta[:8] = first[4:12] = squares[2:10] = special
     try:
         with tf.init_scope(), tf.device("CPU:0"):
-            one, other, accumulator = (
-                tf.Variable(numbers, trainable=False) for numbers in (first, first, squares)
-            )
+            one, other, sums = [tf.Variable(n, trainable=False) for n in (first, first, squares)]
             d, r, e = tf.constant(delta), tf.constant(np.float32(1.0 - 0.9)), tf.constant(1e-7)
             one.assign_add(d * r)
-            one.assign_sub((d * r) / (tf.sqrt(accumulator) + e))
+            one.assign_sub((d * r) / (tf.sqrt(sums) + e))
             _descend(other.handle, -r, d)
-            _divide(other.handle, accumulator.handle, r, e, d)
+            _divide(other.handle, sums.handle, r, e, d)
             a, b = one.numpy(), other.numpy()
     except (tf.errors.InvalidArgumentError, ValueError):
         return False
