@@ -88,12 +88,10 @@ class Transaction:
     reused = False
     """Whether it was traced for an earlier run."""
 
-    @property
-    def has_hidden_state(self) -> bool:
-        """Whether the compiled step changes more than variables: an operation has a random
-        generator of its own (`tf.random.normal`), or calls the host (`tf.print`).
-        """
-        return False
+    has_hidden_state = False
+    """Whether the compiled step changes more than variables: an operation has a random generator of
+    its own (`tf.random.normal`), or calls the host (`tf.print`).
+    """
 
     def batch(self, given: Any) -> Any:
         """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""

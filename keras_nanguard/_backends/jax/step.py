@@ -94,7 +94,7 @@ class Transaction(interface.Transaction):
         self.donates = of_trainer and jit and self.refuse
         self.learned = interface.Learned(keeps_undo=not (jit and self.refuse))
         self.unpublished: list[Computed] = []
-        self.facts = UNKNOWN
+        self.facts, self.has_hidden_state = UNKNOWN, jit
         self.given: Any = None
         self.mesh: Any = None
         self._bad: StepResult | None = None
@@ -116,11 +116,6 @@ class Transaction(interface.Transaction):
                 return StepTrace(self, state, args, halt).complete()
 
         self._program = jax.jit(complete, **options) if self.jit else complete
-
-    @property
-    def has_hidden_state(self) -> bool:
-        """Whether the compiled step calls the host."""
-        return self.jit and self.facts.calls_host
 
     @property
     def may_run_ahead(self) -> bool:
@@ -166,7 +161,7 @@ class Transaction(interface.Transaction):
             self.learned = replace(self.learned, keeps_undo=True)
             self._compile()
             return False
-        self.facts = facts
+        self.facts, self.has_hidden_state = facts, self.jit and facts.calls_host
         if facts.keeps_undo and not self.learned.keeps_undo:
             self.learned = replace(self.learned, keeps_undo=True)
         result.verdict, self.given = verdict, result.args

@@ -65,8 +65,6 @@ class Transaction(TracedStep):
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
 
-    has_hidden_state = False
-
     def __init__(
         self,
         body: Callable[..., Any],
