@@ -126,8 +126,8 @@ class Intercept:
             real = torch.compile(real)
 
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
-            given = None if trainable_variables is None else list(trainable_variables)
-            self._take(KerasUpdate(optimizer, real, list(grads), given))
+            variables = () if trainable_variables is None else (list(trainable_variables),)
+            self._take(KerasUpdate(optimizer, real, list(grads), *variables))
 
         return optimizer, "apply", self._excluded(apply)
 

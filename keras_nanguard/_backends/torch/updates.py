@@ -62,27 +62,12 @@ class Update:
 
 
 class KerasUpdate(Update):
-    """One call of `apply` of a Keras optimizer.
+    """One call `apply(grads)` or `apply(grads, variables)` of a Keras optimizer."""
 
-    Args:
-        optimizer: the optimizer.
-        real: runs the update.
-        grads: the gradients.
-        variables: the variables, or `None` for those of the optimizer.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        real: Callable[..., Any],
-        grads: list[Any],
-        variables: Sequence[Any] | None,
-    ):
-        args = (grads,) if variables is None else (grads, variables)
-        super().__init__(optimizer, partial(real, *args))
-        self._given = variables
-        asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
+    def __init__(self, optimizer: Any, apply: Callable[..., Any], grads: Any, *variables: Any):
+        super().__init__(optimizer, partial(apply, grads, *variables))
+        self._variables = variables[0] if variables else keras_optimizers.trained_by(optimizer)
+        self.pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
 
     def state(self) -> list[Any]:
         trained = keras_optimizers.trained_by(self.optimizer)  # an average may write all of them
@@ -90,19 +75,15 @@ class KerasUpdate(Update):
 
     def build(self) -> None:
         optimizer = self.optimizer
-        if self._given and not optimizer.built:
+        if self._variables and not optimizer.built:
             with keras.name_scope(optimizer.name, caller=optimizer):
-                optimizer.build(self._given)
+                optimizer.build(self._variables)
             optimizer.built = True  # where `build` leaves that to `apply`
 
 
 class TorchUpdate(Update):
-    """One call of `step` of a `torch.optim.Optimizer`.
-
-    Args:
-        optimizer: the adapter of the optimizer.
-        call: runs the update.
-        is_immediate: whether it has a closure that evaluates the loss.
+    """One call of `step` of a `torch.optim.Optimizer`, given by its adapter. It is immediate if it
+    has a closure that evaluates the loss.
     """
 
     def __init__(self, optimizer: Any, call: Callable[[], Any], is_immediate: bool):
