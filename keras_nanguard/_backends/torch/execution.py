@@ -243,12 +243,11 @@ class StockRun(StepRun):
             self.queue.run(record, keep=self.judged.decision is Decision.CHECK)
 
 
-def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+def as_tensors(args: Sequence[Any]) -> Any:
     """Return the arguments of a step with arrays converted to tensors."""
-    converted: tuple[Any, ...] = with_arrays(_as_tensor, tuple(args))
-    return converted
 
+    def converted(value: Any) -> Any:
+        has_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+        return keras.ops.convert_to_tensor(value) if has_numbers else value
 
-def _as_tensor(value: Any) -> Any:
-    has_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
-    return keras.ops.convert_to_tensor(value) if has_numbers else value
+    return with_arrays(converted, tuple(args))

@@ -58,12 +58,8 @@ def summed(numbers: Sequence[float], what: str) -> list[float]:
 
 
 def leave(error: BaseException) -> None:
-    """Tell the other processes why this one ends, or find the one that has ended before; never
-    raises.
-
-    Args:
-        error: the exception of a step. If it is a lost connection, it gets a note with the other
-            process.
+    """Tell the other processes why this one ends. If the error is a lost connection, add a note to
+    it with the process that has ended before. Never raises.
     """
     with contextlib.suppress(Exception):
         if not (isinstance(error, RuntimeError) and LOST.search(str(error))):
@@ -73,9 +69,7 @@ def leave(error: BaseException) -> None:
 
 
 def _group() -> Any:
-    """Return the guard's own process group, which all processes create together at the first
-    exchange. Its time limit is that of the default group, if known.
-    """
+    """Return the guard's own process group, which all create together at the first exchange."""
     world = torch.distributed.group.WORLD
     if world not in _GROUPS:
         limit = None

@@ -13,6 +13,7 @@ because a training step of another process would answer it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -197,18 +198,12 @@ def _pairs(outputs: Sequence[Any], args: Any, kwargs: Any) -> list[tuple[Any, An
     return [(o, _floats([*together, *alone])) for o, together in zip(outputs, zip(*lists))]
 
 
-def _binary_cross_entropy(
-    real: Any,
-    _: Any,
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
+def _binary_cross_entropy(real: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(real).bind(*args, **kwargs)
+    given.apply_defaults()
+    input, target, weight, *_, reduction = given.args
     if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
-        return real(input, target, weight, size_average, reduce, reduction)
+        return real(*args, **kwargs)
     losses = -(
         target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100)
     )
