@@ -48,13 +48,16 @@ class Given:
     A tensor that shares its memory with a NumPy array, or with another process, is copied, because
     its owner may overwrite it unnoticed. So is a tensor of `torch.inference_mode`, which counts no
     writes. Any other tensor counts the writes to it, so changes are detected.
+
+    Attributes:
+        tensors: the arguments as they are now. Their size limits how many steps are kept.
     """
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_versions", "tensors")
 
     def __init__(self, args: Any):
         self._versions: list[tuple[Any, int]] = []
-        self._tensors = with_arrays(self._held, args)
+        self.tensors = with_arrays(self._held, args)
 
     def _held(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -68,7 +71,7 @@ class Given:
     def args(self) -> Any:
         """The arguments, or `None` if one of them was written since."""
         unchanged = all(value._version == version for value, version in self._versions)
-        return self._tensors if unchanged else None
+        return self.tensors if unchanged else None
 
 
 class Transaction(interface.Transaction):
