@@ -29,7 +29,7 @@ from keras_nanguard._fit.poles import Found, Poles
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
-from keras_nanguard._fit.trial import Trial, tried
+from keras_nanguard._fit.trial import tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._policy.state import is_of_data
@@ -227,7 +227,9 @@ class Incidents:
     def _is_finite_at(self, loss_scale: float) -> bool:
         """Return whether the last step is finite at another loss scale, as far as is known."""
         args = self._arguments()
-        return self._holds(lambda trying, args: trying.is_finite_at(loss_scale, args), args)
+        if args is None:
+            return False
+        return tried(self._run, lambda trying: trying.is_finite_at(loss_scale, args), False)
 
     def _arguments(self) -> Any:
         """Return the arguments of this step, `None` if they are gone or it cannot be replayed."""
@@ -237,12 +239,9 @@ class Incidents:
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
-        seeds = keras_variables.seeds(self._run.train_state().other)
-        return bool(seeds) and self._holds(Trial.is_bad_by_noise, args)
-
-    def _holds(self, holds: Callable[[Trial, Any], bool], args: Any) -> bool:
-        """Whether a method of `Trial` finds that something holds for a step on these arguments."""
-        return args is not None and tried(self._run, lambda trying: holds(trying, args), False)
+        if args is None or not keras_variables.seeds(self._run.train_state().other):
+            return False
+        return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is bad; return whether an entry is."""
