@@ -85,18 +85,15 @@ def preserved(
         model: it and its layers may keep tensors and numbers in attributes, which a call replaces.
         optimizers: those that may update them.
     """
-    with _ONE_REPLAY:
-        python, numpy = random.getstate(), np.random.get_state()
+    replay, seeds = current.replay(), keras_variables.global_seed_variables()
+    with _ONE_REPLAY, contextlib.ExitStack() as ending:  # the last one first, even after an error
+        ending.callback(np.random.set_state, np.random.get_state())
+        ending.callback(random.setstate, random.getstate())
         called = [] if model is None else keras_attributes.called_by_step(model)
-        restores = [*current.replay().held(model, optimizers), keras_attributes.restorer(called)]
-        try:
-            with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
-                yield
-        finally:
-            for restore in restores:
-                restore()
-            random.setstate(python)
-            np.random.set_state(numpy)
+        for restore in (keras_attributes.restorer(called), *replay.held(model, optimizers)):
+            ending.callback(restore)
+        ending.enter_context(replay.preserved((*variables, *seeds)))
+        yield
 
 
 @dataclass(frozen=True, eq=False)
