@@ -69,15 +69,15 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained(
         "_backends/shared/rules.py",
         "",
-        "PART, MOST = 2.0**-100, 2.0**126",
-        ("PART, MOST = 2.0**-99, 2.0**126", "PART, MOST = 2.0**-101, 2.0**126"),
+        "SCALE_DOWN, SUM_LIMIT = 2.0**-100, 2.0**126",
+        ("SCALE_DOWN, SUM_LIMIT = 2.0**-99, 2.0**126", "SCALE_DOWN, SUM_LIMIT = 2.0**-101, 2.0**126"),
         "Any power of two does by which no sum of parts overflows, and no part of a large entry is lost.",
     ),
     Explained(
         "_backends/shared/rules.py",
         "bounded_sum",
-        "return ops.minimum(ops.maximum(part, -MOST * PART), MOST * PART) / PART + part * 0",
-        ("return ops.minimum(ops.maximum(part, -MOST * PART), MOST * PART) / PART - part * 0",),
+        "return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN + part * 0",
+        ("return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN - part * 0",),
         ABSORBED_HERE,
     ),
     Explained(

@@ -26,7 +26,7 @@ from keras_nanguard._fit.log import Log
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras.fitting import evaluates, outside, surrounding
+from keras_nanguard._keras.fitting import current_callback_list, evaluates, outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections, warnings_about
 from keras_nanguard._recording.recording import BadSample, Recording
@@ -334,7 +334,7 @@ class NanGuard(keras.callbacks.Callback):
 
     def _concerned(self) -> Attached | None:
         """Return the attachment, `None` if the results of another model are reported."""
-        attached, callbacks = self._attached, surrounding()
+        attached, callbacks = self._attached, current_callback_list()
         model = getattr(callbacks, "model", None)
         own = attached is not None and model in (None, attached.session.run.model)
         return attached if own else None

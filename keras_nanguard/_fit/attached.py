@@ -26,7 +26,7 @@ from keras_nanguard._fit.callbacks import (
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras.fitting import Fit, callbacks_deferred, surrounding
+from keras_nanguard._keras.fitting import Fit, callbacks_deferred, current_callback_list
 
 
 class Attached:
@@ -58,7 +58,7 @@ class Attached:
         session.run.access = self._attachment
         self._attachment.attach(self._in_use)
         self.fit = Fit(
-            surrounding(),
+            current_callback_list(),
             cut_short,
             {
                 "on_train_begin": self._around_train_begin,
@@ -95,7 +95,7 @@ class Attached:
         names = ("epochs", "steps")
         self._plan = {name: int(plan[name]) for name in names if plan.get(name) is not None}
         self.fit.begin()
-        callbacks = surrounding()
+        callbacks = current_callback_list()
         self.session.callbacks_deferred = callbacks_deferred(callbacks)
         hide_from_progress_bar(callbacks)
         self.session.start.epochs = epochs = self._plan.get("epochs")

@@ -188,7 +188,7 @@ class Incidents:
         if "divergence" in incident.causes:
             self._diverged = state
         elif not back and (is_of_data(incident) or self._diverged != state):
-            run.recent.blame(incident.step)  # after a rollback it is gone, or good in a replay
+            run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
         """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
@@ -243,7 +243,7 @@ class Incidents:
             return False
         return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
 
-    def poisoned(self, verdict: Verdict) -> bool:
+    def committed_bad_state(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is bad; return whether an entry is."""
         run, findings = self._run, self._run.scan()
         if findings:

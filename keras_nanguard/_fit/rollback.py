@@ -131,7 +131,7 @@ class ActionContext:
             return run.agreement.rerun(None)
         bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
         if run.access.can_run_again and not incident.refused and (ends or bad):
-            run.recent.blame(incident.step)  # this step was bad, and not the state that it came to
+            run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
         return run.agreement.rerun(self._known_since(snapshot))
 
     def _known_since(self, snapshot: Snapshot) -> Rerun | None:

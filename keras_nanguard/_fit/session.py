@@ -244,7 +244,7 @@ class Session:
         elif not run.refuses:
             self.incidents.observed(verdict, report)
         else:
-            if not self.incidents.poisoned(verdict):
+            if not self.incidents.committed_bad_state(verdict):
                 self._count_committed(verdict)
             run.access.transaction.resume()
 

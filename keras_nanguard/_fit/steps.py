@@ -244,7 +244,7 @@ class RecentBatches:
         while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
 
-    def blame(self, step: int) -> None:
+    def mark_bad(self, step: int) -> None:
         """Remove the arguments of the last step, because it must not be replayed."""
         if self._entries and self._entries[-1].step == step:
             self._entries[-1] = self._entries[-1]._replace(given=None)

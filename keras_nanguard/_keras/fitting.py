@@ -65,7 +65,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def surrounding() -> Any:
+def current_callback_list() -> Any:
     """Return the `CallbackList` that is calling this code, or `None`."""
     owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
     return next((o for o in owners if isinstance(o, keras.callbacks.CallbackList)), None)
@@ -195,7 +195,7 @@ class Fit:
     @property
     def calls(self) -> bool:
         """Whether its own `CallbackList`, and not that of a call inside of it, calls this code."""
-        return not self.known or surrounding() is self._list()
+        return not self.known or current_callback_list() is self._list()
 
     def close(self) -> None:
         """Remove the watches."""

@@ -47,10 +47,10 @@ def test_commits_if_all_is_finite(ops, number, finite, halted):
 def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
     """It cannot overflow, and is NaN if an entry is not finite."""
     for entries in ([1.5, -2.0], [1e30, 1e30], [-3e30], [3e38, 3e38], [-3e38, -3e38]):
-        part = number(sum(np.float32(entry * rules.PART) for entry in entries))
-        expected = np.clip(sum(entries), -rules.MOST, rules.MOST)
+        part = number(sum(np.float32(entry * rules.SCALE_DOWN) for entry in entries))
+        expected = np.clip(sum(entries), -rules.SUM_LIMIT, rules.SUM_LIMIT)
         assert float(rules.bounded_sum(ops, part)) == pytest.approx(expected, rel=1e-6)
-    part = number(np.float32(1e6) * np.float32(3e38 * rules.PART))  # a million of the largest weights
+    part = number(np.float32(1e6) * np.float32(3e38 * rules.SCALE_DOWN))  # a million of the largest weights
     assert [float(rules.bounded_sum(ops, sign * part)) for sign in (1, -1)] == [2.0**126, -(2.0**126)]
     with np.errstate(all="ignore"):
         assert all(math.isnan(rules.bounded_sum(ops, number(bad))) for bad in (NAN, INF, -INF))

@@ -142,7 +142,7 @@ class StepTrace:
         early, between = known[: losses + checked], known[losses + checked :]
         verdict, counts = self._judged(found, early[:losses], early[losses:])
         # Only the update shows whether such gradients make an optimizer's state overflow.
-        may_commit: Any = ~verdict.refused & (verdict.gradients < rules.MOST)
+        may_commit: Any = ~verdict.refused & (verdict.gradients < rules.SUM_LIMIT)
         late = second(may_commit, *between)
         values = jax.tree_util.tree_unflatten(structure, [*early, *late])
         updated = self._update_sums(values.new)
@@ -153,7 +153,7 @@ class StepTrace:
     def _at_once(self, values: Values, found: Found) -> Computed:
         """Return the result of a run whose updates have taken effect."""
         new = values.new
-        places = [i for i in sorted(self.sites) if reductions.can_be_bad(new[i])]
+        places = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
         names = [*found.names, *((self.sites[i], self._path(i)) for i in places)]
         values = values._replace(checked=[*values.checked, *(new[i] for i in places)])
         found = replace(found, names=names, selected=set())
@@ -200,7 +200,7 @@ class StepTrace:
         changed = {i for i, (a, b) in enumerate(zip(flat, leaves)) if a is not b}
         statistics = [(self._path(i), flat[i]) for i in self._statistics(changed)]
         pairs = [pair for record in seen.records for pair in record.pairs]
-        gradients = [(v.path, g) for g, v in pairs if reductions.can_be_bad(g)]
+        gradients = [(v.path, g) for g, v in pairs if reductions.is_inexact(g)]
         sites = {"outputs": seen.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
         losses = seen.losses or owner.losses(found)
@@ -248,7 +248,7 @@ class StepTrace:
         places = [n for n, (site, _) in enumerate(found.names) if site == "gradients"]
         if places:  # the square of 1e20 overflows in float32, although 1e20 does not
             bad = jnp.any(counts[places[0] : places[-1] + 1] > 0)
-            gradients = jnp.where(bad, gradients, jnp.minimum(gradients, rules.MOST))
+            gradients = jnp.where(bad, gradients, jnp.minimum(gradients, rules.SUM_LIMIT))
         finite = reductions.all_finite((loss, gradients, written, weights, slots))
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, [self.scale], self.halt)
         verdict = Verdict(
@@ -265,7 +265,7 @@ class StepTrace:
         return [
             i
             for i in sorted(changed - self.sites.keys())
-            if id(self.variables[i]) not in apart and reductions.can_be_bad(self.old[i])
+            if id(self.variables[i]) not in apart and reductions.is_inexact(self.old[i])
         ]
 
     def _update_sums(self, new: Sequence[Any]) -> list[Any]:

@@ -177,7 +177,7 @@ class Intercept(Overrides):
                 self.losses.append(value)
                 leaves = jax.tree_util.tree_leaves(predicted(args, kwargs))
                 named = named_outputs(self.model, [primal(leaf, self.trace) for leaf in leaves])
-                self.outputs += [pair for pair in named if reductions.can_be_bad(pair[1])]
+                self.outputs += [pair for pair in named if reductions.is_inexact(pair[1])]
             return loss
 
         return compute_loss

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.rules import PART, Operations, bounded_sum
+from keras_nanguard._backends.shared.rules import SCALE_DOWN, Operations, bounded_sum
 
 try:
     from jax import shard_map
@@ -50,7 +50,7 @@ def select(condition: Any, one: Any, other: Any) -> Any:
     return one if bool(condition) else other
 
 
-def can_be_bad(array: Any) -> bool:
+def is_inexact(array: Any) -> bool:
     """Whether entries of this array can be NaN or Inf."""
     dtype = getattr(array, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
@@ -70,7 +70,7 @@ def _real(array: Any) -> Any:
 
 def all_finite(arrays: Iterable[Any]) -> Any:
     """Return whether every entry of these arrays is finite."""
-    found = [jnp.all(jnp.isfinite(array)) for array in arrays if can_be_bad(array)]
+    found = [jnp.all(jnp.isfinite(array)) for array in arrays if is_inexact(array)]
     return jnp.all(jnp.stack(found)) if found else jnp.ones((), bool)
 
 
@@ -92,7 +92,7 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
     """Return the arrays that can be bad; the small ones are joined, because one pass is faster."""
     large: list[Any] = []
     small: list[Any] = []
-    for array in map(_real, filter(can_be_bad, arrays)):
+    for array in map(_real, filter(is_inexact, arrays)):
         (small if array.size < LARGE else large).append(array)
     if len(small) < 2 or len({array.dtype for array in small}) > 1:
         return [*large, *small]
@@ -112,7 +112,7 @@ def squares(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return the sum of all entries, at most `rules.MOST` in magnitude; NaN if one is not
+    """Return the sum of all entries, at most `rules.SUM_LIMIT` in magnitude; NaN if one is not
     finite.
     """
     part = _sum(map(_parts, _grouped(arrays)), dtype)
@@ -120,14 +120,14 @@ def total(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def _parts(array: Any) -> Any:
-    """Return `PART` of the sums over the last axis of an array.
+    """Return `SCALE_DOWN` of the sums over the last axis of an array.
 
     As a product with a constant vector, which XLA computes on a CPU in the time of a plain sum; for
-    `array * PART` it stores a constant of the size of the array.
+    `array * SCALE_DOWN` it stores a constant of the size of the array.
     """
     if array.ndim < 2:
-        return array * PART
-    part = jnp.full(array.shape[-1:], PART, array.dtype)
+        return array * SCALE_DOWN
+    part = jnp.full(array.shape[-1:], SCALE_DOWN, array.dtype)
     # A lower precision, as of TF32, rounds the largest finite numbers to infinity.
     return jnp.dot(array, part, precision=jax.lax.Precision.HIGHEST)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions
-from keras_nanguard._backends.tensorflow.intercept import Accesses, Seen, Update
+from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
 from keras_nanguard._backends.tensorflow.reports import Counts, StepResult, components, packed
 from keras_nanguard._backends.tensorflow.updates import Updates
 from keras_nanguard._core.verdict import PERIOD, Verdict
@@ -68,7 +68,7 @@ class Body:
 
     args: Sequence[Any]
     outputs: Any
-    seen: Seen
+    seen: StepRecord
     train_state: TrainState
     kept: Mapping[int, tuple[Any, Any]]
     scales: Sequence[tuple[Any, Any, Any]]
@@ -103,7 +103,7 @@ class ReplicaStep:
 
     def __init__(self, transaction: TracedStep):
         self.transaction = transaction
-        self.seen = Seen()
+        self.seen = StepRecord()
         self.keeps_undo = transaction.immediate and transaction.refuse
         self.train_state = transaction.run.read_train_state()
         self.kept: dict[int, tuple[Any, Any]] = {}
@@ -221,7 +221,7 @@ class ReplicaStep:
         found += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
         for site, part in zip(("weights", "slots"), after):
             found += [(site, v.path, self.local(v)) for v in part]
-        looked_at = [place for place in found if reductions.can_be_bad(place[2])]
+        looked_at = [place for place in found if reductions.is_inexact(place[2])]
         return Measured(body, sums, scale, losses, looked_at, updates)
 
     def statistics(self, body: Body) -> list[Any]:
@@ -230,7 +230,7 @@ class ReplicaStep:
         tolerated = self.transaction.learned.tolerated
         others = self.large_keys(state) | self.keys(state.metrics) | tolerated
         kept = [variable for key, (variable, _) in body.kept.items() if key not in others]
-        return list(filter(reductions.can_be_bad, kept))
+        return list(filter(reductions.is_inexact, kept))
 
 
 # Commit or refuse
@@ -294,7 +294,7 @@ class Step(intercept.Intercept):
         """Call a function with the value of each replica, on that replica; return the results."""
         return list(map(function, values))
 
-    def seen(self) -> Seen:
+    def seen(self) -> StepRecord:
         return self.here().seen
 
     def on_update(self, record: Update) -> None:

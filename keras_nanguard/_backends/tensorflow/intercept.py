@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow.reductions import can_be_bad
+from keras_nanguard._backends.tensorflow.reductions import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
@@ -47,7 +47,7 @@ class Update:
 
 
 @dataclass(slots=True)
-class Seen:
+class StepRecord:
     """The recorded actions of one run of the body.
 
     Attributes:
@@ -78,10 +78,10 @@ class Intercept(Overrides):
         super().__init__()
         self.model, self.optimizers, self.immediate = model, list(optimizers), immediate
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._seen = Seen()
+        self._seen = StepRecord()
         self._creating = False
 
-    def seen(self) -> Seen:
+    def seen(self) -> StepRecord:
         """Return the records of the calling replica, to which calls are appended."""
         return self._seen
 
@@ -148,7 +148,7 @@ class Intercept(Overrides):
                 seen, outputs = self.seen(), tf.nest.flatten(predicted(args, kwargs))
                 seen.losses.append(tf.convert_to_tensor(loss))
                 named = named_outputs(self.model, outputs)
-                seen.outputs += [(n, t) for n, t in named if tf.is_tensor(t) and can_be_bad(t)]
+                seen.outputs += [(n, t) for n, t in named if tf.is_tensor(t) and is_inexact(t)]
             return loss
 
         return compute_loss

@@ -23,7 +23,7 @@ LARGE = 1 << 16
 """Elements above which a tensor is summed separately rather than with others of its shape."""
 
 
-def can_be_bad(tensor: Any) -> bool:
+def is_inexact(tensor: Any) -> bool:
     """Whether entries of this tensor or variable can be NaN or Inf."""
     dtype = tf.as_dtype(tensor.dtype)
     return bool(dtype.is_floating or dtype.is_complex)
@@ -63,7 +63,7 @@ def add(scalars: Sequence[Any], dtype: Any) -> Any:
 
 def squares(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return half the sum of the squares of all entries."""
-    return add([tf.cast(tf.nn.l2_loss(_wide(t)), dtype) for t in tensors if can_be_bad(t)], dtype)
+    return add([tf.cast(tf.nn.l2_loss(_wide(t)), dtype) for t in tensors if is_inexact(t)], dtype)
 
 
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
@@ -73,7 +73,7 @@ def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """
     sums = []
     small: dict[Any, list[Any]] = {}
-    for tensor in filter(can_be_bad, tensors):
+    for tensor in filter(is_inexact, tensors):
         tensor = _wide(tensor)
         size = tensor.shape.num_elements()
         if size is None or size >= LARGE:
@@ -97,7 +97,7 @@ def settled(sum_: Any, finite: Any) -> Any:
 
 def all_finite(tensors: Iterable[Any]) -> Any:
     """Return whether all entries are finite, a scalar bool."""
-    finite = [tf.reduce_all(_holds(tf.math.is_finite, t)) for t in filter(can_be_bad, tensors)]
+    finite = [tf.reduce_all(_holds(tf.math.is_finite, t)) for t in filter(is_inexact, tensors)]
     return tf.reduce_all([True, *finite])
 
 

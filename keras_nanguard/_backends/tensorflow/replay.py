@@ -19,7 +19,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
-from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
+from keras_nanguard._backends.tensorflow.intercept import Intercept, StepRecord
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import (
     arrays as keras_arrays,
@@ -173,7 +173,9 @@ class Replay(interface.Replay):
     Instrument = Instrument
 
     @contextlib.contextmanager
-    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Seen]:
+    def intercepted(
+        self, model: Any, optimizers: Iterable[Any], immediate: bool
+    ) -> Iterator[StepRecord]:
         """Record losses and updates on one replica; `immediate`: updates run at once."""
         alone = keras_optimizers.without_strategy(optimizers, tf.distribute.get_strategy())
         notes = Intercept(model, optimizers, immediate)

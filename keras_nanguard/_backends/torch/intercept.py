@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.reductions import can_be_bad
+from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
@@ -110,7 +110,7 @@ class Intercept:
         flat = map(keras.tree.flatten, self._predictions)
         named = [pair for outputs in flat for pair in named_outputs(self.model, outputs)]
         tensors = [pair for pair in named if isinstance(pair[1], torch.Tensor)]
-        return [pair for pair in tensors if can_be_bad(pair[1])]
+        return [pair for pair in tensors if is_inexact(pair[1])]
 
     def _excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that a compiled step calls without compiling it."""

@@ -139,7 +139,7 @@ class Ran:
             for tensor in self.log.written
             if id(tensor) not in parts.judged_elsewhere
             and id(tensor) not in tolerated
-            and reductions.can_be_bad(tensor)
+            and reductions.is_inexact(tensor)
         ]
 
     def state(self, parts: Parts) -> dict[str, list[Any]]:

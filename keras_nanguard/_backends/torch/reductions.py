@@ -31,7 +31,7 @@ finite number.
 """
 
 
-def can_be_bad(tensor: Any) -> bool:
+def is_inexact(tensor: Any) -> bool:
     """Whether entries of this tensor can be NaN or Inf."""
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
@@ -49,7 +49,7 @@ def norms(tensors: Iterable[Any]) -> list[Any]:
     small, away, large = [], [], []
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
-            if not can_be_bad(tensor):
+            if not is_inexact(tensor):
                 continue
             tensor = _dense(tensor)
         size = tensor.numel()
@@ -86,7 +86,7 @@ def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
 
 def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
-    found = [_dense(t.detach()) for t in tensors if can_be_bad(t) and t.numel()]
+    found = [_dense(t.detach()) for t in tensors if is_inexact(t) and t.numel()]
     rows = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in found]
     if not all(bool(torch.isfinite(row).all()) for row in rows):
         return number

@@ -30,7 +30,7 @@ from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_fi
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import TorchModule, is_sharded, loose_optimizers
-from keras_nanguard._backends.torch.reductions import can_be_bad
+from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import UndoLog, storage, written_by
 from keras_nanguard._backends.torch.updates import Update, UpdateQueue
 from keras_nanguard._core.observations import Origin
@@ -181,7 +181,7 @@ def _floats(values: Any) -> list[Any]:
     """Return the float tensors in nested arguments or results."""
     found = [value for value in keras.tree.flatten(values) if isinstance(value, torch.Tensor)]
     strided = [t for t in found if t.layout == torch.strided and not t.is_meta]
-    return list(filter(can_be_bad, strided))
+    return list(filter(is_inexact, strided))
 
 
 def _pairs(outputs: Sequence[Any], args: Any, kwargs: Any) -> list[tuple[Any, Any]]:

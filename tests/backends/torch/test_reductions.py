@@ -47,10 +47,10 @@ def test_sums_are_those_of_each_tensor(layout, bad):
     for place in range(len(of_every_kind(layout))):
         given = of_every_kind(layout)
         if bad is not None:
-            if not reductions.can_be_bad(given[place]) or not given[place].numel() or given[place].is_sparse:
+            if not reductions.is_inexact(given[place]) or not given[place].numel() or given[place].is_sparse:
                 continue
             given[place].detach().flatten()[:1].fill_(bad) if given[place].is_contiguous() else given[place][:1].fill_(bad)
-        floats = [t.detach().to_dense() for t in given if reductions.can_be_bad(t)]
+        floats = [t.detach().to_dense() for t in given if reductions.is_inexact(t)]
         squares = sum(float(t.to(torch.complex128).abs().square().sum()) for t in floats) / 2
         found = reductions.squares_of(read(given), given), reductions.norm_of(read(given), given)
         assert [*map(math.isfinite, found)] == [bad is None] * 2
