@@ -59,7 +59,7 @@ PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = 
     "exact_products": (["mlp-batchnorm"], without("tensorflow.updates", "_is_product", lambda tensor: False)),
     "late_verdict": (["mlp", "cnn", "transformer"], without("jax.step", "Transaction.may_run_ahead", NEVER)),
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
-    "step_cache": (["mlp", "cnn"], without("shared.attach", "Attachment._cached_step", lambda attachment, *modes: None)),
+    "step_cache": (["mlp", "cnn"], without("shared.attach", "Attachment._take_kept", lambda attachment: None)),
 }
 """Each path, the models that it was made for, and how it is disabled."""
 
