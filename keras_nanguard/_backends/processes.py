@@ -50,7 +50,7 @@ def exchange(value: Any, what: str) -> list[Any]:
     """Return the values of all processes, by rank.
 
     Args:
-        value: JSON data, including NaN and Inf; at most about 1 MB of text.
+        value: JSON data, including NaN and Inf.
         what: a description of it, for the error if a process does not answer.
 
     Raises:

@@ -55,7 +55,7 @@ MAX_SECONDS = 30.0
 MAX_COPIED = 1 << 28
 """Maximum size of an array that is copied because it is not a NumPy array in host memory."""
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 22
 """Numbers of the training data that are compared at a time, at least one of each row."""
 
 
@@ -269,13 +269,14 @@ def _equal(whole: Array | None, one: Array, rows: Array, end: float) -> Array:
     flat = np.asarray(one).reshape(-1)
     if whole is None or whole.shape[1] != flat.size:
         return rows[:0]
-    rows, order, start = rows[rows < len(whole)], _most_telling_first(flat), 0
+    rows, order = rows[rows < len(whole)], _most_telling_first(flat)
+    start, width = 0, 1
     while start < flat.size and len(rows):
         if time.perf_counter() > end:
             return rows[:0]
-        columns = order[start : start + max(_CHUNK // len(rows), 1)]
+        columns = order[start : start + min(width, max(_CHUNK // len(rows), 1))]
         rows = rows[_same(whole[np.ix_(rows, columns)], flat[columns])]
-        start += len(columns)
+        start, width = start + len(columns), 2 * width
     return rows
 
 
