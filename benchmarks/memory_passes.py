@@ -2,9 +2,10 @@
 
     KERAS_BACKEND=jax python benchmarks/memory_passes.py [CASE ...]      # also tensorflow, torch
 
-A guarded step reads two arrays of the size of the weights that a plain step does not read: the
-gradients, and the new weights. Their sums need no copy. If neither read can be fused with another
-one, a guarded step takes at least the time of a plain step and of these two reads. For each case of
+A guarded step reads four arrays of the size of the weights that a plain step does not read: the
+gradients, the new weights, and the two new slots of Adam. Their sums need no copy. If no read can
+be fused with another one, a guarded step takes at least the time of a plain step and of these four
+reads. For each case of
 `overhead_backends.py` this prints the time of a plain step, of one such read on the same backend
 (the median of 30), and this limit as a ratio.
 
@@ -25,8 +26,8 @@ import keras
 import numpy as np
 from overhead_backends import CASES, measured
 
-READS = 2
-"""Additional reads of a guarded step: of the gradients, and of the new weights."""
+READS = 4
+"""Additional reads of a guarded step: gradients, new weights, and the two new slots of Adam."""
 
 
 def sum_of_squares(arrays: Sequence[np.ndarray]) -> Callable[[], Any]:
