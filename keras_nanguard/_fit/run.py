@@ -266,6 +266,7 @@ class Run:
         if self._created is None:
             self._created, self.checks_fully = {}, True
         self._created[id(native)] = compact(value) if isinstance(value, np.ndarray) else value
+        self._traced = None  # a state that was read before misses it
 
     def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
         """Return the variables that were created while tracing, each with its first value; empty

@@ -118,3 +118,41 @@ def test_a_fit_that_cannot_begin_leaves_no_hook():
     with pytest.raises(GuardError, match="compile"):
         model.make_train_function()
     assert VARIABLE._direct_assign is before
+
+
+class Late(keras.metrics.Metric):
+    """Creates a variable when it is first updated in the step that `due` names."""
+
+    due, total = False, None
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.due and self.total is None:
+            self.total = self.add_weight(name="total", initializer="zeros")
+
+    def result(self):
+        return keras.ops.zeros(())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_variables_that_a_later_step_creates(replaced):
+    """They are in the train state at the end of that step, also if it creates those of a new
+    optimizer before its verdict and those of a metric after it.
+    """
+    metric, counts = Late(), []
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=[metric])
+    guard = NanGuard(verbose=0)
+
+    def create(batch, logs):
+        if batch == 3:
+            metric.due, model.optimizer = True, keras.optimizers.SGD(momentum=0.9) if replaced else model.optimizer
+
+    def compare(batch, logs):
+        state = guard.session.run.train_state()
+        assert [v.path for v in state.metrics] == [v.path for v in model.metrics_variables]
+        assert {id(v) for v in model.optimizer.variables} == set(map(id, (*state.slots, *state.rates)))
+        counts.append(len(state.metrics))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_begin=create, on_train_batch_end=compare)
+    model.fit(np.ones((24, 2)), np.ones((24, 1)), batch_size=4, verbose=0, callbacks=[guard, callback])
+    assert counts[3] == counts[2] + 1
