@@ -148,29 +148,34 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         given = args, kwargs
         name = func.overloadpacket.__name__
         written = _floats(written_by(func, args, kwargs))
-        # Of inputs that it may overwrite, what is known is read before.
-        overwritten = [(output, self._inputs(inputs)) for output, inputs in _pairs(written, *given)]
+        pairs = _pairs(written, *given)
+        # Of inputs that it may overwrite, what is known is read before: once, as many share a list.
+        distinct = {id(inputs): inputs for _, inputs in pairs}
+        known = {key: self._inputs(inputs) for key, inputs in distinct.items()}
         result = func(*args, **kwargs)
         self.count += 1
         if name.startswith(UNWRITTEN):
             return result
         views = {storage(t) for t in _floats(given) if not written}
-        for output, inputs in overwritten or _pairs(_floats(result), *given):
+        for output, inputs in pairs or _pairs(_floats(result), *given):
             number = storage(output)
             if is_finite(output):
                 if number not in views:
                     self._lineage.pop(number, None)
             elif number not in views or number not in self._lineage:
-                known = inputs if isinstance(inputs, Inputs) else self._inputs(inputs)
-                self._keep(output, self._origin(name, known, output, given))
+                if id(inputs) not in known:
+                    known[id(inputs)] = self._inputs(inputs)
+                self._keep(output, self._origin(name, known[id(inputs)], output, given))
         return result
 
     def _origin(self, name: str, inputs: Inputs, bad: Any, given: Any) -> Origin:
         """Return the origin behind the bad result of an operation with these arguments."""
         name = name.removeprefix("_foreach_").rstrip("_")
-        scalars = (a for a in keras.tree.flatten(given) if getattr(a, "ndim", 0) == 0)
-        numbers = (np.float64(a) if isinstance(a, float) else a for a in scalars)
-        filled = name.startswith(FILLING) and not all(map(is_finite, numbers))
+        filled = name.startswith(FILLING)
+        if filled:
+            scalars = (a for a in keras.tree.flatten(given) if getattr(a, "ndim", 0) == 0)
+            numbers = (np.float64(a) if isinstance(a, float) else a for a in scalars)
+            filled = not all(map(is_finite, numbers))
         plain = [a for a in given[0] if isinstance(a, float) and not np.isfinite(a)]
         operands = (operand(torch.as_tensor(a, dtype=bad.dtype)) for a in plain)
         known = inputs._replace(operands=(*inputs.operands, *operands))
