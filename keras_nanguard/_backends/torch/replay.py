@@ -216,8 +216,10 @@ def _binary_cross_entropy(real: Callable[..., Any], _: Any, *args: Any, **kwargs
     return losses if reduction == "none" else getattr(losses, reduction)()
 
 
-def _total_norm(real: Any, _: Any, tensors: Any, norm: float, raises: bool, *more: Any) -> Any:
-    return real(tensors, norm, False, *more)
+def _total_norm(real: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(real).bind(*args, **kwargs)
+    given.arguments["error_if_nonfinite"] = False
+    return real(*given.args, **given.kwargs)
 
 
 def _clipping() -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:

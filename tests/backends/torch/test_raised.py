@@ -174,6 +174,33 @@ def test_a_clip_that_raises_on_a_bad_gradient():
     assert "0.weight" in {finding.path for finding in incident.findings}
 
 
+@pytest.mark.parametrize("arguments", [{}, {"error_if_nonfinite": True}, {"foreach": False, "norm_type": 1.0}])
+def test_a_norm_by_the_function_behind_the_clip(arguments):
+    """A replay runs it with the arguments that the step gives, by name or by default."""
+    clip = torch.nn.utils.clip_grad
+    if not hasattr(clip, "_get_total_norm"):
+        pytest.skip("torch before 2.6")
+
+    def train(x, y):
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        clip._get_total_norm([p.grad for p in net.parameters()], **arguments)
+        optimizer.step()
+        return loss
+
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    guard = NanGuard(verbose=0)
+    with guard.watch(net, optimizer):
+        step = guard.step(train)
+        for x, y in batches(bad=3):
+            step(x, y)
+    (incident,) = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.samples) == ("input_nonfinite", (4,))
+    assert any("reproduces" in sentence for sentence in incident.diagnosis.evidence)
+
+
 def test_a_clip_that_raises_is_caught_by_the_step():
     """If the step handles the exception itself, nothing is refused."""
     caught = []
