@@ -240,10 +240,8 @@ def _natives(variables: Iterable[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def _undone(tensors: Sequence[Any], undo_log: UndoLog) -> Iterator[None]:
-    """Begin without the gradients of these tensors, and restore them and all writes at the end."""
+    """Restore the gradients of these tensors and all writes at the end."""
     grads = [(tensor, tensor.grad) for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
     try:
         with undo_log:
             yield
@@ -285,18 +283,25 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
         """Restore these variables, everything else that Keras writes, and torch's generators at the
-        end; leave no gradient.
+        end; begin without gradients.
         """
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
         natives = _natives(variables)
         local = contextlib.nullcontext() if place()[1] == 1 else _Local()
         with _undone(natives, UndoLog(natives, is_replay=True)), local:
+            for tensor in natives:
+                tensor.grad = None
             yield
 
-    def undone(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
         natives = _natives(variables)
-        return _undone(natives, UndoLog((), is_replay=True, apart=natives))
+        with _undone(natives, UndoLog((), is_replay=True, apart=natives)):
+            for tensor in natives:
+                if tensor.grad is not None:  # a step may use it, and add to it in place
+                    tensor.grad = tensor.grad.detach().clone()
+            yield
 
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)

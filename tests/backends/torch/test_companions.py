@@ -196,6 +196,34 @@ def test_steps_after_the_end_of_training_leave_no_trace(scheduler):
     np.testing.assert_equal(np.random.get_state()[1:3], generators[1])
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_steps_after_the_end_of_training_use_gradients_from_outside(in_place):
+    """They find the gradients of a backward pass of the loop, which are then as before."""
+    loop, guard = Loop(), NanGuard("stop", verbose=0)
+
+    def step():
+        total = sum(p.grad.square().sum() for p in loop.net.parameters())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=not in_place)
+        return total
+
+    with guard.watch(loop.net, loop.optimizer):
+        run_step = guard.step(step)
+        for batch in (BATCHES[0], poisoned()[BAD[0]]):
+            loop.backward(batch)
+            run_step()
+        before = loop.state()
+        for batch in BATCHES[:3]:
+            loop.backward(batch)
+            grads = [p.grad for p in loop.net.parameters()]
+            values = [grad.clone() for grad in grads]
+            assert run_step() == sum(value.square().sum() for value in values)
+            assert all(p.grad is grad for p, grad in zip(loop.net.parameters(), grads))
+            assert all(map(torch.equal, grads, values))
+    assert guard.stopped
+    assert_same(loop.state(), before)
+
+
 def test_classes_of_torch_are_as_before():
     """After the loop no method of torch is replaced."""
     before = [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
