@@ -174,6 +174,16 @@ def test_a_clip_that_raises_on_a_bad_gradient():
     assert "0.weight" in {finding.path for finding in incident.findings}
 
 
+def trained(net, optimizer, train):
+    """Return the guard of a loop of this step, with one bad batch."""
+    guard = NanGuard(verbose=0)
+    with guard.watch(net, optimizer):
+        step = guard.step(train)
+        for x, y in batches(bad=3):
+            step(x, y)
+    return guard
+
+
 @pytest.mark.parametrize("arguments", [{}, {"error_if_nonfinite": True}, {"foreach": False, "norm_type": 1.0}])
 def test_a_norm_by_the_function_behind_the_clip(arguments):
     """A replay runs it with the arguments that the step gives, by name or by default."""
@@ -191,11 +201,7 @@ def test_a_norm_by_the_function_behind_the_clip(arguments):
 
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    guard = NanGuard(verbose=0)
-    with guard.watch(net, optimizer):
-        step = guard.step(train)
-        for x, y in batches(bad=3):
-            step(x, y)
+    guard = trained(net, optimizer, train)
     (incident,) = guard.incidents
     assert (incident.diagnosis.cause, incident.diagnosis.samples) == ("input_nonfinite", (4,))
     assert any("reproduces" in sentence for sentence in incident.diagnosis.evidence)
@@ -217,9 +223,5 @@ def test_a_clip_that_raises_is_caught_by_the_step():
 
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    guard = NanGuard(verbose=0)
-    with guard.watch(net, optimizer):
-        step = guard.step(train)
-        for x, y in batches(bad=3):
-            step(x, y)
+    guard = trained(net, optimizer, train)
     assert caught == [True] and guard.refused == 0
