@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -127,6 +127,25 @@ class GuardedExecution(StateAccess):
 
 
 @contextlib.contextmanager
+def python_state_restored(
+    called: Sequence[Any], held: Iterable[Callable[[], None]]
+) -> Iterator[None]:
+    """Restore at the end, also after an exception, what steps may write outside of variables: the
+    random generators of Python and NumPy, and the attributes of what they call.
+
+    Args:
+        called: the objects, from `attributes.called_by_step`.
+        held: further functions that restore something; they run first.
+    """
+    with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
+        ending.callback(random.setstate, random.getstate())
+        ending.callback(np.random.set_state, np.random.get_state())
+        for restore in (keras_attributes.restorer(called), *held):
+            ending.callback(restore)
+        yield
+
+
+@contextlib.contextmanager
 def undone(run: Run) -> Iterator[None]:
     """Restore at the end, also after an exception, everything that steps may write, and drop their
     reports: variables, learning rates, random generators, numbers and tensors in attributes of
@@ -148,14 +167,11 @@ def undone(run: Run) -> Iterator[None]:
         keras_variables.finish([*restores, *created])
 
     replay = current.replay()
-    with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
+    with contextlib.ExitStack() as ending:
         ending.callback(access.held())
-        ending.callback(random.setstate, random.getstate())
-        ending.callback(np.random.set_state, np.random.get_state())
-        for restore in replay.held(run.model, state.optimizers):
-            ending.callback(restore)
+        held = replay.held(run.model, state.optimizers)
+        ending.enter_context(python_state_restored(called, held))
         ending.callback(restore_variables)
-        ending.callback(keras_attributes.restorer(called))
         ending.callback(access.sync_variables)
         ending.callback(lambda: access.transaction.take_reports())  # perhaps of a new trace
         ending.enter_context(replay.undone(variables))

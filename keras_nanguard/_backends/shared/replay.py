@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.execution import python_state_restored
 from keras_nanguard._backends.shared.instrument import LAYER, Call, CallOrigins, LayerTable
 from keras_nanguard._backends.shared.origins import OriginTracker
 from keras_nanguard._core import finiteness
@@ -86,14 +86,11 @@ def preserved(
         optimizers: those that may update them.
     """
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
-    with _ONE_REPLAY, contextlib.ExitStack() as ending:  # the last one first, even after an error
-        ending.callback(np.random.set_state, np.random.get_state())
-        ending.callback(random.setstate, random.getstate())
+    with _ONE_REPLAY:
         called = [] if model is None else keras_attributes.called_by_step(model)
-        for restore in (keras_attributes.restorer(called), *replay.held(model, optimizers)):
-            ending.callback(restore)
-        ending.enter_context(replay.preserved((*variables, *seeds)))
-        yield
+        others = python_state_restored(called, replay.held(model, optimizers))
+        with others, replay.preserved((*variables, *seeds)):
+            yield
 
 
 @dataclass(frozen=True, eq=False)
