@@ -20,6 +20,7 @@ from keras_nanguard._core.errors import GuardError, GuardInUseError, require_pat
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit import arguments, loop
 from keras_nanguard._fit.attached import Attached
 from keras_nanguard._fit.log import Log
@@ -461,7 +462,11 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def _run(self) -> ShownRun:
         """All fits so far, as reports show them."""
-        return ShownRun(self.incidents, self.recording, self.directory, counted=self._log.totals)
+        return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
+
+    def _counted(self) -> Totals:
+        """Return the numbers of steps of all fits so far, for benchmarks."""
+        return self._log.totals
 
     def __repr__(self) -> str:
         return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
@@ -473,7 +478,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return a summary of all fits so far: numbers of steps, incidents by cause, and
         actions.
         """
-        return console.summary(self.incidents, self._log.totals)
+        return console.summary(self.incidents, self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.
