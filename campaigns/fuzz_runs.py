@@ -22,12 +22,9 @@ from keras_nanguard._core.errors import NanGuardError
 
 __all__ = [
     "bundle_at",
-    "bundle_commands",
     "directory",
-    "incidents",
     "look_bundle",
     "look_directory",
-    "look_incidents",
     "look_policy",
     "look_recording",
     "look_snapshots",
@@ -62,14 +59,7 @@ def look_policy(path: Path) -> None:
         raise Wrong("a policy that is printed and read again is another one")
 
 
-# Incidents, recordings, directories of runs
-
-
-def incidents(recipe: Recipe, folder: Path) -> Path:
-    tree = recipe["tree"]
-    rows = tree if isinstance(tree, list) else [tree]
-    text = "".join(f"{json_text(row)}\n" for row in rows)
-    return sized(folder / "incidents.jsonl", text.encode("utf-8", "surrogatepass"), recipe)
+# Recordings, directories of runs
 
 
 @functools.cache
@@ -119,11 +109,6 @@ def _shown_incidents(path: Path) -> None:
     Console(file=screen, width=100, force_terminal=False).print(terminal.frame(run, 100))
     check_printed(screen.getvalue(), "watch")
     check_printed(terminal.table_text(incidents, run.summary), "table")
-
-
-def look_incidents(path: Path) -> None:
-    """Read a log and show it in every form."""
-    _shown_incidents(path)
 
 
 def recording_at(recipe: Recipe, folder: Path) -> Path:
@@ -235,11 +220,6 @@ def look_bundle(path: Path) -> None:
     found = bundles.read(path)
     for _, array in (*found.state, *found.start):
         not_from_outside(array)
-
-
-def bundle_commands(path: Path) -> None:
-    command("report", path)
-    command("report", path.parent, "-o", path.parent / "page.html")
 
 
 # Snapshots

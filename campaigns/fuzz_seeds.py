@@ -101,7 +101,6 @@ def _policies() -> dict[str, list[Recipe]]:
 def _run(run: Path) -> dict[str, list[Recipe]]:
     recording = made.read_sqlite(run / "recording.sqlite")
     bundles = {path.name: _files(path) for path in sorted((run / "incidents").iterdir())}
-    log = [bundle["incident.json"] for bundle in bundles.values()]
     first = next(iter(bundles.values()))
     linked = [
         {**first, "layers.txt": {"link": f"{up}{OUTSIDE}.txt"}, "batch.npz": {"link": f"{up}{OUTSIDE}.npz"}, "model.json": {"link": "fifo"}}
@@ -112,7 +111,6 @@ def _run(run: Path) -> dict[str, list[Recipe]]:
     snapshots["guard_state.json"] = json.loads((run / "snapshots" / "guard_state.json").read_text())
     whole = {"recording": recording, "bundles": bundles}
     return {
-        "incidents": [{"tree": log}],
         "recording": [{"tree": recording}, {"tree": {**recording, "encoding": "UTF-16le"}}, *_beside(recording)],
         "run": [
             {"tree": whole},

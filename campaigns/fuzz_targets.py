@@ -77,16 +77,6 @@ TARGETS: dict[str, Target] = {
             )
         ),
         Target(
-            "incidents",
-            "log of incidents, `.jsonl`",
-            "`report`",
-            _REPORT,
-            runs.incidents,
-            runs.look_incidents,
-            runs.report_commands,
-            raw=True,
-        ),
-        Target(
             "recording",
             "`recording.sqlite`",
             "`Recording.read`, `report`, `watch`, a resumed run",
@@ -117,7 +107,7 @@ TARGETS: dict[str, Target] = {
             ),
             runs.bundle_at,
             runs.look_bundle,
-            runs.bundle_commands,
+            lambda path: None,
         ),
         Target(
             "snapshots",

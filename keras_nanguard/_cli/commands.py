@@ -299,8 +299,7 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
     argument(
         "paths",
         "REPORT",
-        "the directory that was given to NanGuard, a .json or .jsonl file of guard.report,"
-        " or a bundle; several are compared",
+        "the directory that was given to NanGuard, or its recording.sqlite; several are compared",
         nargs="+",
     ),
     argument(
@@ -318,8 +317,6 @@ def report(given: argparse.Namespace) -> int:
         return _compared(given)
     run = files.read(given.paths[0])
     incidents = run.incidents
-    if given.output or given.json:
-        _say_unread(run)
     if given.output:
         output.say(f"Written to {files.write(run, given.output)}.")
     elif given.json:
@@ -327,13 +324,7 @@ def report(given: argparse.Namespace) -> int:
             output.print_json(incident.to_dict())
     else:
         output.say("\n".join([run.summary, *map(console.incident_line, incidents)]))
-    return output.FOUND if incidents or run.unread else output.CLEAN
-
-
-def _say_unread(run: Any) -> None:
-    """Print which files of a run cannot be read."""
-    for line in run.unread:
-        output.say(f"keras-nanguard: {line}", sys.stderr)
+    return output.FOUND if incidents else output.CLEAN
 
 
 def _compared(given: argparse.Namespace) -> int:
@@ -348,7 +339,6 @@ def _compared(given: argparse.Namespace) -> int:
     for path in given.paths:
         try:
             runs.append(files.read(path))
-            _say_unread(runs[-1])
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
             output.say(f"keras-nanguard: skipped {one_line(error)}", sys.stderr)
@@ -366,7 +356,7 @@ def _compared(given: argparse.Namespace) -> int:
             output.print_json({"format": COMPARED_RUNS, **row})
     else:
         output.say(compare.text(runs))
-    return output.FOUND if any(run.incidents or run.unread for run in runs) else output.CLEAN
+    return output.FOUND if any(run.incidents for run in runs) else output.CLEAN
 
 
 @command(

@@ -89,8 +89,8 @@ def check_header(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             head = stream.read(100)
-    except OSError as error:
-        received = error.strerror or error
+    except (OSError, ValueError) as error:  # a name with NUL
+        received = getattr(error, "strerror", "") or plain_text(error)
         raise GuardError(expected(f"a recording at {file}", received, remedy)) from error
     version, application = (int.from_bytes(head[n : n + 4], "big") for n in (60, 68))
     if not head.startswith(b"SQLite format 3\x00") or application != APPLICATION:

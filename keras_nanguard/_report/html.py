@@ -84,7 +84,7 @@ def page(run: ShownRun) -> str:
         "report.html",
         data,
         title=str(meta.get("model") or "run"),
-        summary=run.unread if len(recording) else run.summary.splitlines(),
+        summary=[] if len(recording) else run.summary.splitlines(),
         facts=_facts(run),
         cards=found,
         healthy=_healthy(run),

@@ -26,7 +26,6 @@ class ShownRun:
         directory: its directory, if it has one, for the contents of its bundles.
         name: its name among several runs.
         counted: its numbers of steps as its guard has counted them; `None` if it is from files.
-        unread: a sentence for each of its files that cannot be read.
     """
 
     incidents: Sequence[Incident] = ()
@@ -34,7 +33,6 @@ class ShownRun:
     directory: Path | None = None
     name: str = ""
     counted: Totals | None = None
-    unread: Sequence[str] = ()
 
     @property
     def totals(self) -> Totals:
@@ -59,8 +57,7 @@ class ShownRun:
     @property
     def summary(self) -> str:
         """The summary of the run as text."""
-        found = summary(self.incidents, self.counted or self.totals)
-        return "\n".join([found, *(f"  {line}" for line in self.unread)])
+        return summary(self.incidents, self.counted or self.totals)
 
     @property
     def causes(self) -> Counter[str]:

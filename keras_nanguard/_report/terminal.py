@@ -24,7 +24,7 @@ from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._recording.database import MEASURED
+from keras_nanguard._recording.database import MEASURED, NAME
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
 from keras_nanguard._report.shown import ShownRun
@@ -152,10 +152,8 @@ def watch(
 
 
 def _read(directory: str | os.PathLike[str]) -> ShownRun:
-    """Read the files. Before the first step there may be none but those of snapshots."""
-    early = ("snapshots", "snapshots.lock")
-    begun = any(path.name not in early for path in Path(directory).iterdir())
-    return files.read(directory) if begun else ShownRun()
+    """Read the recording; before the first step there may be none."""
+    return files.read(directory) if Path(directory, NAME).exists() else ShownRun()
 
 
 def _shown(seen: ShownRun, screen: Console, problem: str = "") -> Group:

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from support import recordings
-from support.recordings import flushed, synthetic, written
+from support.recordings import event_of, flushed, synthetic, written
 
-from keras_nanguard import Diagnosis, Finding, Incident
+from keras_nanguard import Diagnosis, Finding, Incident, Recording
 from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
-from keras_nanguard._report import files, html
+from keras_nanguard._recording.recording import Event
+from keras_nanguard._report import files
 from keras_nanguard._report.shown import ShownRun
 
 INCIDENTS = [
@@ -28,12 +28,6 @@ INCIDENTS = [
 ]
 
 
-@pytest.mark.parametrize("ending", ["json", "jsonl", "JSON", "JSONL"])
-def test_round_trip(tmp_path, ending):
-    path = files.write(ShownRun(INCIDENTS), tmp_path / f"run.{ending}")
-    assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
-
-
 def test_endings_in_any_case(tmp_path, capsys):
     """A recording is read, and several runs are compared as HTML, whatever the case of the ending.
     """
@@ -44,23 +38,32 @@ def test_endings_in_any_case(tmp_path, capsys):
     assert "<html" in (tmp_path / "ALL.HTML").read_text()
 
 
-def test_folder_of_bundles(tmp_path):
-    for incident in INCIDENTS:
-        folder = tmp_path / f"incident-{incident.step}"
-        folder.mkdir()
-        (folder / "incident.json").write_text(incident.to_json())
-    assert [i.step for i in files.read(tmp_path).incidents] == [7, 9]
-    assert [i.step for i in files.read(tmp_path / "incident-9").incidents] == [9]
+def recorded(folder):
+    """Write a recording of the incidents, and return its path."""
+    events = [Event(i.step, i.epoch, 1.7e9, "incident", **event_of(i)) for i in INCIDENTS]
+    written(folder, Recording(events=tuple(events)))
+    return folder / database.NAME
+
+
+@pytest.mark.parametrize("ending", ["json", "JSONL"])
+def test_exports(tmp_path, ending):
+    """Each incident is written as it is; the file is for other programs, a report is not made from
+    it.
+    """
+    path = files.write(ShownRun(INCIDENTS), tmp_path / f"run.{ending}")
+    text = path.read_text()
+    found = json.loads(text)["incidents"] if ending == "json" else map(json.loads, text.splitlines())
+    assert list(found) == [i.to_dict() for i in INCIDENTS]
+    assert main(["report", str(path)]) == 2
 
 
 def test_command(tmp_path, capsys):
-    path = files.write(ShownRun(INCIDENTS), tmp_path / "run.json")
+    path = recorded(tmp_path)
+    assert [i.to_json() for i in files.read(path).incidents] == [i.to_json() for i in INCIDENTS]
     assert main(["report", str(path)]) == 1
     assert "loss_domain in 'mse'" in capsys.readouterr().out
     assert main(["report", str(path), "--json"]) == 1
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [7, 9]
-    (tmp_path / "none.jsonl").write_text("")
-    assert main(["report", str(tmp_path / "none.jsonl")]) == 0
     for ending in ("jsonl", "html"):
         assert main(["report", str(path), "-o", str(tmp_path / f"out.{ending}")]) == 1
         assert "dense/kernel" in (tmp_path / f"out.{ending}").read_text()
@@ -85,8 +88,7 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     with pytest.raises(FileNotFoundError) as caught:
         files.write(ShownRun(INCIDENTS), path)
     assert caught.value.filename == str(path)
-    run = files.write(ShownRun(INCIDENTS), tmp_path / "run.json")
-    assert main(["report", str(run), "-o", str(path)]) == 2
+    assert main(["report", str(recorded(tmp_path)), "-o", str(path)]) == 2
     said = f"keras-nanguard: {path} cannot be written: No such file or directory.\n"
     assert capsys.readouterr().err == said
 
@@ -113,7 +115,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
 
 def test_the_directory_of_a_guard(tmp_path, capsys):
     """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, also during
-    the run; without a log the bundles.
+    the run.
     """
     keras = pytest.importorskip("keras")
     from keras_nanguard import NanGuard
@@ -136,43 +138,17 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     assert [i.to_json() for i in files.read(run).incidents] == [i.to_json() for i in guard.incidents]
     assert main(["report", str(run)]) == 1
     assert "2 skipped, 2 incidents" in capsys.readouterr().out
-    bundles = [i for i in guard.incidents if i.bundle]
-    assert bundles
-    (run / database.NAME).unlink()
-    assert main(["report", str(run)]) == 1
-    assert [i.step for i in files.read(run).incidents] == [i.step for i in bundles]
     clean = NanGuard(directory=tmp_path / "clean", verbose=0)
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[clean])
     assert main(["report", str(tmp_path / "clean")]) == 0
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["-o", "report.html"], ["-o", "report.json"]], ids=str)
-def test_a_report_is_made_from_what_is_readable(tmp_path, monkeypatch, capsys, form):
-    """If the recording is damaged, the bundles are read, and the report names the recording."""
+def test_a_damaged_recording_is_named(tmp_path, monkeypatch, capsys, form):
+    """Nothing is written in place of a report of it."""
     monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
-    bundle = run / "incidents" / "incident-00000003-00"
-    bundle.mkdir(parents=True)
-    (bundle / "incident.json").write_text(recordings.incident(3, 0, 3).to_json())
-    (run / database.NAME).write_bytes(b"SQLite format 3\0 and then something else")
-
-    assert [i.step for i in files.read(run).incidents] == [3]
-    status, captured = main(["report", "run", *form]), capsys.readouterr()
-    written = (tmp_path / form[1]).read_text("utf-8") if form[:1] == ["-o"] else captured.out
-    assert status == 1 and "Traceback" not in captured.err
-    said = captured.err if form else written
-    assert database.NAME in said and said.count("Not read") == 1
-    assert form != ["-o", "report.html"] or database.NAME in written
-    (bundle / "incident.json").write_text("{")
-    assert main(["report", "run", *form]) == 2
-    assert database.NAME in capsys.readouterr().err
-
-
-def test_a_damaged_bundle_beside_a_good_recording(tmp_path, capsys):
-    """The recording is shown, and the bundle that was not read is named on the page as well."""
-    written(tmp_path, synthetic())
-    (tmp_path / "incidents" / "incident-00000099-00").mkdir(parents=True)
-    (tmp_path / "incidents" / "incident-00000099-00" / "incident.json").write_text("{")
-    assert main(["report", str(tmp_path)]) == 1
-    assert "incident-00000099-00" in capsys.readouterr().out
-    assert "incident-00000099-00" in html.page(files.read(tmp_path))
+    (tmp_path / database.NAME).write_bytes(b"SQLite format 3\0 and then something else")
+    assert main(["report", ".", *form]) == 2
+    captured = capsys.readouterr()
+    assert database.NAME in captured.err and "Traceback" not in captured.err
+    assert not captured.out and not list(tmp_path.glob("report.*"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from support.recordings import HOSTILE, incidents_of, run_of, synthetic
+from support.recordings import HOSTILE, incidents_of, run_of, synthetic, written
 
 import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
@@ -26,7 +26,7 @@ from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event, incidents as recorded
-from keras_nanguard._report import cards, compare, files, html
+from keras_nanguard._report import cards, compare, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 from keras_nanguard._report.shown import ShownRun
 
@@ -412,8 +412,9 @@ class TestSeveralRuns:
 
     def test_command(self, tmp_path, capsys):
         for name, count, _ in self.RUNS:
-            files.write(ShownRun(incidents_of(synthetic(400, count))), tmp_path / f"{name}.jsonl")
-        paths = [str(tmp_path / f"{name}.jsonl") for name, *_ in self.RUNS]
+            (tmp_path / name).mkdir()
+            written(tmp_path / name, synthetic(400, count))
+        paths = [str(tmp_path / name) for name, *_ in self.RUNS]
         assert main(["report", *paths]) == 1
         assert "2 of 3 runs" in capsys.readouterr().out
         assert main(["report", *paths, "--json"]) == 1
@@ -428,4 +429,3 @@ class TestSeveralRuns:
         assert "2 of 3 runs" in reported.out and "skipped" in reported.err and "notes.txt" in reported.err
         assert main(["report", str(tmp_path / "notes.txt"), str(tmp_path / "none")]) == 2
         assert main(["report", paths[2], "-o", str(tmp_path / "one.html")]) == 0
-        assert files.read(paths[0]).recording.meta == {}

@@ -1,4 +1,4 @@
-"""No content of a log or a recording controls a terminal or becomes active in a page; each form of
+"""No content of a recording controls a terminal or becomes active in a page; each form of
 it is written or rejected.
 """
 
@@ -32,11 +32,11 @@ ESCAPE = "\x1b]0;owned\x07"
 
 
 def log(folder, **changes):
-    """Write a file of one incident with some fields replaced, and return its path."""
+    """Write a recording of one incident with some fields replaced, and return its path."""
     plain = {**recordings.incident(3, 0, 3).to_dict(), **changes}
-    file = folder / "incidents.jsonl"
-    file.write_text(json.dumps(plain) + "\n")
-    return str(file)
+    event = recordings.Event(3, 0, 1.0, "incident", "", plain)
+    recordings.written(folder, Recording(events=(event,)))
+    return str(folder / "recording.sqlite")
 
 
 FIELDS = {
