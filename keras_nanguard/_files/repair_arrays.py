@@ -5,7 +5,7 @@ reason why not. Imports no backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from keras_nanguard._files.problems import is_loss_scale, not_negative
 from keras_nanguard._files.repair_report import Change, RepairOptions
 from keras_nanguard._files.scan_report import ScanReport
 
-Values = NDArray[Any] | str
+Values = NDArray[Any] | float | str
 """The values of an array, or the reason why there are none."""
 
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
@@ -48,20 +48,23 @@ class Repair:
         contents: its arrays.
         options: how each role is repaired.
         good: the arrays of a good model by path.
+        initial: returns the initial values of an array, which are broadcast to its shape, or the
+            reason why there are none.
+        replace: replaces the values of an array, in its dtype.
     """
 
-    def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, ModelArray]):
+    def __init__(
+        self,
+        contents: Contents,
+        options: RepairOptions,
+        good: Mapping[str, ModelArray],
+        initial: Callable[[ModelArray], Values],
+        replace: Callable[[ModelArray, NDArray[Any]], None],
+    ):
         self._arrays = contents.arrays
         self._options, self._good = options, good
+        self._initial, self._replace = initial, replace
         self._unbacked = 0
-
-    def initial(self, array: ModelArray) -> Values:
-        """Return initial values, which are broadcast to the shape of the array."""
-        raise NotImplementedError
-
-    def replace(self, array: ModelArray, values: NDArray[Any]) -> None:
-        """Replace the values of an array, in its dtype."""
-        raise NotImplementedError
 
     def changes(self, report: ScanReport) -> list[Change]:
         """Repair the bad arrays of a report of the same contents, and return the change of each."""
@@ -107,7 +110,7 @@ class Repair:
 
     def _new(
         self, array: ModelArray, values: NDArray[Any], bad: NDArray[np.bool_], method: str
-    ) -> Values:
+    ) -> NDArray[Any] | str:
         """Return the values of an array with the bad ones replaced."""
         if not bad.any():
             return "no single value is bad"
@@ -121,26 +124,27 @@ class Repair:
             if found.shape != values.shape:
                 return f"the source has the shape {found.shape} there"
             return found.astype(values.dtype)
-        new = np.full((), _CONSTANTS[method]) if method in _CONSTANTS else self.initial(array)
-        if not isinstance(new, str):
-            filling = np.broadcast_to(new, values.shape)[bad]
-            new = values.copy(order="K")
-            new[bad] = filling.astype(values.dtype)
+        initial = _CONSTANTS[method] if method in _CONSTANTS else self._initial(array)
+        if isinstance(initial, str):
+            return initial
+        new = values.copy(order="K")
+        new[bad] = np.broadcast_to(initial, values.shape)[bad].astype(values.dtype)
         return new
 
     def _reset(self, array: ModelArray) -> Change:
         """Set a slot of an optimizer to its initial value."""
-        about, new = (array.who.path, array.location, "reset"), self.initial(array)
+        about, new = (array.who.path, array.location, "reset"), self._initial(array)
         if not isinstance(new, str) and (reason := self._too_large(array)):
             new = reason
         if isinstance(new, str):
             return Change(*about, "skipped", new)
-        self._put(array, np.broadcast_to(new.astype(named_dtype(array.dtype)), array.shape))
+        typed = np.asarray(new).astype(named_dtype(array.dtype))
+        self._put(array, np.broadcast_to(typed, array.shape))
         return Change(*about, "done", "set to its initial value")
 
     def _put(self, array: ModelArray, values: NDArray[Any]) -> None:
         if not self._options.dry_run:
-            self.replace(array, values)
+            self._replace(array, values)
 
     def _too_large(self, array: ModelArray) -> str:
         """Return why an array cannot be loaded and rewritten, if the file declares far more than it

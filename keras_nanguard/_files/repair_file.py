@@ -21,11 +21,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.atomic_files import save_arrays
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.contents import Contents, ModelArray
+from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.limits import BOMB_FLOOR, MAX_EXPANSION, READ_BYTES, refuse_bomb
 from keras_nanguard._files.formats.names import optimizer_settings
 from keras_nanguard._files.formats.opening import WEIGHTS, opened
@@ -66,51 +64,28 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        repair = FileRepair(contents, chosen, good)
-        changes = [asdict(change) for change in repair.changes(before)]
-        if repair.replacements:
-            rewrite(path, scratch, output, contents.kind, repair.replacements)
-    found: dict[str, Any] = {"before": asdict(before), "changes": changes, "after": None}
-    if repair.replacements:
+        optimizer = optimizer_settings(contents.config)
+        new: dict[str, NDArray[Any]] = {}
+
+        def initial(array: ModelArray) -> Values:
+            who = array.who
+            if who.role == "slot":
+                return initial_slot(who.name, optimizer)
+            return initial_value(who.name, who.settings)
+
+        def replace(array: ModelArray, values: NDArray[Any]) -> None:
+            new[array.key] = values
+
+        changes = Repair(contents, chosen, good, initial, replace).changes(before)
+        if new:
+            rewrite(path, scratch, output, contents.kind, new)
+    found: dict[str, Any] = {"before": asdict(before), "after": None}
+    found["changes"] = [asdict(change) for change in changes]
+    if new:
         with opened(os.path.join(scratch, os.path.basename(output))) as contents:
             contents.source = plain_text(output)
             found["after"] = asdict(scan_contents(contents, limits, progress))
     return found
-
-
-def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
-    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
-    bfloat16 and float16 as float32."""
-    with opened(path) as contents:
-        found = by_name(contents)
-        known = {name: widen(found[name].read()) for name in names if name in found}
-        save_arrays(Path(output), known)
-    return {}
-
-
-class FileRepair(Repair):
-    """The repair of an open file.
-
-    Attributes:
-        replacements: the new values of each array to replace, by its key in the file.
-    """
-
-    def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, ModelArray]):
-        super().__init__(contents, options, good)
-        self._optimizer = optimizer_settings(contents.config)
-        self._draw = np.random.default_rng(options.seed)
-        self.replacements: dict[str, NDArray[Any]] = {}
-
-    def replace(self, array: ModelArray, values: NDArray[Any]) -> None:
-        """Store the values until the file is rewritten."""
-        self.replacements[array.key] = values
-
-    def initial(self, array: ModelArray) -> Values:
-        """Return the initial values that follow from the configuration, or the reason why there are
-        none."""
-        if array.who.role != "slot":
-            return initial_value(array.who.name, array.shape, array.who.settings, self._draw)
-        return initial_slot(array.who.name, self._optimizer)
 
 
 class Unwritable(Exception):

@@ -3,7 +3,6 @@ takes its choices from here."""
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,7 +37,6 @@ class RepairOptions:
     limits: Limits = field(default_factory=Limits)
     only: tuple[str, ...] = ()
     dry_run: bool = False
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -46,10 +44,6 @@ class RepairOptions:
             if value not in allowed:
                 received = f"{name}={value!r}"
                 raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
-        seed = self.seed
-        if seed is not None and not (isinstance(seed, numbers.Integral) and seed >= 0):
-            what, received = "seed to be a whole number of 0 or above", f"seed={seed!r}"
-            raise GuardError(expected(what, received, "Choose another one."))
 
     def method(self, role: str) -> str:
         """Return the method for a role; a variable that is neither weight, statistic nor slot is
