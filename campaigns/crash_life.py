@@ -19,8 +19,8 @@ import numpy as np
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
-from keras_nanguard._fit.snapshot_files import SnapshotFile
-from keras_nanguard._fit.snapshots import Ring, SnapshotFolder
+from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
+from keras_nanguard._fit.snapshots import Ring
 
 LOG = Path(__file__).resolve().parent / "crash.jsonl"
 

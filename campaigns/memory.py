@@ -59,6 +59,8 @@ def child(backend: str, state: float, guarded: str) -> None:
     import keras
     import numpy as np
 
+    from keras_nanguard import NanGuard
+
     width = int(math.sqrt(state * GB / 3 / 4 / LAYERS))
     keras.utils.set_random_seed(0)
     narrow = keras.initializers.RandomUniform(-0.01, 0.01)
@@ -69,10 +71,8 @@ def child(backend: str, state: float, guarded: str) -> None:
     y = x[:, :1].copy()
     if "fault" in guarded:
         x[4 * BAD_STEP] = np.nan
-    callbacks: list[keras.callbacks.Callback] = []
+    callbacks: list[NanGuard] = []
     if guarded:
-        from keras_nanguard import NanGuard
-
         directory = tempfile.mkdtemp(dir=os.environ.get("CAMPAIGN_FOLDER")) if "directory" in guarded else None
         callbacks = [NanGuard(snapshot={"every": 2, "verify_after": 1}, directory=directory)]
     begin = time.monotonic()
@@ -80,10 +80,8 @@ def child(backend: str, state: float, guarded: str) -> None:
     variables = [*model.variables, *model.optimizer.variables]
     found: dict[str, Any] = {"seconds": time.monotonic() - begin, "state": sum(int(np.prod(v.shape)) * 4 for v in variables)}
     for guard in callbacks:
-        ring = guard.session.run.ring  # type: ignore[attr-defined]
-        found |= {"refused": guard.session.run.counts.refused, "steps": guard.session.run.step}  # type: ignore[attr-defined]
-        found |= {"ring": type(ring).__name__, "snapshots": [(s.step, bool(s.arrays)) for s in ring.snapshots]}
-        found |= {"causes": [i.diagnosis.cause for i in guard.incidents]}  # type: ignore[attr-defined]
+        found |= {"refused": guard.session.run.counts.refused, "steps": guard.session.run.step}
+        found |= {"causes": [i.diagnosis.cause for i in guard.incidents]}
     found["finite"] = bool(np.isfinite(keras.ops.convert_to_numpy(model.trainable_variables[-1])).all())
     print("RESULT " + json.dumps(found))
 

@@ -228,7 +228,7 @@ def _own_operators() -> tuple[type[Any], ...]:
 
         def ways(self, node: Any) -> list[str]:
             statement = node.parent is not None and node.parent.type == "simple_stmt" and node is node.parent.children[0]
-            if not statement or parso.python.tree.search_ancestor(node, "funcdef") is None:
+            if not statement or parso.tree.search_ancestor(node, "funcdef") is None:
                 return []
             if node.type == "expr_stmt":
                 target, how = node.children[0], node.children[1]

@@ -36,7 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -44,6 +44,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from campaigns import pages  # noqa: E402  it is found from here on
+
+if TYPE_CHECKING:
+    from keras_nanguard import NanGuard
+    from keras_nanguard._recording.recorder import Recorder
 
 PERIOD = 997
 """Each step of this number is bad."""
@@ -234,22 +238,22 @@ def steady(form: str, steps: int, epochs: int, directory: str | None, save: Save
     model.fit(endless(x, y), **lengths, shuffle=False, verbose=0, callbacks=[*guards, Measures()], **validation)
 
 
-def _guard(directory: str | None) -> Any:
+def _guard(directory: str | None) -> NanGuard:
     from keras_nanguard import NanGuard
 
     return NanGuard(directory=directory, **({"snapshot": {"storage": "disk"}} if directory else {}))
 
 
-def flush(recorder: Any) -> None:
+def flush(recorder: Recorder) -> None:
     """Have everything so far written to the file of a recording."""
-    writer = recorder._file._writer
+    writer = recorder._writer
     for _ in range(2 if writer is not None else 0):  # what is being written now, then the rest
         recorder._work(time.time())
         while not writer.ready and not writer.problem:
             time.sleep(0.001)
 
 
-def counted(guard: Any, directory: str | None) -> dict[str, Any]:
+def counted(guard: NanGuard, directory: str | None) -> dict[str, Any]:
     """Return the number of steps of a long run, and a comparison of its incidents with the faults
     so far.
     """

@@ -1,0 +1,5 @@
+from typing import Any
+
+from keras import callbacks as callbacks
+
+def __getattr__(name: str) -> Any: ...
