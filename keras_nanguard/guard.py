@@ -462,7 +462,7 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def _run(self) -> ShownRun:
         """All fits so far, as reports show them."""
-        return ShownRun(self.incidents, self.recording, self.directory, counted=self._counted())
+        return ShownRun(self.incidents, self.recording, self.directory)
 
     def _counted(self) -> Totals:
         """Return the numbers of steps of all fits so far, for benchmarks."""

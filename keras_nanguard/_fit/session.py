@@ -88,15 +88,13 @@ class Session:
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
-        counts, recorder = self.run.counts, self.run.recorder
+        counts = self.run.counts
         if counts.skip_batches <= 0:
             return False
         for _ in range(batches):
             next(iterator)
-            if counts.epoch_passed >= 0:  # else an earlier process has trained on it
-                recorder.skip(counts.step, counts.epoch, counts.batch(counts.step))
             counts.skip_batch()
-        recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        self.run.recorder.place(counts.step, counts.epoch, counts.epoch_start)
         return True
 
     def before(self, written: bool = True) -> None:

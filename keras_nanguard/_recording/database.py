@@ -24,9 +24,9 @@ FORMAT = 1
 """Version of tables and values: `PRAGMA user_version` of the file, which readers check before they
 open it, and `Recording.meta["format"]`. It increases if a reader would misread the new ones."""
 
-COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
+COMMITTED, REFUSED, OVERFLOW = range(3)
 """The result of a step, as in the column `status`. `OVERFLOW` is a refused step that dynamic loss
-scaling handles. A `SKIPPED` batch was not trained on."""
+scaling handles."""
 
 MEASURED = ("loss", "gradient_norm", "learning_rate", "loss_scale")
 """Measurements of a step; NaN if unknown."""
@@ -169,36 +169,22 @@ FILL_RATE = "UPDATE steps SET learning_rate = ? WHERE id >= ? AND id < ?"
 UNDO_STEPS = f"UPDATE steps SET undone = 1 WHERE step >= ? AND status = {COMMITTED} AND NOT undone"
 """Marks the committed steps from this number on as undone."""
 
-UNDO_REFUSED = (
-    "UPDATE steps SET undone = 1 "
-    f"WHERE step = ? AND status IN ({REFUSED}, {OVERFLOW}) AND NOT undone"
-)
+_REFUSED = f"step = ? AND status IN ({REFUSED}, {OVERFLOW}) AND NOT undone"
+
+UNDO_REFUSED = f"UPDATE steps SET undone = 1 WHERE {_REFUSED}"
 """Marks the refused steps of this number as undone."""
+
+STATUS_OF_REFUSED = f"SELECT status FROM steps WHERE {_REFUSED}"
+"""The result of the refused step that `UNDO_REFUSED` marks."""
 
 
 _OLDER = "SELECT id, row_number() OVER (ORDER BY id) AS place FROM steps WHERE id < ?"
 
-_SECOND_GOOD, _SECOND = (
-    f"id IN (SELECT id FROM ({_OLDER} {which}) WHERE place % 2 = 0)"
+THIN_GOOD, THIN_ALL = (
+    f"DELETE FROM steps WHERE id IN (SELECT id FROM ({_OLDER} {which}) WHERE place % 2 = 0)"
     for which in (f"AND status = {COMMITTED}", "")
 )
-"""Every second committed step, or every second step, before an `id`."""
-
-THIN_GOOD, THIN_ALL = (f"DELETE FROM steps WHERE {which}" for which in (_SECOND_GOOD, _SECOND))
-
-REMOVED: Mapping[str, str] = {
-    "removed_refused": f"status = {REFUSED} AND NOT undone",
-    "removed_overflows": f"status = {OVERFLOW} AND NOT undone",
-    "removed_run_again": f"status IN ({REFUSED}, {OVERFLOW}) AND undone",
-}
-"""The entries of `meta` with the numbers of removed steps, and the condition for those steps."""
-
-COUNT_REMOVED = tuple(
-    f"INSERT INTO meta SELECT '{key}', count(*) FROM steps WHERE {_SECOND} AND {which} "
-    "ON CONFLICT (key) DO UPDATE SET value = value + excluded.value"
-    for key, which in REMOVED.items()
-)
-"""Add the steps that `THIN_ALL` removes to these numbers."""
+"""Remove every second committed step, or every second step, before an `id`."""
 
 MAX_UNWRITTEN = 50_000
 """Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
@@ -291,8 +277,7 @@ class Memory:
                 older = [(self.end - MAX_STEPS // 4,)]
                 self.run(THIN_GOOD, older)
                 if self.one(size) > MAX_STEPS * 3 // 4:
-                    for statement in (*COUNT_REMOVED, THIN_ALL):
-                        self.run(statement, older)
+                    self.run(THIN_ALL, older)
 
     def add_event(self, row: Row) -> None:
         """Append an event, of which SQLite chooses the `id`."""

@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +24,8 @@ from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
     COMMITTED,
     FORMAT,
-    MEASURED,
-    REMOVED,
-    SKIPPED,
+    OVERFLOW,
+    REFUSED,
     Memory,
     as_json,
     as_text,
@@ -34,7 +33,14 @@ from keras_nanguard._recording.database import (
     rows_of,
 )
 from keras_nanguard._recording.reading import writer_of
-from keras_nanguard._recording.recording import BadSample, EventKind, Recording, from_rows, read
+from keras_nanguard._recording.recording import (
+    COUNTED,
+    BadSample,
+    EventKind,
+    Recording,
+    from_rows,
+    read,
+)
 from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
@@ -45,7 +51,7 @@ MAX_PENDING = 4096
 
 MAX_PLACES = 4096
 
-_KEPT_META = ("began", "base", "since", *REMOVED)
+_KEPT_META = ("began", "base", "since")
 """Entries of `meta` that are kept from an earlier process."""
 
 
@@ -64,6 +70,7 @@ class Recorder:
         self._now = now
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._memory = Memory()
+        self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self.base = 0
         self._since = 0  # the first step of the last run, which may consist of several resumed fits
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
@@ -130,13 +137,6 @@ class Recorder:
         if now >= self._due or len(self._pending) >= MAX_PENDING:
             self._work(now)
 
-    def skip(self, step: int, epoch: int, batch: int) -> None:
-        """Record a batch before this step that is not trained on."""
-        with self._changing():
-            measured = [None] * len(MEASURED)
-            row = (step + self.base, epoch, batch, *measured, self._now(), SKIPPED, 0)
-            self._memory.add_steps([row])
-
     def place(self, step: int, epoch: int, start: int) -> None:
         """Note that steps from this one on belong to an epoch that began with step `start`."""
         with self._changing():
@@ -178,6 +178,9 @@ class Recorder:
         with self._changing():
             self._memory.run(database.UNDO_STEPS, [(step + self.base,)])
             replayed = [(number + self.base,) for number in again or ()]
+            status = Counter(self._memory.one(database.STATUS_OF_REFUSED, n) for n in replayed)
+            count, overflows = status[REFUSED] + status[OVERFLOW], status[OVERFLOW]
+            self._counts.update(run_again=count, refused=-count, overflows=-overflows)
             self._memory.run(database.UNDO_REFUSED, replayed)
 
     # Everything else
@@ -247,6 +250,7 @@ class Recorder:
         meta = [*rows_of(self._memory.connection)["meta"], *kept]
         self._memory = Memory({**rows, "meta": meta})
         self.base, self._since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        self._counts = Counter({name: earlier.meta.get(name, 0) for name in COUNTED})
         self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
         self._owners.add(writer_of(path))
 
@@ -336,14 +340,13 @@ class Recorder:
         """A copy of the recording so far."""
         with self._lock:
             self._fold()
-            self.note(written=self._now())
+            self.note(written=self._now(), **self._counts)
             return from_rows(rows_of(self._memory.connection))
 
     @property
     def _steps(self) -> int:
         """The number of steps of all fits so far that have been recorded."""
-        query = f"SELECT coalesce(max(step) + 1, 0) FROM steps WHERE status != {SKIPPED}"
-        return int(self._memory.one(query))
+        return int(self._memory.one("SELECT coalesce(max(step) + 1, 0) FROM steps"))
 
     def _work(self, now: float) -> None:
         """Do what is done about once a second."""
@@ -358,7 +361,7 @@ class Recorder:
             always: whether to write also if the file still writes the last changes.
         """
         if self._writer is not None and (always or self._writer.ready):
-            self.note(written=self._now())
+            self.note(written=self._now(), **self._counts)
             self._writer.put(self._memory.unwritten())
 
     @np.errstate(all="ignore")
@@ -383,3 +386,5 @@ class Recorder:
             np.zeros(count, np.int64),  # undone
         )
         self._memory.add_steps(list(zip(*(column.tolist() for column in columns))))
+        refused, overflows = np.count_nonzero(status), np.count_nonzero(status == OVERFLOW)
+        self._counts.update(refused=refused, overflows=overflows)

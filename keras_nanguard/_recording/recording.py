@@ -17,14 +17,13 @@ import numpy as np
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.totals import Totals
 from keras_nanguard._recording.database import (
     MAX_ALL_TEXT,
     MEASURED,
     NAME,
     OVERFLOW,
     REFUSED,
-    REMOVED,
-    SKIPPED,
     STEP_COLUMNS,
     Row,
     rows_of,
@@ -37,10 +36,13 @@ MAX_SHARE = 4
 MAX_WHOLE = 1 << 53
 """Largest step, epoch or row number; two of them can be added in 64 bits."""
 
+COUNTED = Totals._fields[1:]
+"""Entries of `meta` with numbers of refused steps."""
+
 _META: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "backend", "policy", "status", "writer"), (str,)),
     **dict.fromkeys(("began", "written"), (int, float)),
-    **dict.fromkeys(REMOVED, (int,)),
+    **dict.fromkeys(COUNTED, (int,)),
     **dict.fromkeys(("format", "epochs", "steps_per_epoch", "base", "since"), (int, type(None))),
     "versions": (dict,),
     "budgets": (list,),
@@ -126,11 +128,11 @@ class Recording:
         meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text),
             `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
             `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (for each limit of the policy
-            `rule`, `do`, `used`, `times`, `per_steps`), and `removed_refused`, `removed_overflows`
-            and `removed_run_again`, the numbers of refused steps that were removed from `steps`.
+            `rule`, `do`, `used`, `times`, `per_steps`), and the numbers of `refused` steps, of
+            `overflows` among them, and of further ones that were replayed (`run_again`).
         steps: the steps in the order in which they ran, as one array for each of `step`, `epoch`,
             `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status`
-            (0 committed, 1 refused, 2 overflow that the loss scale handles, 3 skipped) and `undone`
+            (0 committed, 1 refused, 2 overflow that the loss scale handles) and `undone`
             (by a rollback). A replayed step has a second row with the same number. Above 32,768
             rows every second committed step is removed, and every second step if most are refused,
             except among the last 8,192 rows.
@@ -165,8 +167,8 @@ class Recording:
         return f"Recording({model!r}, status={status!r}, {counts})"
 
     def __len__(self) -> int:
-        """Number of recorded steps, including undone ones and without skipped batches."""
-        return int((self.steps["status"] != SKIPPED).sum())
+        """Number of recorded steps, including undone ones."""
+        return len(self.steps["step"])
 
     def series(self, name: str, points: int = 2000) -> tuple[Array, Array, Array]:
         """Return one measured column over all steps, for a plot.

@@ -345,7 +345,7 @@ HOSTILE = {
         f"meta {key}: {value[:12]}": changed(f"INSERT OR REPLACE INTO meta VALUES ('{key}', '{value}')")
         for key, value in (
             *(("budgets", "5"), ("backend", "[]"), ("model", "{}"), ("status", "1"), ("versions", "[]"), ("base", '"1"'), ("epochs", "[]")),
-            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true"), ("removed_refused", "[1]")),
+            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true"), ("refused", "[1]")),
         )
     },
     "cut": cut,

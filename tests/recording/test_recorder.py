@@ -83,24 +83,6 @@ class TestSteps:
         steps = made.recording.steps
         np.testing.assert_array_equal(steps["undone"], steps["step"] >= 300)
 
-    def test_skipped_batches_are_not_steps(self):
-        made, total = recorder(), 3000
-        for step in range(total):
-            if step % 8 == 0:
-                made.skip(step, 0, step)
-            made.push(step, 1.0, 1.0, 1.0)
-        assert len(made.recording) == run_of(made.recording).totals.steps == total
-
-    def test_batches_that_are_skipped_at_the_end_of_a_fit(self):
-        """The next fit begins with the number of the next step."""
-        made = recorder()
-        made.push(0, 1.0, 1.0, 1.0)
-        made.skip(1, 0, 1)
-        made.end("finished", 1, 0)
-        made.begin({}, scaled=True, path=None)
-        made.push(0, 1.0, 1.0, 1.0)
-        assert made.base == 1 and run_of(made.recording).totals.steps == 2
-
 
 class TestRecorder:
 

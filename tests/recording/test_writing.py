@@ -101,7 +101,6 @@ def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
 
 
 CALLS = {
-    "skip": lambda made: made.skip(3, 0, 3),
     "place": lambda made: made.place(3, 1, 3),
     "rate": lambda made: made.rate(0.1),
     "undo": lambda made: made.undo(0),

@@ -199,6 +199,7 @@ def test_overflows_are_marked():
     """Each has a mark, and the legend counts them."""
     recording = synthetic(30_000, 0)
     recording.steps["status"][[3, 800, 29_000]] = OVERFLOW
+    recording.meta.update(refused=3, overflows=3)
     raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
     assert "every step was finite" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)

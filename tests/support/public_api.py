@@ -152,7 +152,7 @@ def recording() -> Iterator[str]:
     """The columns of a recording and the tables of its file."""
     records = importlib.import_module("keras_nanguard._recording.database")
     yield from (f"recording steps.{name}" for name in records.STEP_COLUMNS)
-    statuses = {getattr(records, name): name.lower() for name in ("COMMITTED", "REFUSED", "OVERFLOW", "SKIPPED")}
+    statuses = {getattr(records, name): name.lower() for name in ("COMMITTED", "REFUSED", "OVERFLOW")}
     yield from (f"recording status {number}: {name}" for number, name in sorted(statuses.items()))
     yield f"bad samples: {', '.join(importlib.import_module('keras_nanguard._report.files').SAMPLE_COLUMNS)}"
     for statement in importlib.import_module("keras_nanguard._recording.database").SCHEMA.values():

@@ -19,7 +19,6 @@ from keras_nanguard._recording.database import (
     NAME,
     OVERFLOW,
     REFUSED,
-    SKIPPED,  # noqa: F401  for tests
     STEP_COLUMNS,  # noqa: F401
     as_json,
     insert,
@@ -74,6 +73,8 @@ def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: in
         "status": "finished",
         "epochs": -(-steps // epoch),
         "steps_per_epoch": epoch,
+        "refused": int((status != COMMITTED).sum()),
+        "overflows": int((status == OVERFLOW).sum()),
     }
     events = _events(columns, bad, name, epoch)
     return Recording(meta, columns, events, _layers(steps, name), _samples(bad, name))
