@@ -386,5 +386,6 @@ class Recorder:
             np.zeros(count, np.int64),  # undone
         )
         self._memory.add_steps(list(zip(*(column.tolist() for column in columns))))
-        refused, overflows = np.count_nonzero(status), np.count_nonzero(status == OVERFLOW)
-        self._counts.update(refused=refused, overflows=overflows)
+        results = Counter(status.astype(int).tolist())
+        refused = results[REFUSED] + results[OVERFLOW]
+        self._counts.update(refused=refused, overflows=results[OVERFLOW])
