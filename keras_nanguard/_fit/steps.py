@@ -238,7 +238,7 @@ class RecentBatches:
         if last is not None and last.given is given:
             size, entries[-1] = last.size, last._replace(size=0)
         else:
-            size = bytes_of(getattr(given, "tensors", given))
+            size = bytes_of(given)
             self._bytes += size
         entries.append(_Entry(step, given, size, refused))
         while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:

@@ -217,10 +217,12 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _room(run: Run, rates: bool) -> bool:
-    """Whether there is memory for two copies of the state. If not, print a line once."""
+    """Whether there is memory for two copies of the state, and for a second set of gradients, as
+    PyTorch keeps the first one. If not, print a line once.
+    """
     train_state = run.train_state()
-    everything = [*train_state.everything, *train_state.metrics]
-    size = 2 * size_of(v for v in everything if keras_variables.on_host(v))
+    everything = 2 * [*train_state.everything, *train_state.metrics]
+    size = size_of(filter(keras_variables.on_host, (*everything, *train_state.trainable)))
     if memory.room_for(size):
         return True
     if rates:

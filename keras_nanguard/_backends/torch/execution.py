@@ -44,8 +44,8 @@ class StepRun:
         self.transaction, self.args, parts = transaction, args, transaction.parts
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None
-        adds = transaction.is_fresh or transaction.learned.adds_to_gradients
-        holders = parts.holders if adds and transaction.may_undo_update else ()
+        may_add = transaction.is_fresh or transaction.learned.adds_to_gradients is not False
+        holders = parts.holders if may_add and transaction.may_undo_update else ()
         # What a step finds stays alive until its end.
         self._gradients = [(t, t.grad) for t in holders if t.grad is not None]
         self.log = self._undo_log()
@@ -56,7 +56,9 @@ class StepRun:
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed."""
         transaction, parts = self.transaction, self.transaction.parts
-        uncounted, kept = parts.unlisted, list(transaction.learned.untracked.values())
+        learned = transaction.learned
+        uncounted = [*parts.unlisted, *learned.uncounted.values()]
+        kept = list(learned.untracked.values())
         kept += [local(grad) for _, grad in self._gradients]
         if transaction.is_fresh:
             kept += parts.other
@@ -160,14 +162,19 @@ class StepRun:
         """Return what the body has shown for later steps."""
         before, log = self.transaction.learned, self.log
         early = self.queue.early and judged.decision is not Decision.CHECK
-        adds = any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
+        adds = before.adds_to_gradients
+        if self._gradients:
+            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
+        uncounted = {id(tensor): tensor for tensor in self._written_uncounted()}
+        untracked = {id(tensor): tensor for tensor in self._untracked()}
         return Facts(
-            untracked={**before.untracked, **{id(tensor): tensor for tensor in self._untracked()}},
+            untracked={**before.untracked, **untracked, **uncounted},
             tolerated=before.tolerated | judged.constants,
             keeps_undo=before.keeps_undo or early,
             steps=before.steps + 1,
             stale=bool(log.created),
-            adds_to_gradients=before.adds_to_gradients or adds,
+            adds_to_gradients=adds,
+            uncounted={**before.uncounted, **uncounted},
         )
 
     def _untracked(self) -> list[Any]:
@@ -175,11 +182,7 @@ class StepRun:
         transaction, kept = self.transaction, self.log.kept
         by_keras = {k for k, entry in kept.items() if self.is_compiled or entry.writer is not None}
         changed = [t for t, version in self._versions if t._version != version]
-        changed = [tensor for tensor in changed if id(tensor) not in by_keras]
-        if changed:
-            run = [record for record in self.seen.records if record not in self.queue.waiting]
-            updated = {id(t) for record in run for t in record.state()}
-            changed = [t for t in changed if id(t) not in updated]
+        changed = self._not_updated([t for t in changed if id(t) not in by_keras])
         # A compiled step does not show what it assigns to.
         if transaction.jit and not self.is_compiled:
             parts = transaction.parts
@@ -187,11 +190,29 @@ class StepRun:
             changed += [kept[key].tensor for key in by_keras - listed]
         return changed
 
+    def _written_uncounted(self) -> list[Any]:
+        """Return the tensors whose value differs although torch has counted no write of them, which
+        only the first steps read.
+        """
+        if not self.transaction.is_fresh:
+            return []
+        unwritten = [kept for kept in self.log.kept.values() if not kept.is_written]
+        return self._not_updated([kept.tensor for kept in unwritten if kept.differs])
+
+    def _not_updated(self, tensors: list[Any]) -> list[Any]:
+        """Return the tensors that no update which has run may have written."""
+        if not tensors:
+            return []
+        run = [record for record in self.seen.records if record not in self.queue.waiting]
+        updated = {id(t) for record in run for t in record.state()}
+        return [t for t in tensors if id(t) not in updated]
+
     def _commit(self, verdict: Verdict, learned: Facts) -> tuple[Verdict, Facts]:
         """Run the deferred updates, and read the updated state, now or with the next step."""
         transaction, queue = self.transaction, self.queue
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()
+        unseen |= learned.uncounted.keys() - transaction.learned.uncounted.keys()
         is_read = queue.early and not queue.waiting
         queue.flush(keep=False)
         for created in queue.created:

@@ -42,13 +42,15 @@ class Facts(Learned):
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
-            kept before each step.
+            kept before each step; `None` until a step has begun with gradients.
+        uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
     """
 
     steps: int = 0
     stale: bool = True
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    adds_to_gradients: bool = False
+    adds_to_gradients: bool | None = None
+    uncounted: Mapping[int, Any] = field(default_factory=dict)
 
 
 class Parts:

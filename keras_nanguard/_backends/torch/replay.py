@@ -238,10 +238,15 @@ def _natives(variables: Iterable[Any]) -> list[Any]:
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
+def _holders(variables: Iterable[Any]) -> list[Any]:
+    """Return the tensors of these variables that have their gradients: whole ones, not shards."""
+    return _natives(getattr(v, "of", v) for v in variables)
+
+
 @contextlib.contextmanager
-def _undone(tensors: Sequence[Any], undo_log: UndoLog) -> Iterator[None]:
+def _undone(holders: Sequence[Any], undo_log: UndoLog) -> Iterator[None]:
     """Restore the gradients of these tensors and all writes at the end."""
-    grads = [(tensor, tensor.grad) for tensor in tensors]
+    grads = [(tensor, tensor.grad) for tensor in holders]
     try:
         with undo_log:
             yield
@@ -287,18 +292,19 @@ class Replay(interface.Replay):
         """
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        natives = _natives(variables)
+        holders, undo_log = _holders(variables), UndoLog(_natives(variables), is_replay=True)
         local = contextlib.nullcontext() if place()[1] == 1 else _Local()
-        with _undone(natives, UndoLog(natives, is_replay=True)), local:
-            for tensor in natives:
+        with _undone(holders, undo_log), local:
+            for tensor in holders:
                 tensor.grad = None
             yield
 
     @contextlib.contextmanager
     def undone(self, variables: Sequence[Any]) -> Iterator[None]:
-        natives = _natives(variables)
-        with _undone(natives, UndoLog((), is_replay=True, apart=natives)):
-            for tensor in natives:
+        holders = _holders(variables)
+        undo_log = UndoLog((), is_replay=True, apart=_natives(variables))
+        with _undone(holders, undo_log):
+            for tensor in holders:
                 if tensor.grad is not None:  # a step may use it, and add to it in place
                     tensor.grad = tensor.grad.detach().clone()
             yield

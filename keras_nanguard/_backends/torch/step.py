@@ -42,7 +42,7 @@ REFRESH = 100
 """Steps between two later readings of the train state."""
 
 
-class Given:
+class Given(tuple[Any, ...]):
     """The arguments of one step, kept until later steps need them.
 
     A tensor that shares its memory with a NumPy array, or with another process, is copied, because
@@ -50,28 +50,32 @@ class Given:
     writes. Any other tensor counts the writes to it, so changes are detected.
 
     Attributes:
-        tensors: the arguments as they are now. Their size limits how many steps are kept.
+        versions: each of these other tensors, with its version when it was given.
     """
 
-    __slots__ = ("_versions", "tensors")
+    versions: list[tuple[Any, int]]
 
-    def __init__(self, args: Any):
-        self._versions: list[tuple[Any, int]] = []
-        self.tensors = with_arrays(self._held, args)
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> Given:
+        """Return these arguments, kept."""
+        versions: list[tuple[Any, int]] = []
 
-    def _held(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            return owned(value)
-        if value.is_inference() or not value.untyped_storage().resizable():
-            return value.detach().clone()
-        self._versions.append((value, value._version))
-        return value
+        def held(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                return owned(value)
+            if value.is_inference() or not value.untyped_storage().resizable():
+                return value.detach().clone()
+            versions.append((value, value._version))
+            return value
+
+        given = cls(with_arrays(held, args))
+        given.versions = versions
+        return given
 
     @property
-    def args(self) -> Any:
-        """The arguments, or `None` if one of them was written since."""
-        unchanged = all(value._version == version for value, version in self._versions)
-        return self.tensors if unchanged else None
+    def is_unchanged(self) -> bool:
+        """Whether none of them was written since."""
+        return all(value._version == version for value, version in self.versions)
 
 
 class Transaction(interface.Transaction):
@@ -125,7 +129,7 @@ class Transaction(interface.Transaction):
         if learned.stale or self.is_fresh or replaced or learned.steps % REFRESH == 0:
             self.compiled = None if replaced else self.compiled
             self.read_parts()
-        self.given = Given(args)
+        self.given = Given.of(args)
         step = (StockRun if self.stock and self.refuses else StepRun)(self, args)
         try:
             outputs, self.verdict, self.learned, reports = step.complete()
@@ -161,7 +165,7 @@ class Transaction(interface.Transaction):
             self.learned = replace(other.learned, steps=steps, stale=True)
 
     def batch(self, given: Given) -> Any:
-        return None if given.args is None else as_tensors(given.args)
+        return as_tensors(given) if given.is_unchanged else None
 
     def take_reports(self) -> list[Report]:
         reports, self.reports = self.reports, []

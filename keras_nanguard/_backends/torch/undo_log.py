@@ -29,6 +29,9 @@ from keras_nanguard._backends.torch.modules import kept_settings
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A dtype for the bits of entries, by their number of bytes."""
+
 
 @dataclass(slots=True)
 class Kept:
@@ -38,7 +41,6 @@ class Kept:
         tensor: the tensor.
         value, version: its value and version when it was kept.
         is_counted: whether torch counts every write of it.
-        is_updated: whether an optimizer writes it. Torch does not count the writes of a fused one.
         writer: the variable through which Keras wrote it, `None` if it did not.
     """
 
@@ -46,13 +48,20 @@ class Kept:
     value: Any
     version: int
     is_counted: bool = True
-    is_updated: bool = False
     writer: Any = None
 
     @property
     def is_written(self) -> bool:
         """Whether it was, or may have been, written since."""
         return not self.is_counted or bool(self.tensor._version != self.version)
+
+    @property
+    def differs(self) -> bool:
+        """Whether it has other bits now, which takes a pass over it; of a strided tensor."""
+        now, kind = self.tensor.detach(), _BITS.get(self.tensor.dtype.itemsize)
+        if kind is None or now.layout != torch.strided:
+            return False
+        return not torch.equal(now.view(kind), self.value.view(kind))
 
 
 class UndoLog:
@@ -62,8 +71,7 @@ class UndoLog:
         kept: tensors to copy beforehand, because torch writes them in place.
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
-        is_replay: whether every write is undone: also those that torch does not count (fused ones,
-            under a dispatch mode), and those of gradient scalers.
+        is_replay: whether writes of gradient scalers are undone, too.
         apart: tensors that other code restores.
 
     Attributes:
@@ -99,7 +107,7 @@ class UndoLog:
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
         """Keep what an update is about to write: these tensors, and the optimizer's other state."""
         for tensor in tensors:
-            self.keep(tensor).is_updated = True
+            self.keep(tensor)
         if hasattr(optimizer, "held"):
             self.at_undo(id(optimizer), optimizer.held(copies=False))
 
@@ -124,7 +132,16 @@ class UndoLog:
         self.at_undo(id(scheduler), restore)
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep the tensors of a gradient scaler for a replay. A refused step is to update them."""
+        """Keep which optimizers a gradient scaler has unscaled. Keep its tensors only for a replay:
+        a refused step is to update them.
+        """
+        stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
+
+        def restore_stages() -> None:
+            scaler._per_optimizer_states.clear()
+            scaler._per_optimizer_states.update(stages)
+
+        self.at_undo(id(scaler), restore_stages)
         for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
             if isinstance(tensor, torch.Tensor):
                 restore = partial(tensor.copy_, tensor.clone())
@@ -167,7 +184,8 @@ class UndoLog:
             for restore in reversed(self._restores.values()):
                 restore()
             for kept in self.kept.values():
-                if self._is_replay or kept.is_updated or kept.is_written:
+                # Torch does not count the writes of a fused optimizer, or through `.data`.
+                if kept.is_written or kept.differs:
                     keras_variables.write_tensor(kept.tensor, kept.value)
 
     def release(self) -> None:
@@ -196,15 +214,14 @@ def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, va
 
 def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
     """Yield each class of schedulers and scalers that defines what writes its objects."""
-    for base, name, keep in (
-        (LRScheduler, "step", UndoLog.keep_scheduler),
-        (torch.amp.GradScaler, "update", UndoLog.keep_scaler),
+    for base, names, keep in (
+        (LRScheduler, ("step",), UndoLog.keep_scheduler),
+        (torch.amp.GradScaler, ("unscale_", "step", "update"), UndoLog.keep_scaler),
     ):
         kinds: list[Any] = [base]
         for kind in kinds:  # it grows meanwhile
             kinds += kind.__subclasses__()
-            if name in vars(kind):
-                yield kind, {name: _keeping(keep)}
+            yield kind, {name: _keeping(keep) for name in names if name in vars(kind)}
 
 
 WRITES = ThreadOverrides(

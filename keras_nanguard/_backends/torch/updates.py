@@ -3,13 +3,13 @@ the verdict on the step.
 
 A deferred update must have the same effect as an immediate one. So a record holds everything that
 the call depended on and that may change meanwhile: the gradients, whether autograd was on, and the
-rates of a torch optimizer.
+rates of a torch optimizer, and the scale that a `GradScaler` gives it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from keras_nanguard._backends.torch.modules import local, settings_of
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog, storage, written_by
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
+
+_SCALING = ("grad_scale", "found_inf")
+"""Attributes that a `GradScaler` sets on a fused optimizer for the time of the call."""
 
 
 class Update:
@@ -96,7 +99,12 @@ class TorchUpdate(Update):
     def _read(self) -> None:
         """Read what the update depends on."""
         groups = self._of.param_groups
-        self._settings = settings_of(groups)
+        # A scheduler writes a rate that is a tensor in place.
+        self._settings = [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+            for settings in settings_of(groups)
+        ]
+        self._scaling = self._given_scaling()
         self._grads = [(p, p.grad) for group in groups for p in group["params"]]
         written = [(p, g) for p, g in self._grads if g is not None]
         self.pairs = [(local(g), self.optimizer.variable_of(p)) for p, g in written]
@@ -108,8 +116,9 @@ class TorchUpdate(Update):
             super().run()
             self._read()
         else:
-            now = [(p, p.grad) for p, _ in self._grads], settings_of(self._of.param_groups)
-            self._place(self._grads, self._settings)
+            settings = settings_of(self._of.param_groups)
+            now = [(p, p.grad) for p, _ in self._grads], settings, self._given_scaling()
+            self._place(self._grads, self._settings, self._scaling)
             try:
                 if self.optimizer.global_clipnorm:
                     written = [p for p, g in self._grads if g is not None]
@@ -120,12 +129,18 @@ class TorchUpdate(Update):
         created: list[tuple[Any, Any]] = self.optimizer.created_since(before, self._settings)
         return created
 
-    def _place(self, grads: Any, settings: Any) -> None:
+    def _given_scaling(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._of).items() if name in _SCALING}
+
+    def _place(self, grads: Any, settings: Any, scaling: Mapping[str, Any]) -> None:
         for p, grad in grads:
             if p.grad is not grad:
                 p.grad = grad
         for group, values in zip(self._of.param_groups, settings):
             group.update(values)
+        for name in _SCALING:
+            vars(self._of).pop(name, None)
+        vars(self._of).update(scaling)
 
 
 class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -229,3 +230,193 @@ def test_classes_of_torch_are_as_before():
     before = [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
     guarded(Loop("step"), poisoned())
     assert before == [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
+
+
+# What an update and a refusal depend on
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 1)
+
+
+def loss_of(net, batch):
+    return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+
+
+def watched(net, optimizer, step, batches):
+    with (guard := NanGuard(verbose=0)).watch(net, optimizer):
+        run_step = guard.step(step)
+        for batch in batches:
+            run_step(batch)
+    return guard
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def stepping(optimizer, scaler, scheduler, net):
+    """A step with a scaler and a scheduler, each of which may be `None`."""
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if scheduler is not None:
+            scheduler.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("rate", [0.01, "tensor"])
+def test_a_deferred_update_uses_scale_and_rate_of_its_call(fused, scaled, rate):
+    """A `GradScaler` sets the scale of a fused optimizer only for the call, and a scheduler then
+    writes a rate that is a tensor in place.
+    """
+
+    def trained(is_watched):
+        net = network()
+        start = torch.tensor(0.01) if rate == "tensor" else rate
+        optimizer = torch.optim.SGD(net.parameters(), start, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        step = stepping(optimizer, scaler, lr_scheduler.ExponentialLR(optimizer, 0.5), net)
+        if is_watched:
+            assert not watched(net, optimizer, step, BATCHES[:5]).incidents
+        else:
+            for batch in BATCHES[:5]:
+                step(batch)
+        return net
+
+    assert same(trained(True), trained(False))
+
+
+def test_a_scaler_after_a_step_that_ends_in_an_exception():
+    """The next step may unscale again."""
+
+    def trained(batches, is_watched):
+        net = network()
+        optimizer, scaler = torch.optim.SGD(net.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = loss_of(net, batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        if is_watched:
+            assert len(watched(net, optimizer, step, batches).incidents) == len(BAD)
+        else:
+            for batch in batches:
+                step(batch)
+        return net
+
+    assert same(trained(poisoned(), True), trained([b for i, b in enumerate(BATCHES) if i not in BAD], False))
+
+
+@pytest.mark.parametrize("bad", [(0, 2), (0, 1, 4), (2,), (1, 7)])
+def test_gradients_of_several_steps_after_a_bad_one(bad):
+    """A refused step leaves the sum of the gradients before it, also if the first step was refused."""
+    batches = BATCHES[:9].clone()
+    batches[list(bad)] = float("nan")
+
+    def trained(is_watched):
+        net, guard = network(), NanGuard(verbose=0)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch):
+            loss = loss_of(net, batch)
+            loss.backward()
+            return loss
+
+        with guard.watch(net, optimizer):
+            run_step = guard.step(step)
+            for number, batch in enumerate(batches):
+                if is_watched:
+                    run_step(batch)
+                elif number not in bad:
+                    step(batch)
+                if number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return net
+
+    assert same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_writes_that_torch_does_not_count(bad, with_optimizer):
+    """A refused step restores weights that it has written through `.data` before its update, and
+    those that it updates by hand.
+    """
+    batches = BATCHES[:6].clone()
+    batches[bad] = float("nan")
+
+    def trained(is_watched):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch):
+            optimizer.zero_grad()
+            for p in net.parameters():
+                p.data.mul_(0.9)
+            loss = loss_of(net, batch)
+            loss.backward()
+            if with_optimizer:
+                optimizer.step()
+            else:
+                for p in net.parameters():
+                    p.data.sub_(p.grad, alpha=0.01)
+            return loss
+
+        if is_watched:
+            assert [i.step for i in watched(net, optimizer, step, batches).incidents] == [bad]
+        else:
+            for number, batch in enumerate(batches):
+                if number != bad:
+                    step(batch)
+        return net
+
+    assert same(trained(True), trained(False))
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="torch 2.6 and later")
+def test_gradients_of_a_sharded_module_after_the_end_of_training():
+    """Whole parameters have them, not the shards."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = network()
+        torch.distributed.fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer, guard = torch.optim.SGD(net.parameters(), 0.01), NanGuard("stop", verbose=0)
+
+        def step(batch):
+            loss = loss_of(net, batch)
+            loss.backward()
+            return loss
+
+        with guard.watch(net, optimizer):
+            run_step = guard.step(step)
+            for batch in (BATCHES[0], poisoned()[BAD[0]]):
+                run_step(batch)
+            grads = [p.grad for p in net.parameters()]
+            values = [grad.to_local().clone() for grad in grads]
+            for batch in BATCHES[1:4]:
+                run_step(batch)
+        assert guard.stopped
+        assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))
+        assert all(torch.equal(grad.to_local(), value) for grad, value in zip(grads, values, strict=True))
+    finally:
+        torch.distributed.destroy_process_group()
