@@ -278,10 +278,10 @@ def test_a_tensor_that_was_overwritten_is_dropped():
     from keras_nanguard._backends.torch.step import Given
 
     x = torch.ones(3)
-    given = Given((x,))
-    assert given.args == (x,)
+    given = Given.of((x,))
+    assert given == (x,) and given.is_unchanged
     x.add_(1)
-    assert given.args is None
+    assert not given.is_unchanged
 
 
 @pytest.mark.daily(*DAILY)
