@@ -250,7 +250,7 @@ def test_errors_can_be_pickled():
     with pytest.raises(PolicyError) as caught:
         NanGuard(lower_lr={"fctor": 0.5})
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert str(copy) == str(caught.value) and copy.faults == caught.value.faults
+    assert str(copy) == str(caught.value) and copy.problems == caught.value.problems
 
 
 @pytest.mark.parametrize(

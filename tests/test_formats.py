@@ -33,7 +33,7 @@ from keras_nanguard import (
 from keras_nanguard._core import atomic_files
 from keras_nanguard._files import bundles
 from keras_nanguard._fit import snapshot_files
-from keras_nanguard._policy.state import PolicyState
+from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._report import files
 
 FOLDER = Path(__file__).with_name("formats")
@@ -134,8 +134,8 @@ def test_snapshots(release):
     """A run resumes from the snapshots, with the changes of the policy."""
     written = snapshot_files.written(release / "run" / "snapshots")
     assert [snapshot_files.read(path).step for path in written] == [8, 12]
-    guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
-    assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
+    guard_state = atomic_files.read_json(release / "run/snapshots/guard_state.json")
+    assert GuardState.from_dict(guard_state).policy_state.refused == (make.BAD,)
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
     network = make.model()
     network.fit(

@@ -94,11 +94,6 @@ class PolicyError(NanGuardError, ValueError):
         super().__init__(message)
         self.problems = problems
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Alias of `problems`."""
-        return self.problems
-
 
 class FileFormatError(NanGuardError, ValueError):
     """A file is missing, truncated, malicious or of another format."""

@@ -43,28 +43,25 @@ def loads(text: str | bytes) -> Any:
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise ValueError("it is nested too deep") from None
     check_depth(found)
     return found
 
 
-_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
-
-
-def check_depth(value: Any) -> None:
-    """Check a value as JSON makes them.
+def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
+    """Check a value as JSON makes them; a circular one is too deep.
 
     Raises:
-        ValueError: if it is too deep.
+        ValueError: if it has more than `most` levels.
     """
     level = [value]
-    for _ in range(MAX_DEPTH + 2):
+    for _ in range(most + 2):
         level = [outer for outer in level if isinstance(outer, (dict, list, tuple))]
         if not level:
             return
         members = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [inner for inside in members for inner in inside]
-    raise ValueError(_TOO_DEEP)
+    raise ValueError(f"it is nested deeper than {most} levels")
 
 
 def plain_text(text: object, max_length: int = 300) -> str:

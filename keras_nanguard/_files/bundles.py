@@ -103,8 +103,6 @@ def _read(folder: Path) -> Bundle:
         received = plain_text(f"format={about.get('format')!r}")
         raise _refused(f"a bundle of format {FORMAT}", received, "Update.")
     entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
-    # Earlier versions also stored a later state as the start, and the batches since then.
-    later = (about.get("before") or {}).get("snapshot")
     model = folder / "model.json"
     return Bundle(
         folder,
@@ -112,7 +110,7 @@ def _read(folder: Path) -> Bundle:
         about,
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),
-        [] if later else _variables(folder / "start.npz", entries),
+        _variables(folder / "start.npz", entries),
         stored(Growth, about["growth"]),
         regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
     )

@@ -282,8 +282,7 @@ class GuardState(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""
-        state = {"policy_state": self.policy_state.to_dict()}
-        return {"format": FORMAT, **self.model_dump(mode="json", warnings=False), **state}
+        return {"format": FORMAT, **self.model_dump(mode="json", warnings=False)}
 
     @classmethod
     def from_dict(cls, data: Any) -> GuardState:
@@ -293,16 +292,16 @@ class GuardState(Record):
             FileFormatError: if it is of another format, or a field is missing, unknown or of a
                 wrong type.
         """
-        names = {"format", *cls.model_fields}
-        if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != names:
-            received = sorted(data) if isinstance(data, dict) else type(data).__name__
-            what = f"a guard state of format {FORMAT}"
-            raise FileFormatError(expected(what, received, "Start without resume=True."))
-        state = PolicyState.from_dict(data["policy_state"])
+        what, remedy = f"a guard state of format {FORMAT}", "Start without resume=True."
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise FileFormatError(expected(what, plain_text(f"format={found!r}"), remedy))
         try:
             plain = {name: value for name, value in data.items() if name != "format"}
-            plain["policy_state"] = state.model_dump(mode="json")
-            return cls.model_validate_json(json.dumps(plain))
+            state = cls.model_validate_json(json.dumps(plain))
         except (ValidationError, TypeError, ValueError, RecursionError) as error:
             text = f"The guard state has a malformed field: {plain_text(error)}"
             raise FileFormatError(text) from error
+        if state.to_dict() != data:
+            raise FileFormatError(expected(what, "one in which a field is missing", remedy))
+        return state

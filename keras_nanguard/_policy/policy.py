@@ -14,13 +14,13 @@ from typing_extensions import Unpack
 
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Preset
+from keras_nanguard._core.plain_values import check_depth
 from keras_nanguard._policy.actions import Action, Call, Items, LowerLr, Rollback, Skip, Stop
-from keras_nanguard._policy.documents import SUFFIXES, check_size, parsed, read
+from keras_nanguard._policy.documents import MAX_DEPTH, SUFFIXES, parsed, read
 from keras_nanguard._policy.records import (
     Record,
     as_tuple,
     nearest,
-    problem,
     raise_invalid,
     safe_repr,
 )
@@ -42,22 +42,6 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 
 DEFAULT_PRESET: Preset = "recover"
 """The preset of a policy that names none."""
-
-FORM = """\
-version = 2
-escalation = ["skip", "skip", ["rollback", "lower_lr"], "stop"]   # first, second, ... bad step
-
-[snapshot]
-every = 100
-verify_after = 10
-
-[[rules]]
-name = "bad data"
-cause = ["input_nonfinite", "target_nonfinite"]
-after = 5                                                         # in a row
-do = "stop"
-"""
-"""What the error for a policy of version 1 shows."""
 
 
 class Sections(TypedDict, total=False):
@@ -182,10 +166,11 @@ class Policy(Record):
     @classmethod
     def _of(cls, document: Mapping[str, Any], name: str) -> Policy:
         """Return the policy of a whole document; `name` is its name in messages."""
-        check_size(document, name)
-        if document.get("version") == 1:
-            found = problem("version", "2", 1)
-            raise PolicyError(f"{name} has an old form: {found}. The new form:\n\n{FORM}", (found,))
+        try:
+            check_depth(document, MAX_DEPTH)
+        except ValueError:
+            what, remedy = f"at most {MAX_DEPTH} levels of nesting in {name}", "Simplify it."
+            raise PolicyError(expected(what, "more", remedy)) from None
         try:
             return cls.model_validate(document)
         except ValidationError as error:

@@ -20,6 +20,9 @@ from keras_nanguard._core.literals import Cause, Kind, Site
 MAX_LENGTH = 80
 """Length above which a value is shortened in a message."""
 
+MAX_LINES = 30
+"""Number of problems that a message lists; `PolicyError.problems` has all of them."""
+
 
 def problem(path: str, what: str, received: object, meant: str = "") -> str:
     """Return one problem: `path: expected what, received value, did you mean 'meant'?`."""
@@ -33,7 +36,8 @@ def raise_problems(problems: Iterable[str], source: str = "the policy") -> None:
     if len(found) == 1:
         raise PolicyError(f"{source[:1].upper()}{source[1:]}: {found[0]}", found)
     if found:
-        lines = "\n".join(f"  {line}" for line in found)
+        more = ["..."] if len(found) > MAX_LINES else []
+        lines = "\n".join(f"  {line}" for line in (*found[:MAX_LINES], *more))
         raise PolicyError(f"{len(found)} problems in {source}:\n{lines}", found)
 
 
@@ -93,6 +97,7 @@ _WORDS = {
     "model_type": "a table",
     "model_attributes_type": "a table",
     "tuple_type": "a list",
+    "invalid_key": "text as keys",
 }
 """The expected value for each type of error of pydantic; other types keep its sentence."""
 

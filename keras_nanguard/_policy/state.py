@@ -6,20 +6,14 @@ Imports no backend.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._policy.records import Record
-
-FORMAT = 2
-"""Version of the JSON format of a `PolicyState`."""
 
 SHARE_WINDOW = 200
 """Steps of which at most `max_refused_share` may be refused."""
@@ -81,7 +75,6 @@ class PolicyState(Record):
         consecutive: bad steps in a row, up to `last`.
         climb: number of `consecutive` steps not explained by bad data; it selects the stage of the
             escalation.
-        total: bad steps in total.
         refused: the refused steps among the last `SHARE_WINDOW` steps.
         action_steps: for each action that changes something the steps, among the last
             `BUDGET_WINDOW`, at which it was decided.
@@ -94,7 +87,6 @@ class PolicyState(Record):
     last: int | None = None
     consecutive: int = Field(default=0, ge=0)
     climb: int = Field(default=0, ge=0)
-    total: int = Field(default=0, ge=0)
     refused: tuple[int, ...] = ()
     action_steps: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
@@ -121,7 +113,6 @@ class PolicyState(Record):
                 "last": step,
                 "consecutive": before.consecutive + 1,
                 "climb": before.climb + (not is_of_data(incident)),
-                "total": self.total + 1,
                 "without_effect": before.without_effect,
             }
         if incident.refused and step not in self.refused[-1:]:
@@ -196,24 +187,3 @@ class PolicyState(Record):
             },
             rules={},
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values with a format version."""
-        return {"format": FORMAT, **self.model_dump(mode="json")}
-
-    @classmethod
-    def from_dict(cls, data: Any) -> PolicyState:
-        """Rebuild a state from `to_dict()`.
-
-        Raises:
-            FileFormatError: if it has another format, or a field is unknown or of another type.
-        """
-        what, remedy = f"a policy state of format {FORMAT}", "Start without resume=True."
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise FileFormatError(expected(what, plain_text(f"format={found!r}"), remedy))
-        try:
-            plain = {name: value for name, value in data.items() if name != "format"}
-            return cls.model_validate_json(json.dumps(plain))
-        except (ValidationError, TypeError, ValueError, RecursionError) as error:
-            raise FileFormatError(expected(what, plain_text(error), remedy)) from error

@@ -149,21 +149,6 @@ def test_a_damaged_first_state_is_refused(diverged, tmp_path):
         replay(copy)
 
 
-@pytest.mark.parametrize("snapshot", [0, 10])
-def test_a_bundle_with_the_batches_before_the_step_is_read(diverged, tmp_path, snapshot):
-    """A release candidate stored them, and the state from which they lead to the bad step, which
-    may be a later one than the first.
-    """
-    copy = Path(shutil.copytree(diverged[0].bundle, tmp_path / "bundle"))
-    (copy / "before.npz").write_bytes(b"anything")
-    about = json.loads((copy / "bundle.json").read_text())
-    about["before"] = {"snapshot": snapshot, "steps": [], "exact": False, "batches": {"tuple": []}, "dtypes": []}
-    (copy / "bundle.json").write_text(json.dumps(about))
-    found = replay(copy)
-    assert found.reproduced
-    assert bool(restarted(found.diagnosis)) == (snapshot == 0)
-
-
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)

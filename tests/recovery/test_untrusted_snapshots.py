@@ -51,7 +51,17 @@ STATES = {
     "rollbacks of many digits": {"rollbacks": 10**100},
     "another field": {"more": 1},
     "another format": {"format": 7},
-    "a policy state of texts": {"policy_state": {**PolicyState().to_dict(), "total": "many"}},
+    **{
+        f"a policy state with {name}": {"policy_state": {**PolicyState().model_dump(mode="json"), name: value}}
+        for name, value in {
+            "consecutive": -1,
+            "climb": "many",
+            "refused": [1.5],
+            "more": 1,
+            "rules": {"a": {"last": []}},
+        }.items()
+    },
+    "no policy state": {"policy_state": None},
 }
 
 

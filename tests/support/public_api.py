@@ -171,7 +171,6 @@ FORMATS = {
     "bundle": ("_files.bundles", "FORMAT"),
     "snapshot": ("_fit.snapshot_files", "FORMAT"),
     "guard state": ("_fit.recovery", "FORMAT"),
-    "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.database", "FORMAT"),
     "scan report": ("_files.scan_report", "FORMAT"),
     "repair report": ("_files.repair_report", "FORMAT"),
