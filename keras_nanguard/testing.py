@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, get_args
 
+import ml_dtypes
 import numpy as np
 
 from keras_nanguard._backends import current
@@ -78,7 +79,9 @@ class Fault:
         """Return the factor for a value of this dtype."""
         if self.kind == "spike":
             return self.magnitude
-        return FACTORS[self.kind] if self.kind in FACTORS else _largest(dtype)
+        if self.kind in FACTORS:
+            return FACTORS[self.kind]
+        return float(ml_dtypes.finfo(finiteness.dtype_name(dtype)).max)
 
     def value(self, dtype: Any) -> float | None:
         """Return the replacement of an entry of this dtype; `None` for a spike, which multiplies
@@ -247,12 +250,6 @@ def corrupt(
     wide = finiteness.widen(flat[:entries])
     flat[:entries] = np.where(wide == 0, magnitude, wide * magnitude) if value is None else value
     keras_variables.write(variable, array)
-
-
-def _largest(dtype: Any) -> float:
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(str(getattr(dtype, "name", dtype))).max)
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

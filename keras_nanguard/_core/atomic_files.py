@@ -1,8 +1,6 @@
 """Atomic files: written under a temporary name, synced, renamed, and checked against a checksum
 when read. Arrays in files that any program with NumPy reads: `.npz` without compression and without
 pickle.
-
-Imports no backend.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,9 +26,6 @@ from keras_nanguard._core.plain_values import plain_text
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
-
-REPLACE_WAITS = (0.01, 0.05, 0.2, 0.5)
-"""Seconds between two attempts to replace a file that another program has open."""
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -59,21 +53,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def publish(finished: Path, path: Path) -> None:
-    """Move a finished file or folder to its final path, and sync the folder that contains it.
-
-    Windows does not replace a file that a program has open, as a virus scanner may have for a
-    moment. The move is therefore repeated.
-    """
-    for wait in REPLACE_WAITS:
-        try:
-            os.replace(finished, path)
-            break
-        except PermissionError:
-            if not path.exists() or os.name == "posix":
-                raise
-            time.sleep(wait)
-    else:
-        os.replace(finished, path)
+    """Move a finished file or folder to its final path, and sync the folder that contains it."""
+    os.replace(finished, path)
     flush_to_disk(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a batch, and their names for the user. Imports no backend."""
+"""The arrays of a batch, and their names for the user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The errors of the library, and the form of their messages.
 
 A message says what was expected, what was received and what to do, in this order (the convention of
-Keras). Imports no backend.
+Keras).
 """
 
 from __future__ import annotations

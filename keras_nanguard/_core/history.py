@@ -1,5 +1,5 @@
 """The measurements of the last steps, for the diagnosis of a later incident: the level of the loss,
-and the step at which the loss left this level. Imports no backend.
+and the step at which the loss left this level.
 
 Pushing is one append. All arithmetic is deferred until an incident needs it:
 

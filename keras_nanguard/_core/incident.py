@@ -7,7 +7,6 @@
     Incident   one bad step, with its findings and all of these
 
 All of them are frozen, contain only plain Python values and convert to JSON with a format version.
-Imports no backend.
 """
 
 from __future__ import annotations

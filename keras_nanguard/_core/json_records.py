@@ -1,4 +1,4 @@
-"""Records from JSON, with the type of each field checked. Imports no backend."""
+"""Records from JSON, with the type of each field checked."""
 
 from __future__ import annotations
 

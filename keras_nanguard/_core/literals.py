@@ -1,7 +1,5 @@
 """The closed lists of words, as types for editors and type checkers and as tuples. The properties
 of each cause, from `causes.toml`.
-
-Imports no backend.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Whether a copy fits into the memory of the host.
 
 The limits are those of the machine and of the cgroups of the process (the limit of a container). A
-limit that cannot be read is ignored. Imports no backend.
+limit that cannot be read is ignored.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -52,7 +51,8 @@ def room(root: Path = Path("/")) -> float:
     """
     status = _numbers(root / "proc/self/status")
     again = max(status.get("VmHWM", 0) - status.get("VmRSS", 0), 0)
-    return min(_of_machine(root), *_of_cgroups(root), inf) - again
+    available = _numbers(root / "proc/meminfo").get("MemAvailable", inf)
+    return min([available, *_of_cgroups(root)]) - again
 
 
 def is_exhausted(error: BaseException) -> bool:
@@ -64,19 +64,6 @@ def is_exhausted(error: BaseException) -> bool:
 def readable(size: float) -> str:
     """Return a number of bytes as text in GB or MB."""
     return f"{size / (1 << 30):.1f} GB" if size >= 1 << 30 else f"{max(size, 0) / (1 << 20):.0f} MB"
-
-
-def _of_machine(root: Path) -> float:
-    """Return the available memory of the machine: the estimate of Linux, elsewhere of psutil."""
-    available = _numbers(root / "proc/meminfo").get("MemAvailable")
-    if available is None and not sys.platform.startswith("linux"):
-        try:
-            import psutil
-
-            return float(psutil.virtual_memory().available)
-        except Exception:  # noqa: BLE001  not installed, or not able to
-            return inf
-    return inf if available is None else available
 
 
 def _of_cgroups(root: Path) -> Iterator[float]:

@@ -1,5 +1,5 @@
 """Where NaN and Inf come from, as plain values: the operation that produced the first one in a
-replay, and the arrays of the batch. Imports no backend."""
+replay, and the arrays of the batch."""
 
 from __future__ import annotations
 

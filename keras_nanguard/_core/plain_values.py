@@ -1,7 +1,5 @@
 """Values as plain JSON and plain text, and those of untrusted files. The depth of JSON is limited,
 so that recursive code does not exhaust the stack; text is safe to print and safe in Markdown.
-
-Imports no backend.
 """
 
 from __future__ import annotations

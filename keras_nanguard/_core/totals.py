@@ -1,4 +1,4 @@
-"""Numbers of steps. Imports no backend."""
+"""Numbers of steps."""
 
 from __future__ import annotations
 

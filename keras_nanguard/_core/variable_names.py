@@ -1,6 +1,6 @@
 """Names that Keras gives to the variables of layers and to layers, and what follows from a name
 alone: which variables are statistics, which cannot be negative, which start at 1, and which layers
-are recurrent. Imports no backend.
+are recurrent.
 """
 
 from __future__ import annotations

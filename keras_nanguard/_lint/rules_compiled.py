@@ -195,13 +195,11 @@ def loss_scaling_missing(subject: Subject) -> Iterator[Site]:
     optimizer, layers = subject.optimizer, [placed.layer for placed in subject.layers]
     if subject.scaler is None or subject.scaler is not optimizer:
         return
-    half = any(layer.weights and _computes_in_float16(layer) for layer in layers)
+    half = any(
+        layer.weights and getattr(layer, "compute_dtype", "") == "float16" for layer in layers
+    )
     if half and not getattr(optimizer, "loss_scale_factor", None):
         yield type(optimizer).__name__, "layers compute in float16 and the loss is not scaled"
-
-
-def _computes_in_float16(layer: object) -> bool:
-    return getattr(layer, "compute_dtype", "") == "float16"
 
 
 @rule(

@@ -1,7 +1,7 @@
 """The actions of a policy, as frozen data: one class for each action, and one table of all of them.
 
 Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records
-an outcome, done or skipped with a reason. Imports no backend.
+an outcome, done or skipped with a reason.
 """
 
 from __future__ import annotations

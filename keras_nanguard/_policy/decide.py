@@ -1,4 +1,4 @@
-"""`decide`: the pure function from an incident to the decision about it. Imports no backend.
+"""`decide`: the pure function from an incident to the decision about it.
 
 The first of these that applies decides:
 

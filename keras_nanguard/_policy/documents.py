@@ -1,6 +1,6 @@
 """Reading policy files: TOML, JSON and YAML into plain tables, safe for untrusted files.
 
-A file is data: nothing in it is executed or expanded. Imports no backend.
+A file is data: nothing in it is executed or expanded.
 """
 
 from __future__ import annotations

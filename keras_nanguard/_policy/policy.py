@@ -1,4 +1,4 @@
-"""`Policy`: the policy of a guard. Imports no backend."""
+"""`Policy`: the policy of a guard."""
 
 from __future__ import annotations
 

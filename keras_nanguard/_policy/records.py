@@ -2,7 +2,6 @@
 every problem as a sentence: its path, and the nearest known word.
 
 JSON Schema, defaults, validation and the fields of a policy file all come from these models.
-Imports no backend.
 """
 
 from __future__ import annotations

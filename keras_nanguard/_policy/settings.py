@@ -1,7 +1,4 @@
-"""The tables of a policy: snapshots, the checks between steps, limits, and rules.
-
-Imports no backend.
-"""
+"""The tables of a policy: snapshots, the checks between steps, limits, and rules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The state of a policy between incidents: frozen counts by step number, saved as JSON.
 
 Healthy steps are not recorded; they follow from the step numbers of the bad ones.
-Imports no backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reading of HDF5 files: their arrays in pieces, without following references out of the file.
 
 Soft and external links, external storage and virtual datasets are reported and not followed.
-Imports no backend.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A `.weights.h5` file numbers the variables of each layer and names a layer by it
 variables (since Keras 3.9); the name of a variable follows from the class and the flags of the
 layer, read from the configuration if the file has one, and from the name of the group otherwise. If
 that is ambiguous the number remains: nothing is guessed. The configuration is read as data: nothing
-is built or imported from it. Imports no backend.
+is built or imported from it.
 """
 
 from __future__ import annotations

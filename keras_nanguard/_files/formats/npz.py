@@ -1,6 +1,6 @@
 """Reading of the `.npy` arrays in a zip archive: an `.npz` file of a user, or of this library.
 
-No part of such a file reaches the HDF5 library, and nothing is unpickled. Imports no backend.
+No part of such a file reaches the HDF5 library, and nothing is unpickled.
 """
 
 from __future__ import annotations
