@@ -11,6 +11,7 @@ from typing import Any
 
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import ONES
+from keras_nanguard._files.repair_arrays import NotRepaired
 
 _ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
 """Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl
@@ -26,52 +27,60 @@ _ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
 """Variables of layers that start at 0 if the configuration does not say otherwise; see `ONES`."""
 
 
-def initial_slot(name: str, settings: Mapping[str, Any]) -> float | str:
-    """Return the initial value of a variable of an optimizer, or the reason why there is none.
+def initial_slot(name: str, settings: Mapping[str, Any]) -> float:
+    """Return the initial value of a variable of an optimizer.
 
     Args:
         name: name of the variable, or its number.
         settings: the optimizer's configuration, from `names.optimizer_settings`.
+
+    Raises:
+        NotRepaired: if it does not follow from the file.
     """
     optimizer = settings.get("class_name")
     if optimizer not in (*_ZERO_SLOTS, "LossScaleOptimizer"):
         named = optimizer or "(which the file does not name)"
         unknown = f"the initial slots of the optimizer {named} are not known"
-        return f"{unknown}: reset those of the loaded model"
+        raise NotRepaired(f"{unknown}: reset those of the loaded model")
     if settings.get("use_ema"):
         averages = "the optimizer has moving averages of the weights, which must not become 0"
-        return f"{averages}: reset the loaded model"
+        raise NotRepaired(f"{averages}: reset the loaded model")
     last = name.rpartition("/")[2]
     if last not in _START_SETTINGS:
         return 0.0
     given = _number(settings.get(_START_SETTINGS[last]))
     if given is not None and given > 0.0:
         return given
-    return _INITIAL_SCALE if last == "dynamic_scale" else "its initial value is not in the file"
+    if last == "dynamic_scale":
+        return _INITIAL_SCALE
+    raise NotRepaired("its initial value is not in the file")
 
 
-def initial_value(name: str, settings: Mapping[str, Any]) -> float | str:
-    """Return the initial value of a variable of a layer, or the reason why there is none.
+def initial_value(name: str, settings: Mapping[str, Any]) -> float:
+    """Return the initial value of a variable of a layer.
 
     Args:
         name: name of the variable within its layer; its initializer is the setting
             `<name>_initializer`.
         settings: the layer's configuration, empty if there is none.
+
+    Raises:
+        NotRepaired: if it is no constant that follows from the file.
     """
     prefix = "depthwise" if name == "depthwise_kernel" else name
     node = settings.get(f"{prefix}_initializer")
     if name == "moving_stddev" or not isinstance(node, dict):
         if name in ONES or name in _ZEROS:
             return float(name in ONES)
-        return f"its initial value is not in the file ({name})"
+        raise NotRepaired(f"its initial value is not in the file ({name})")
     kind, given = node.get("class_name"), node.get("config")
     if kind in ("Zeros", "Ones"):
         return float(kind == "Ones")
     value = _number(given.get("value", 0.0)) if isinstance(given, dict) else None
     if kind == "Constant" and value is not None:
         return value
-    named = plain_text(kind, 60)
-    return f"its initializer {named!r} gives no constant: load the model and repair that"
+    named = f"its initializer {plain_text(kind, 60)!r} gives no constant"
+    raise NotRepaired(f"{named}: load the model and repair that")
 
 
 def _number(value: Any) -> float | None:

@@ -1,6 +1,5 @@
 """The repair of the arrays of a model, live or in a file: each bad value is replaced, or there is a
-reason why not. Imports no backend.
-"""
+reason why not. Imports no backend."""
 
 from __future__ import annotations
 
@@ -11,14 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray, named_dtype
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
 from keras_nanguard._files.repair_report import Change, RepairOptions
 from keras_nanguard._files.scan_report import ScanReport
 
-Values = NDArray[Any] | float | str
-"""The values of an array, or the reason why there are none."""
+
+class NotRepaired(Exception):
+    """An array is not changed; the message is the reason."""
+
 
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
@@ -48,8 +50,8 @@ class Repair:
         contents: its arrays.
         options: how each role is repaired.
         good: the arrays of a good model by path.
-        initial: returns the initial values of an array, which are broadcast to its shape, or the
-            reason why there are none.
+        initial: returns the initial values of an array, which are broadcast to its shape, or raises
+            `NotRepaired`.
         replace: replaces the values of an array, in its dtype.
     """
 
@@ -58,7 +60,7 @@ class Repair:
         contents: Contents,
         options: RepairOptions,
         good: Mapping[str, ModelArray],
-        initial: Callable[[ModelArray], Values],
+        initial: Callable[[ModelArray], NDArray[Any] | float],
         replace: Callable[[ModelArray, NDArray[Any]], None],
     ):
         self._arrays = contents.arrays
@@ -91,69 +93,71 @@ class Repair:
 
     def _change(self, array: ModelArray) -> Change:
         """Repair one array; `source` replaces it as a whole, as its values belong together."""
-        who, method = array.who, self._options.method(array.who.role)
-        count, detail = 0, f"not read: {array.unread}" if array.unread else self._too_large(array)
-        if not detail:
-            values = array.read()
+        who, method, count = array.who, self._options.method(array.who.role), 0
+        about = (who.path, array.location, method)
+        try:
+            self._check_size(array)
+            values = _read(array)
             bad = bad_values(values, who, self._options)
             count = int(bad.sum())
             new = self._new(array, values, bad, method)
-            if not isinstance(new, str) and bad_values(new, who, self._options).any():
-                new = "the new values are bad too"
-            if isinstance(new, str):
-                detail = new
-            else:
-                self._put(array, new)
-                words = f"{count} of {bad.size} values {_WORDS[method]}"
-                return Change(who.path, array.location, method, "done", words, count)
-        return Change(who.path, array.location, method, "skipped", detail, count)
+            if bad_values(new, who, self._options).any():
+                raise NotRepaired("the new values are bad too")
+            self._put(array, new)
+        except NotRepaired as reason:
+            return Change(*about, "skipped", str(reason), count)
+        return Change(*about, "done", f"{count} of {bad.size} values {_WORDS[method]}", count)
 
     def _new(
         self, array: ModelArray, values: NDArray[Any], bad: NDArray[np.bool_], method: str
-    ) -> NDArray[Any] | str:
+    ) -> NDArray[Any]:
         """Return the values of an array with the bad ones replaced."""
         if not bad.any():
-            return "no single value is bad"
+            raise NotRepaired("no single value is bad")
         if method == "keep":
-            return f"unchanged: {self._options.remedy(array.who.role)}".removesuffix(": ")
+            remedy = self._options.remedy(array.who.role)
+            raise NotRepaired(f"unchanged: {remedy}".removesuffix(": "))
         if method == "source":
             good = self._good.get(array.who.path)
             if good is None:
-                return "the source has no such variable"
-            found = good.read()
+                raise NotRepaired("the source has no such variable")
+            found = _read(good)
             if found.shape != values.shape:
-                return f"the source has the shape {found.shape} there"
+                raise NotRepaired(f"the source has the shape {found.shape} there")
             return found.astype(values.dtype)
         initial = _CONSTANTS[method] if method in _CONSTANTS else self._initial(array)
-        if isinstance(initial, str):
-            return initial
         new = values.copy(order="K")
         new[bad] = np.broadcast_to(initial, values.shape)[bad].astype(values.dtype)
         return new
 
     def _reset(self, array: ModelArray) -> Change:
         """Set a slot of an optimizer to its initial value."""
-        about, new = (array.who.path, array.location, "reset"), self._initial(array)
-        if not isinstance(new, str) and (reason := self._too_large(array)):
-            new = reason
-        if isinstance(new, str):
-            return Change(*about, "skipped", new)
-        typed = np.asarray(new).astype(named_dtype(array.dtype))
-        self._put(array, np.broadcast_to(typed, array.shape))
+        about = (array.who.path, array.location, "reset")
+        try:
+            initial = np.asarray(self._initial(array)).astype(named_dtype(array.dtype))
+            self._check_size(array)
+        except NotRepaired as reason:
+            return Change(*about, "skipped", str(reason))
+        self._put(array, np.broadcast_to(initial, array.shape))
         return Change(*about, "done", "set to its initial value")
 
     def _put(self, array: ModelArray, values: NDArray[Any]) -> None:
         if not self._options.dry_run:
             self._replace(array, values)
 
-    def _too_large(self, array: ModelArray) -> str:
-        """Return why an array cannot be loaded and rewritten, if the file declares far more than it
-        stores."""
+    def _check_size(self, array: ModelArray) -> None:
+        """Refuse to load and rewrite an array if the file declares far more than it stores."""
         if self._unbacked + array.unbacked > MAX_UNBACKED:
             declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
-            return f"{declared}: load the model and repair that"
+            raise NotRepaired(f"{declared}: load the model and repair that")
         self._unbacked += array.unbacked
-        return ""
+
+
+def _read(array: ModelArray) -> NDArray[Any]:
+    try:
+        return array.read()
+    except FileFormatError as error:
+        raise NotRepaired(f"not read: {array.unread or error}") from error
 
 
 def _optimizer(slot: ModelArray) -> str:

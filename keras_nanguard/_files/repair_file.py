@@ -30,7 +30,7 @@ from keras_nanguard._files.formats.opening import WEIGHTS, opened
 from keras_nanguard._files.initial_values import initial_slot, initial_value
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.repair_arrays import Repair, Values, by_name
+from keras_nanguard._files.repair_arrays import Repair, by_name
 from keras_nanguard._files.repair_report import RepairOptions
 from keras_nanguard._files.scan import scan_contents
 
@@ -67,7 +67,7 @@ def repair_file(
         optimizer = optimizer_settings(contents.config)
         new: dict[str, NDArray[Any]] = {}
 
-        def initial(array: ModelArray) -> Values:
+        def initial(array: ModelArray) -> float:
             who = array.who
             if who.role == "slot":
                 return initial_slot(who.name, optimizer)

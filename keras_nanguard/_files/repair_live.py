@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.live import live_contents
-from keras_nanguard._files.repair_arrays import Repair, Values, by_name
+from keras_nanguard._files.repair_arrays import Repair, by_name
 from keras_nanguard._files.repair_report import RepairOptions, RepairReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
@@ -34,7 +34,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         pairs = (*zip(optimizer.variables, fresh, strict=True), *averages)
         return {id(variable): start for variable, start in pairs}
 
-    def initial(array: Any) -> Values:
+    def initial(array: Any) -> NDArray[Any]:
         if array.who.role != "slot":
             return keras_layers.initial_value(model, array.variable)
         return keras_variables.read(starts(array.owner)[id(array.variable)])

@@ -17,6 +17,7 @@ import pytest
 from keras_nanguard import FileFormatError, GuardError, repair, scan
 from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.initial_values import _ZERO_SLOTS, initial_value
+from keras_nanguard._files.repair_arrays import NotRepaired
 
 
 def values(path):
@@ -578,7 +579,8 @@ def test_only_constant_initial_values_of_a_file_are_known():
         ("kernel", {"class_name": "Constant", "config": {"value": float("nan")}}),
         ("kernel", {"class_name": None}),
     ):
-        assert isinstance(initial_value(name, {f"{name}_initializer": node}), str)
+        with pytest.raises(NotRepaired):
+            initial_value(name, {f"{name}_initializer": node})
 
 
 def test_random_initial_values_need_the_model(make):
@@ -597,3 +599,30 @@ def test_a_source_is_of_the_same_sort(make, nested):
         repair(path, source=model)
     with pytest.raises(GuardError, match="a model as source"):
         repair(model, source=path)
+
+
+def test_a_damaged_array_does_not_prevent_the_repair_of_others(tmp_path):
+    """Neither in the file nor in the source: it is skipped, with the reason."""
+
+    def write(name, value):
+        path = tmp_path / name
+        with h5py.File(path, "w") as file:
+            file.create_dataset(
+                "layers/dense/vars/0", data=np.eye(64), chunks=(64, 64), compression="gzip"
+            )
+            file["layers/dense_1/vars/0"] = np.array([[1.0, value]])
+            chunk = file["layers/dense/vars/0"].id.get_chunk_info(0)
+        with open(path, "r+b") as file:
+            file.seek(chunk.byte_offset)
+            file.write(bytes(chunk.size))
+        return path
+
+    path = write("bad.weights.h5", np.nan)
+    report = repair(path, weights="zeros")
+    with h5py.File(report.output) as file:
+        np.testing.assert_array_equal(file["layers/dense_1/vars/0"], [[1.0, 0.0]])
+    assert [(c.path, c.detail[:8]) for c in report.skipped] == [("dense/kernel", "not read")]
+    with h5py.File(tmp_path / "whole.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.full((64, 64), np.nan)
+    report = repair(tmp_path / "whole.weights.h5", source=path)
+    assert [change.detail[:8] for change in report.skipped] == ["not read"]
