@@ -6,7 +6,7 @@ outcome, done or skipped with a reason. Imports no backend.
 Example:
 
     >>> from keras_nanguard import actions
-    >>> actions.LowerLr(factor=0.5).to_dict()["factor"]
+    >>> actions.LowerLr(factor=0.5).factor
     0.5
 """
 

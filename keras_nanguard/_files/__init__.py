@@ -3,7 +3,8 @@
 | module | content |
 |---|---|
 | `scan`, `repair`, `recalibrate` | the public functions |
-| `scan_report`, `repair_report` | their results, and the options of a repair |
+| `reports` | their results |
+| `repair_options` | the options of a repair |
 | `problems` | what counts as a problem |
 | `isolated`, `worker` | a file is read in another process: the two ends of the pipe |
 | `formats` | how a file of each kind becomes `formats.contents.Contents` |

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import keras
@@ -23,69 +22,11 @@ from numpy.typing import NDArray
 
 from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected, no_model
-from keras_nanguard._core.plain_values import plain
 from keras_nanguard._core.variable_names import MOVING, as_words, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
+from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
-
-FORMAT = 1
-"""Version of the JSON format of a `RecalibrateReport`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recalibrated:
-    """One layer whose statistics were re-estimated.
-
-    Attributes:
-        path: names of its outer layers and its own, joined by `/`.
-        mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
-        variance_ratio: largest factor by which a moving variance grew or shrank, or `None` if an
-            old one was not finite.
-        samples: number of values per channel.
-    """
-
-    path: str
-    mean_moved: float | None
-    variance_ratio: float | None
-    samples: int
-
-    def __str__(self) -> str:
-        change = "old statistics not finite"
-        if self.mean_moved is not None and self.variance_ratio is not None:
-            change = f"mean changed by up to {self.mean_moved:.4g}"
-            change += f", variance by up to x{self.variance_ratio:.4g}"
-        return f"{self.path}: {change}; {self.samples} values per channel used"
-
-
-@dataclass(frozen=True, slots=True)
-class RecalibrateReport:
-    """The result of `recalibrate`.
-
-    Attributes:
-        model: name of the model.
-        batches: number of batches.
-        layers: the layers, in the order of the model.
-    """
-
-    model: str
-    batches: int
-    layers: tuple[Recalibrated, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format version."""
-        return dict(plain({"format": FORMAT, **asdict(self)}))
-
-    def __repr__(self) -> str:
-        counted = f"{len(self.layers)} layers, {self.batches} batches"
-        return f"RecalibrateReport({self.model!r}, {counted})"
-
-    def __str__(self) -> str:
-        count = len(self.layers)
-        layers = f"{count:,} BatchNormalization layer{'' if count == 1 else 's'}"
-        batches = f"{self.batches} batch{'' if self.batches == 1 else 'es'}"
-        head = f"{self.model}: statistics of {layers} estimated from {batches}."
-        return "\n".join([head, *(f"  {layer}" for layer in self.layers)])
 
 
 def recalibrate(

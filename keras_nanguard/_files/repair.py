@@ -16,8 +16,8 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
-from keras_nanguard._files.repair_report import Change, RepairOptions, RepairReport
-from keras_nanguard._files.scan_report import report_of
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.reports import Change, RepairReport, report_of
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")
 

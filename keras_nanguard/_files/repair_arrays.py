@@ -14,8 +14,8 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray, named_dtype
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
-from keras_nanguard._files.repair_report import Change, RepairOptions
-from keras_nanguard._files.scan_report import ScanReport
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.reports import Change, ScanReport
 
 
 class NotRepaired(Exception):

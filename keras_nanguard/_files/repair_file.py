@@ -31,7 +31,7 @@ from keras_nanguard._files.initial_values import initial_slot, initial_value
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.repair_arrays import Repair, by_name
-from keras_nanguard._files.repair_report import RepairOptions
+from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import Repair, by_name
-from keras_nanguard._files.repair_report import RepairOptions, RepairReport
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.reports import RepairReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
     layers as keras_layers,

@@ -29,7 +29,7 @@ from keras_nanguard._files.problems import (
     find_problems,
     problem,
 )
-from keras_nanguard._files.scan_report import ScannedVariable, ScanReport, report_of
+from keras_nanguard._files.reports import ScannedVariable, ScanReport, report_of
 
 FLOAT16_MAX = 65504.0
 """Largest finite float16 (IEEE 754 binary16)."""

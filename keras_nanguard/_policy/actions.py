@@ -55,10 +55,6 @@ class Action(Record):
     changes: ClassVar[bool] = False
     phase: ClassVar[int] = REPORT
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the action as a `Decision` stores it: `action` and every parameter."""
-        return {"action": self.name, **self.model_dump()}
-
     def to_file(self) -> str | dict[str, Any]:
         """Return the form in a policy file: the name, or a table of the given parameters."""
         given = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -108,10 +108,9 @@ def _bound(policy: Policy, state: PolicyState, incident: Incident) -> _Choice | 
 
 def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
     """Return the choice of the policy for an incident that no rule decides."""
-    if _before_training(incident):
-        return _Choice(
-            "before_training", (policy.ending,), "the model is bad before the first step"
-        )
+    if not incident.refused and incident.step <= 0 and "state" in incident.sites:
+        reason = "the model is bad before the first step"
+        return _Choice("before_training", (policy.ending,), reason)
     if "loss_scale" in incident.sites and policy.loss_scale.action:
         reason = "the loss scale is outside of its range"
         return _Choice("loss_scale", policy.loss_scale.action, reason)
@@ -125,10 +124,6 @@ def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
     if is_of_data(incident) and heals:  # and no change of the model would help; `stop` ends on it
         return _Choice("bad_data", (Skip(),), _in_a_row(state.consecutive, "bad step"))
     return _escalation(policy, state, incident)
-
-
-def _before_training(incident: Incident) -> bool:
-    return not incident.refused and incident.step <= 0 and "state" in incident.sites
 
 
 def _is_bad_state(incident: Incident) -> bool:

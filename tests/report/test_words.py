@@ -13,9 +13,7 @@ from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
-from keras_nanguard._files.recalibrate import RecalibrateReport
-from keras_nanguard._files.repair_report import RepairReport
-from keras_nanguard._files.scan_report import ScanReport
+from keras_nanguard._files.reports import RecalibrateReport, RepairReport, ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import (

@@ -8,7 +8,6 @@ Orbax and is imported only here, for such a folder; neither Orbax nor JAX is imp
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from functools import partial
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.contents import Contents, ModelArray, pieces_of
-from keras_nanguard._files.formats.limits import MAX_JSON, PARSE_ERRORS, declared_too_much
+from keras_nanguard._files.formats.limits import PARSE_ERRORS, declared_too_much
 
 
 def read_orbax(path: str, tree: str) -> Contents:
@@ -39,10 +38,9 @@ def read_orbax(path: str, tree: str) -> Contents:
     except ImportError:
         what = f"{plain_text(path)} is an Orbax checkpoint, which requires TensorStore"
         raise FileFormatError(f"{what}: pip install tensorstore.") from None
-    packed = _metadata(tree).get("use_ocdbt", os.path.exists(f"{tree}/manifest.ocdbt"))
     folder = os.path.abspath(tree)
     store: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
-    if packed:
+    if os.path.exists(f"{tree}/manifest.ocdbt"):
         store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": ""}
     arrays: list[ModelArray] = []
     declared = 0
@@ -75,14 +73,6 @@ def orbax_tree(path: str) -> str | None:
         if any(map(os.path.isfile, marks)):
             return folder
     return None
-
-
-def _metadata(tree: str) -> dict[str, Any]:
-    file = Path(tree, "_METADATA")
-    if not file.is_file() or file.stat().st_size > MAX_JSON:
-        return {}
-    parsed = json.loads(file.read_bytes())
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _stored_array(

@@ -1,5 +1,5 @@
-"""The result of `scan`: frozen records, shown as text, HTML or JSON. Imports neither NumPy nor a
-backend, so that a program that only shows a report starts fast."""
+"""The results of `scan`, `repair` and `recalibrate`: frozen records, shown as text, table or JSON.
+Imports neither NumPy nor a backend, so that a program that only shows a report starts fast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_nanguard._core.display import TableReport
-from keras_nanguard._core.plain_values import plain
+from keras_nanguard._core.plain_values import plain, times
 from keras_nanguard._files.problems import SEVERITIES, ArrayStats, Problem
 
 FORMAT = 1
-"""Version of the JSON format; incremented if a reader of the old one would misread the new one."""
+"""Version of the JSON format of each report; incremented if a reader of the old one would misread
+the new one."""
 
 _SHOWN_LAYERS = 20
 
@@ -138,7 +139,7 @@ class ScanReport(TableReport):
         if self.ok:
             return f"{self.source}: clean, {scanned}."
         layers = len({entry.layer for entry in bad})
-        found = f"{_counted(len(bad), 'bad variable')} in {_counted(layers, 'layer')}"
+        found = f"{times(len(bad), 'bad variable')} in {times(layers, 'layer')}"
         return f"{self.source}: {found}. Scanned {scanned}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,5 +200,147 @@ def report_of(plain: dict[str, Any]) -> ScanReport:
     return ScanReport(plain["source"], plain["kind"], tuple(variables), tuple(plain["notes"]))
 
 
-def _counted(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The repair of one variable, done or planned.
+
+    Attributes:
+        path: path of the variable.
+        location: Keras path of the variable, or its location in the file.
+        method: `"initial"`, `"zeros"`, `"ones"`, `"source"`, `"reset"` or `"keep"`.
+        status: `"done"` or `"skipped"`, as in an `Outcome`.
+        detail: what was changed, or why nothing was.
+        count: number of values that were bad.
+    """
+
+    path: str
+    location: str
+    method: str
+    status: str
+    detail: str
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport(TableReport):
+    """The result of `repair`.
+
+    Attributes:
+        source: path of the file, or name of the model.
+        output: path of the new file, or `None` if no file was written.
+        backup: path of the backup of the old file, if it was replaced.
+        dry_run: whether nothing was changed.
+        changes: one entry for each bad variable.
+        before: the scan before.
+        after: the scan after, or `None` if nothing was changed.
+    """
+
+    source: str
+    output: str | None
+    backup: str | None
+    dry_run: bool
+    changes: tuple[Change, ...]
+    before: ScanReport
+    after: ScanReport | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no error or warning is left. In a dry run: whether there was none."""
+        return (self.after or self.before).ok
+
+    @property
+    def done(self) -> tuple[Change, ...]:
+        """The changes that were made (in a dry run: that would be made)."""
+        return tuple(change for change in self.changes if change.status == "done")
+
+    @property
+    def skipped(self) -> tuple[Change, ...]:
+        """The variables that were not changed, each with the reason."""
+        return tuple(change for change in self.changes if change.status == "skipped")
+
+    @property
+    def closing(self) -> list[str]:
+        """The last lines of the report: which file was written, and what is still bad."""
+        lines = [] if self.changes else [f"{self.source}: nothing to repair."]
+        if self.dry_run:
+            lines.append("Dry run: nothing was written.")
+        if self.output:
+            lines.append(f"Written to {self.output}.")
+        if self.backup:
+            lines.append(f"The old file is {self.backup}.")
+        left = self.after.bad if self.after else () if self.dry_run else self.before.bad
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            lines.append(f"Still bad: {', '.join(entry.path for entry in left[:5])}{more}.")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, with a format version."""
+        counts = {"before": self.before.counts, "after": self.after.counts if self.after else None}
+        return dict(plain({"format": FORMAT, **asdict(self), "clean": self.ok, **counts}))
+
+    def __repr__(self) -> str:
+        return f"RepairReport({self.source!r}, {len(self.done)} done, {len(self.skipped)} skipped)"
+
+    def __str__(self) -> str:
+        listed = [f"{change.status} {change.path}: {change.detail}" for change in self.changes]
+        return "\n".join([*listed, *self.closing])
+
+    def _table(self) -> Any:
+        headline = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} not changed"
+        rows = [(change.path, change.status, change.detail) for change in self.changes]
+        return headline, self.closing, ("variable", "", "what was done"), rows
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrated:
+    """One layer whose statistics were re-estimated.
+
+    Attributes:
+        path: names of its outer layers and its own, joined by `/`.
+        mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
+        variance_ratio: largest factor by which a moving variance grew or shrank, or `None` if an
+            old one was not finite.
+        samples: number of values per channel.
+    """
+
+    path: str
+    mean_moved: float | None
+    variance_ratio: float | None
+    samples: int
+
+    def __str__(self) -> str:
+        change = "old statistics not finite"
+        if self.mean_moved is not None and self.variance_ratio is not None:
+            change = f"mean changed by up to {self.mean_moved:.4g}"
+            change += f", variance by up to x{self.variance_ratio:.4g}"
+        return f"{self.path}: {change}; {self.samples} values per channel used"
+
+
+@dataclass(frozen=True, slots=True)
+class RecalibrateReport:
+    """The result of `recalibrate`.
+
+    Attributes:
+        model: name of the model.
+        batches: number of batches.
+        layers: the layers, in the order of the model.
+    """
+
+    model: str
+    batches: int
+    layers: tuple[Recalibrated, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, with a format version."""
+        return dict(plain({"format": FORMAT, **asdict(self)}))
+
+    def __repr__(self) -> str:
+        counted = f"{len(self.layers)} layers, {self.batches} batches"
+        return f"RecalibrateReport({self.model!r}, {counted})"
+
+    def __str__(self) -> str:
+        layers = times(len(self.layers), "BatchNormalization layer")
+        batches = f"{self.batches} batch{'' if self.batches == 1 else 'es'}"
+        head = f"{self.model}: statistics of {layers} estimated from {batches}."
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers)])
