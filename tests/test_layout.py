@@ -47,7 +47,7 @@ NOT_OF_KERAS = {
     *("_id", "_rng", "_jit_compile", "_handle_data", "_functions"),  # TensorFlow
     "_trace",  # JAX
     *("_flatten_dense_tensors", "_foreach_copy_", "_utils", "_current_graph_task_id"),  # PyTorch
-    *("_cdata", "_nnz", "_schema", "_version", "_foreach_norm", "_opt_called", "_per_optimizer_states", "_torchdynamo_orig_callable"),  # PyTorch
+    *("_cdata", "_nnz", "_schema", "_version", "_foreach_norm", "_opt_called", "_per_optimizer_states", "_buffers", "_torchdynamo_orig_callable"),  # PyTorch
     *("_get_default_store", "_get_total_norm", "_local_tensor", "_to_kwargs"),  # PyTorch
     "_src",  # JAX
     *("_fields", "_asdict", "_replace"),  # our own, named tuples

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.modules import derives_from, is_sharded
+from keras_nanguard._backends.torch.modules import derives_from, is_sharded, modules_of
 from keras_nanguard._keras.arrays import waiting_for
 
 GRACE = 5.0
@@ -114,9 +114,7 @@ class Host(interface.Host):
         A loop does if the process group has several members. A `fit` does only if a part of its
         model communicates, because Keras itself trains in one process.
         """
-        module = getattr(model, "of", model)
-        parts = module.modules() if isinstance(module, torch.nn.Module) else ()
-        is_parallel = any(derives_from(part, *PARALLEL) for part in parts)
+        is_parallel = any(derives_from(part, *PARALLEL) for part in modules_of(model))
         return place()[1] > 1 and (loop or is_parallel)
 
     def is_sharded(self, model: Any) -> bool:

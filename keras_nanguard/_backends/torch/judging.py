@@ -15,7 +15,12 @@ from keras_nanguard._backends.interface import Agreement, Learned
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import TensorVariable, local, loose_optimizers
+from keras_nanguard._backends.torch.modules import (
+    TensorVariable,
+    buffers_of,
+    local,
+    loose_optimizers,
+)
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
@@ -56,6 +61,10 @@ class Facts(Learned):
 class Parts:
     """A train state, and the tensors in it by role.
 
+    Args:
+        train_state: the train state.
+        model: its model, whose modules have buffers.
+
     Attributes:
         by_site: what updates write: `weights`, `slots`.
         weights_and_slots: both in one list.
@@ -71,8 +80,8 @@ class Parts:
             the optimizers of the train state.
     """
 
-    def __init__(self, train_state: TrainState):
-        self.train_state = train_state
+    def __init__(self, train_state: TrainState, model: Any):
+        self.train_state, self._model = train_state, model
         self.by_site = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
         self.weights_and_slots = [t for tensors in self.by_site.values() for t in tensors]
         self.updated = set(map(id, self.weights_and_slots))
@@ -87,7 +96,7 @@ class Parts:
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         torchs = (v.value for v in train_state.other if isinstance(v, TensorVariable))
         self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
-        attributes = keras_attributes.attributes_of(train_state.layers)
+        attributes = self.attributes(every=True)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
 
@@ -97,9 +106,10 @@ class Parts:
         return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return the attributes of layers that are tensors, or all, which may become tensors."""
+        """Return attributes of layers and buffers: tensors, or all, which may become tensors."""
         if every:
-            return keras_attributes.attributes_of(self.train_state.layers)
+            layers = self.train_state.layers
+            return [*keras_attributes.attributes_of(layers), *buffers_of(self._model)]
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -11,6 +11,15 @@ import numpy as np
 import torch
 
 from keras_nanguard._core import finiteness
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors among these values and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def local(tensor: Any) -> Any:
@@ -52,15 +61,26 @@ def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
 class TensorVariable:
     """A torch tensor as a variable with a path and `assign`.
 
+    Args:
+        held: what holds the tensor, under `key`; a module may replace a buffer in each call.
+
     Attributes:
-        of: the tensor.
-        value: the part of it that this process has: its shard if `fully_shard` has split it.
         path, name: its name in the module or optimizer.
     """
 
-    def __init__(self, tensor: Any, path: str):
-        self.of, self.value, self.path = tensor, local(tensor), path
+    def __init__(self, held: Any, key: Any, path: str):
+        self._held, self._key, self.path = held, key, path
         self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
+
+    @property
+    def of(self) -> Any:
+        """The tensor."""
+        return self._held[self._key]
+
+    @property
+    def value(self) -> Any:
+        """The part of it that this process has: its shard if `fully_shard` has split it."""
+        return local(self.of)
 
     @property
     def trainable(self) -> bool:
@@ -79,14 +99,29 @@ class TensorVariable:
             self.value.copy_(keras.ops.convert_to_tensor(value))
 
 
-class Variables(dict[int, TensorVariable]):
-    """The variable of each tensor, created once, by the `id` of the tensor."""
+def modules_of(model: Any) -> Iterator[Any]:
+    """Return the modules of a model of torch, or of one of Keras that is a module."""
+    module = getattr(model, "of", model)
+    return module.modules() if isinstance(module, torch.nn.Module) else iter(())
+
+
+def buffers_of(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return `(dict of the module, name, current tensor)` for each buffer of a model."""
+    held = [module._buffers for module in modules_of(model)]
+    return [(buffers, *item) for buffers in held for item in buffers.items()]
+
+
+class Variables(dict[Any, TensorVariable]):
+    """The variable of each tensor, created once, by the `id` of the tensor, or by its place."""
 
     def of(self, tensor: Any, path: str) -> TensorVariable:
         known = self.get(id(tensor))
         if known is None or known.of is not tensor:
-            known = self[id(tensor)] = TensorVariable(tensor, path)
+            known = self[id(tensor)] = TensorVariable([tensor], 0, path)
         return known
+
+    def at(self, held: dict[str, Any], key: str, path: str) -> TensorVariable:
+        return self.setdefault((id(held), key), TensorVariable(held, key, path))
 
 
 class TorchModule:
@@ -106,8 +141,12 @@ class TorchModule:
         for module in self.of.modules():  # a pass without a backward pass leaves whole parameters
             if derives_from(module, "FSDPModule"):
                 module.reshard()
-        named = (*self.of.named_parameters(), *self.of.named_buffers())
-        return [self._known.of(tensor, name) for name, tensor in named]
+        places = {id(tensor): (held, key) for held, key, tensor in buffers_of(self)}
+        buffers = [(name, places[id(tensor)]) for name, tensor in self.of.named_buffers()]
+        return [
+            *(self._known.of(tensor, name) for name, tensor in self.of.named_parameters()),
+            *(self._known.at(*place, name) for name, place in buffers),
+        ]
 
     @property
     def trainable_variables(self) -> list[TensorVariable]:
@@ -181,16 +220,22 @@ class TorchOptimizer:
 
     def held(self, copies: bool = True) -> Callable[[], None]:
         """Return a function that restores the current state, including plain numbers and missing
-        entries; `copies`: also the values of its tensors.
+        entries, the settings of groups, and numbers and tensors in attributes; `copies`: also the
+        values of the tensors in the state.
         """
-        state = self.of.state
+        state, restore_settings = self.of.state, kept_settings(self.of.param_groups)
         before = _copied(state)
         values = [value for slots in before.values() for value in slots.values() if copies]
-        tensors = [(t, t.detach().clone()) for t in values if isinstance(t, torch.Tensor)]
+        values = [value for value in values if isinstance(value, torch.Tensor)]
+        own = {k: v for k, v in vars(self.of).items() if k not in ("state", "param_groups")}
+        numbers = {k: v for k, v in own.items() if type(v) in (int, float)}
+        tensors = [(t, t.detach().clone()) for t in tensors_in((*values, *own.values()))]
 
         def restore() -> None:
+            vars(self.of).update(numbers)
             state.clear()
             state.update(_copied(before))
+            restore_settings()
             with torch.no_grad():
                 for tensor, value in tensors:
                     tensor.copy_(value)
@@ -252,9 +297,11 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 
 def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
-    """Return adapters of further optimizers of torch in attributes of these layers."""
-    adapted = [getattr(optimizer, "of", None) for optimizer in known]
-    found = [value for layer in layers for value in vars(layer).values()]
+    """Return adapters of further optimizers of torch in attributes of these layers, and of known
+    optimizers, which may wrap them.
+    """
+    adapted = [optimizer.of for optimizer in known if hasattr(optimizer, "of")]
+    found = [value for owner in (*layers, *adapted) for value in vars(owner).values()]
     optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
     return [TorchOptimizer(optimizer, {}) for optimizer in optimizers if optimizer not in adapted]
 

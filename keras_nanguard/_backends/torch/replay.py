@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -29,12 +30,18 @@ from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.modules import TorchModule, is_sharded, loose_optimizers
+from keras_nanguard._backends.torch.modules import (
+    TorchModule,
+    buffers_of,
+    is_sharded,
+    loose_optimizers,
+)
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import UndoLog, storage, written_by
 from keras_nanguard._backends.torch.updates import Update, UpdateQueue
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras.attributes import give_back_tensors
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 NAMESPACES = (
@@ -312,7 +319,8 @@ class Replay(interface.Replay):
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
-        return [o.held() for o in (*known, *loose_optimizers(layers, known))]
+        restore_buffers = partial(give_back_tensors, buffers_of(model))
+        return [restore_buffers, *(o.held() for o in (*known, *loose_optimizers(layers, known)))]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -144,7 +144,7 @@ class Transaction(interface.Transaction):
     def read_parts(self) -> None:
         """Read the train state."""
         self._optimizer = getattr(self.model, "optimizer", None)
-        self.parts = Parts(self.run.read_train_state())
+        self.parts = Parts(self.run.read_train_state(), self.run.model)
 
     @property
     def is_fresh(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local, settings_of
+from keras_nanguard._backends.torch.modules import local, settings_of, tensors_in
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog, storage, written_by
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
@@ -99,12 +99,11 @@ class TorchUpdate(Update):
     def _read(self) -> None:
         """Read what the update depends on."""
         groups = self._of.param_groups
+        self._settings, self._scaling = settings_of(groups), self._given_scaling()
+        values = [v for settings in self._settings for v in settings.values()]
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
         # A scheduler writes a rate that is a tensor in place.
-        self._settings = [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
-            for settings in settings_of(groups)
-        ]
-        self._scaling = self._given_scaling()
+        self._rates = [(tensor, tensor.clone(), tensor._version) for tensor in tensors]
         self._grads = [(p, p.grad) for group in groups for p in group["params"]]
         written = [(p, g) for p, g in self._grads if g is not None]
         self.pairs = [(local(g), self.optimizer.variable_of(p)) for p, g in written]
@@ -116,18 +115,36 @@ class TorchUpdate(Update):
             super().run()
             self._read()
         else:
-            settings = settings_of(self._of.param_groups)
-            now = [(p, p.grad) for p, _ in self._grads], settings, self._given_scaling()
-            self._place(self._grads, self._settings, self._scaling)
-            try:
+            with self._as_called():
                 if self.optimizer.global_clipnorm:
                     written = [p for p, g in self._grads if g is not None]
                     torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
                 super().run()
-            finally:
-                self._place(*now)
         created: list[tuple[Any, Any]] = self.optimizer.created_since(before, self._settings)
         return created
+
+    @contextlib.contextmanager
+    def _as_called(self) -> Iterator[None]:
+        """Let everything be as in the original call. At the end it is as before, except for what
+        the update itself has changed in the settings, such as a count of its steps.
+        """
+        groups, given = self._of.param_groups, self._settings
+        grads, later = [(p, p.grad) for p, _ in self._grads], settings_of(groups)
+        scaling = self._given_scaling()
+        rates = [(t, v, t.clone()) for t, v, version in self._rates if t._version != version]
+        self._place(self._grads, given, self._scaling)
+        for tensor, value, _ in rates:
+            tensor.copy_(value)
+        try:
+            yield
+        finally:
+            kept = [
+                {k: v for k, v in now.items() if v is not old.get(k) or group.get(k) is old.get(k)}
+                for group, now, old in zip(groups, later, given)
+            ]
+            self._place(grads, kept, scaling)
+            for tensor, _, value in rates:
+                tensor.copy_(value)
 
     def _given_scaling(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._of).items() if name in _SCALING}
@@ -227,10 +244,10 @@ class UpdateQueue(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.waiting:
-            self._flush_for(_tensors((*args, *kwargs.values())))
+            self._flush_for(tensors_in((*args, *kwargs.values())))
         # Gradients that a backward pass adds up are not kept.
         if not self.is_running and torch._C._current_graph_task_id() == -1:
-            for tensor in map(local, _tensors(written_by(func, args, kwargs))):
+            for tensor in map(local, tensors_in(written_by(func, args, kwargs))):
                 for undo_log in WRITES.inside():
                     undo_log.keep_outside(tensor)
                 if not tensor.is_inference():
@@ -252,12 +269,3 @@ _APPLY = ThreadOverrides(
     {"apply": _applying},
 )
 """Every update of a Keras optimizer. That of a `LossScaleOptimizer` updates by its inner one."""
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors among these values and in lists of them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

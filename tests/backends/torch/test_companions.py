@@ -420,3 +420,118 @@ def test_gradients_of_a_sharded_module_after_the_end_of_training():
         assert all(torch.equal(grad.to_local(), value) for grad, value in zip(grads, values, strict=True))
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Replacing(torch.nn.Linear):
+    """Its buffer is another tensor after each call."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization around another optimizer, in two calls."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+        self.inner = torch.optim.SGD(self.param_groups, 0.01, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["before"]
+        self.inner.step()
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights around another optimizer, in lists of its own."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, 0.01, momentum=0.9)
+        super().__init__(self.inner.param_groups, {"lr": 0.01})
+        self.param_groups, self.count = self.inner.param_groups, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow[0], self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (3,), (1, 4)])
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads its weights"])
+@pytest.mark.parametrize("kind", ["buffer", "counting", "sharpness", "lookahead"])
+def test_what_modules_and_optimizers_replace_and_count(kind, reads, bad):
+    """The run equals the one without the bad batches, also if the step reads its weights after the
+    update, which therefore cannot wait.
+    """
+    batches = BATCHES[:8].clone()
+    batches[list(bad)] = float("nan")
+
+    def trained(is_watched):
+        net = Replacing() if kind == "buffer" else network()
+        make = {"counting": Counting, "sharpness": Sharpness, "lookahead": Lookahead}.get(kind)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01) if make is None else make(net.parameters())
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9) if kind == "counting" else None
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = loss_of(net, batch)
+            loss.backward()
+            if kind == "sharpness":
+                optimizer.climb()
+                loss_of(net, batch).backward()
+                optimizer.descend()
+            else:
+                optimizer.step()
+            if reads:
+                float(net.weight.detach().sum())
+            if scheduler is not None:
+                scheduler.step()
+            return loss
+
+        if is_watched:
+            assert [i.step for i in watched(net, optimizer, step, batches).incidents] == list(bad)
+        else:
+            for number, batch in enumerate(batches):
+                if number not in bad:
+                    step(batch)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return [t.clone() for t in net.state_dict().values()], groups
+
+    (left, groups), (right, others) = trained(True), trained(False)
+    assert all(map(torch.equal, left, right)) and groups == others
