@@ -39,8 +39,12 @@ types: $(READY)
 coverage: $(READY)  ## the tests again, with coverage
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term -m "not slow" tests
 
-slow: $(READY)  ## the slow tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow tests
+slow: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the slow tests on each backend
+	$(BIN)/python -m pytest $(SLOW) tests
+	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest $(SLOW) tests
+	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest $(SLOW) tests
+
+SLOW = -n $(WORKERS) --dist worksteal -m slow --nightly --share
 
 docs: $(READY)  ## build the site in docs/_build/html, offline, with warnings as errors
 	$(BIN)/python docs/reference_pages.py

@@ -79,6 +79,9 @@ CLIENTS = (
 )
 
 
+PYTEST = (sys.executable, "-m", "pytest", "--nightly")
+"""With all cases of all tests."""
+
 APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors", "-p", "no:cacheprovider")
 """A test that hangs is ended after this many seconds. One that crashes ends only its worker, and
 the others continue.
@@ -88,21 +91,34 @@ RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL) +(?:\[ *\d+%\] )?(test
 """A line of `pytest -v` on several workers, as a test ends."""
 
 
+def settings_of(backend: str) -> dict[str, Any]:
+    """Return the settings of a process that runs tests on a backend."""
+    environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+    return {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
+def tests_of(clients: Sequence[Client], backend: str) -> list[str]:
+    """Return the names of the tests of clients on a backend.
+
+    Raises:
+        SystemExit: if there are none.
+    """
+    listed = subprocess.run([*PYTEST, "tests/clients", "-q", "--collect-only"], **settings_of(backend), check=False).stdout.splitlines()
+    names = [name.strip() for name in listed if "::" in name and any(re.search(client.tests, name) for client in clients)]
+    if not names:
+        raise SystemExit("Expected names of tests of these clients. Received:\n" + "\n".join(listed))
+    return names
+
+
 def outcomes(backend: str, limit: float, clients: Sequence[Client]) -> dict[str, str]:
     """Run the tests of clients on a backend.
 
     Returns:
         The outcome of each: `passed`, `failed`, `skipped`, or `unfinished` after `limit` seconds.
     """
-    environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    pytest = [sys.executable, "-m", "pytest"]
-    listed = subprocess.run([*pytest, "tests/clients", "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
-    names = [name.strip() for name in listed if "::" in name and any(re.search(client.tests, name) for client in clients)]
-    if not names:
-        raise SystemExit("Expected names of tests of these clients. Received:\n" + "\n".join(listed))
+    names = tests_of(clients, backend)
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*pytest, *names, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
+        process = subprocess.Popen([*PYTEST, *names, "-v", *APART], **{**settings_of(backend), "stdout": log}, start_new_session=True)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:

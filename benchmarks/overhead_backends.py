@@ -35,7 +35,7 @@ from keras import layers
 
 from keras_nanguard import NanGuard
 
-ROUNDS, EPOCHS = 7, 4
+EPOCHS = 4
 VARIANTS = {
     "plain": list,
     "NanGuard": lambda: [NanGuard(verbose=0)],
@@ -99,7 +99,7 @@ def reported(ratios):
     return f"x{middle:.3f} [{low:.2f}, {high:.2f}]"
 
 
-def spread(names, count):
+def spread(names, count, rounds):
     """Run this program in several processes that train together; return the exit status of the
     first that failed.
     """
@@ -111,7 +111,7 @@ def spread(names, count):
     for rank in range(count):
         env = {**settings, "BENCH_PLACE": f"{place} {count} {rank}"}
         output = subprocess.DEVNULL if rank else None
-        started.append(subprocess.Popen([sys.executable, __file__, *names], env=env, stdout=output))
+        started.append(subprocess.Popen([sys.executable, __file__, *names, "--rounds", str(rounds)], env=env, stdout=output))
     return next((code for code in [process.wait() for process in started] if code), 0)
 
 
@@ -126,13 +126,13 @@ def join():
     return int(count)
 
 
-def main(names):
+def main(names, rounds):
     count = join()
     if keras.backend.backend() == "torch":
         import torch
 
         torch.set_num_threads(1)
-    print(f"keras {keras.__version__} on {keras.backend.backend()}, {ROUNDS} rounds, {count} processes")
+    print(f"keras {keras.__version__} on {keras.backend.backend()}, {rounds} rounds, {count} processes")
     for name in names or CASES:
         build, shape, batch, steps = CASES[name]
         batch //= count
@@ -142,14 +142,14 @@ def main(names):
         models = {variant: build() for variant in VARIANTS}
         for model in models.values():
             model.compile("adam", "mse")
-        rounds = []
-        for _ in range(ROUNDS):
+        times = []
+        for _ in range(rounds):
             order = random.sample(list(VARIANTS), len(VARIANTS))
-            rounds.append({variant: measured(models[variant], data, batch, VARIANTS[variant]()) for variant in order})
-        plain = statistics.median(taken["plain"][0] for taken in rounds) / steps
+            times.append({variant: measured(models[variant], data, batch, VARIANTS[variant]()) for variant in order})
+        plain = statistics.median(taken["plain"][0] for taken in times) / steps
         print(f"{name:14s}{plain * 1e3:8.2f} ms a step")
         for variant in [v for v in VARIANTS if v != "plain"]:
-            wall, processor = ([taken[variant][kind] / taken["plain"][kind] for taken in rounds] for kind in (0, 1))
+            wall, processor = ([taken[variant][kind] / taken["plain"][kind] for taken in times] for kind in (0, 1))
             print(f"    {variant:16s} wall {reported(wall)}   processor {reported(processor)}", flush=True)
 
 
@@ -157,7 +157,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--processes", type=int, default=1, help="processes that train together (JAX)")
+    parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     if given.processes > 1:
-        sys.exit(spread(given.names, given.processes))
-    main(given.names)
+        sys.exit(spread(given.names, given.processes, given.rounds))
+    main(given.names, given.rounds)

@@ -349,4 +349,4 @@ def _quick() -> None:
 def run(arguments: Sequence[str], plugins: Sequence[Any] = ()) -> int:
     """Run pytest with the options for mutants."""
     _quick()
-    return int(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", *arguments], plugins=list(plugins)))
+    return int(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--nightly", "-m", "not slow", *arguments], plugins=list(plugins)))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
@@ -140,14 +136,3 @@ class TestMixedPrecision:
         model, guard = self._run(range(4, 8), scale=4.0)
         assert guard.incidents and float(model.optimizer.dynamic_scale.numpy()) >= 1.0
         assert zoo.bad_entries(model) == []
-
-
-@pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="the script is the same on each backend")
-def test_benchmark_in_short():
-    """Two scenarios of the recovery benchmark run from the command line and recover."""
-    script = Path(__file__).parents[2] / "benchmarks" / "recovers.py"
-    command = [sys.executable, str(script), "--count", "2", "--only", "NanGuard()"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "| **all** | 2 | 2 |" in done.stdout
