@@ -147,10 +147,6 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
-def uniform(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).random(shape).astype("float32")
-
-
 def whole(high: int, *shape: int, seed: int = 0) -> np.ndarray:
     """Return integers from 0 on."""
     return np.random.default_rng(seed).integers(0, high, shape)
@@ -388,30 +384,6 @@ def reinforce():
     return model, {"x": episodes, "epochs": 12, "callbacks": [AtEpoch(episodes.act)]}
 
 
-def _acted(layer: Any, logits: Any, x: Any) -> tuple[Any, Any]:
-    """Return the logarithm of the probability of a sampled action, and a noisy reward."""
-    action = keras.random.categorical(ops.stop_gradient(logits), 1, seed=layer.noise)[:, 0]
-    best = ops.cast(ops.equal(action, ops.cast(ops.argmax(x[:, :3], -1), action.dtype)), "float32")
-    reward = 3.0 * best - 1.0 + keras.random.normal(ops.shape(best), seed=layer.noise)
-    chosen = ops.sum(ops.log_softmax(logits) * ops.one_hot(action, 3), -1)
-    return chosen, reward
-
-
-@wild("reinforce-on-policy", negative=at_least(0.1), late=at_least(0.5))
-def on_policy():
-    """The same with actions sampled within the step; the loss is unrelated to the reward."""
-    x = keras.Input((4,))
-    logits = network(4, 16, 3)(x)
-
-    def loss(layer, logits, x):
-        chosen, reward = _acted(layer, logits, x)
-        return -ops.mean(chosen * reward)
-
-    model = keras.Model(x, Added(loss)(logits, x))
-    model.compile(Opt.Adam(1e-2))
-    return model, arrays(draw(320, 4))
-
-
 @wild("actor-critic", negative=at_least(0.02))
 def actor_critic():
     """One loss of an actor of either sign, a critic and an entropy."""
@@ -419,7 +391,10 @@ def actor_critic():
     hidden = layers.Dense(16, "tanh")(x)
 
     def loss(layer, logits, value, x):
-        chosen, reward = _acted(layer, logits, x)
+        action = keras.random.categorical(ops.stop_gradient(logits), 1, seed=layer.noise)[:, 0]
+        best = ops.cast(ops.equal(action, ops.cast(ops.argmax(x[:, :3], -1), action.dtype)), "float32")
+        reward = 3.0 * best - 1.0 + keras.random.normal(ops.shape(best), seed=layer.noise)
+        chosen = ops.sum(ops.log_softmax(logits) * ops.one_hot(action, 3), -1)
         advantage = reward - value[:, 0]
         entropy = -ops.sum(ops.softmax(logits) * ops.log_softmax(logits), -1)
         return ops.mean(0.1 * ops.square(advantage) - ops.stop_gradient(advantage) * chosen - 0.5 * entropy)
@@ -427,22 +402,6 @@ def actor_critic():
     model = keras.Model(x, Added(loss)(layers.Dense(3)(hidden), layers.Dense(1)(hidden), x))
     model.compile(Opt.Adam(1e-2, clipnorm=0.5))
     return model, arrays(draw(320, 4))
-
-
-@wild("ppo-clipped", negative=at_least(0.3))
-def ppo():
-    """Several epochs on one batch of experience, with the ratio of the policies clipped."""
-    actions, advantages = whole(3, 320), draw(320, seed=1)
-
-    def loss(y, logits):
-        chosen = ops.sum(ops.log_softmax(logits) * ops.one_hot(ops.cast(y[:, 0], "int32"), 3), -1)
-        ratio = ops.exp(chosen - y[:, 2])
-        return -ops.minimum(ratio * y[:, 1], ops.clip(ratio, 0.8, 1.2) * y[:, 1])
-
-    y = np.stack([actions, advantages, np.full(320, -math.log(3))], 1).astype("float32")
-    model = network(4, 16, 3, last={"kernel_initializer": "zeros"})
-    model.compile(Opt.Adam(1e-2), loss)
-    return model, arrays(draw(320, 4), y)
 
 
 @wild("q-learning", peak=at_least(2.0), growth=at_least(3.0))
@@ -517,21 +476,6 @@ def untracked():
     return model, arrays(x, y + 3 * draw(320, 1, seed=3), callbacks=[AtEpoch(lambda epoch: weight.assign(4.0**epoch))])
 
 
-@wild("weight-in-the-data", settled=at_least(200.0))
-def in_the_data():
-    """The weight of a curriculum is part of the batches and grows a thousandfold."""
-    x, y = draw(320, 6), draw(320, 1, seed=1)
-
-    def batches():
-        for step in range(120):
-            rows = slice(16 * (step % 20), 16 * (step % 20) + 16)
-            yield x[rows], y[rows], np.full(16, 1000.0 ** (step / 119), "float32")
-
-    model = network(6, 8, 1)
-    model.compile(Opt.Adam(1e-3), "mse")
-    return model, {"x": batches(), "steps_per_epoch": 20, "epochs": 6}
-
-
 @wild("penalty-raised", settled=at_least(20.0))
 def penalty():
     """A constraint as a penalty whose weight grows fivefold at a time; it contradicts the data."""
@@ -542,25 +486,17 @@ def penalty():
     return model, arrays(*linear_data(), callbacks=[AtEpoch(lambda epoch: penalised.number.assign(5.0**epoch))])
 
 
-@wild("margin-raised", back=at_least(2.0))
-def margin():
-    """An additive margin on the logit of the true class is raised from 0 to 12 while the network learns."""
-
-    return _margin("tanh", lambda cosines: 4.0 * cosines)
-
-
 @wild("margin-raised-bounded-in-the-loss", back=at_least(2.0), found={"tensorflow": FUSED})
 def margin_bounded():
-    """The same with the bound within the loss function."""
-    return _margin("linear", lambda logits: 4.0 * ops.tanh(logits))
+    """An additive margin on the bounded logit of the true class is raised from 0 to 12 while the
+    network learns.
+    """
 
-
-def _margin(activation: str, bounded: Any) -> Any:
     def loss(y, outputs):
         hot = ops.one_hot(ops.cast(y[:, 0], "int32"), 3)
-        return ops.categorical_crossentropy(hot, bounded(outputs) - y[:, 1:] * hot, from_logits=True)
+        return ops.categorical_crossentropy(hot, 4.0 * ops.tanh(outputs) - y[:, 1:] * hot, from_logits=True)
 
-    model = network(6, 16, 3, last={"activation": activation})
+    model = network(6, 16, 3)
     model.compile(Opt.Adam(1e-2), loss)
     x = draw(1920, 6)
     y = np.stack([x[:, :3].argmax(1), np.repeat(np.linspace(0, 12, 120), 16)], 1).astype("float32")
@@ -568,30 +504,6 @@ def _margin(activation: str, bounded: Any) -> Any:
 
 
 # Rates that go up and down
-
-
-@keras.saving.register_keras_serializable("wild")
-class Triangle(Opt.schedules.LearningRateSchedule):
-    """A rate that goes up and down between two bounds."""
-
-    def __init__(self, low: float, high: float, half: int):
-        self.low, self.high, self.half = low, high, half
-
-    def __call__(self, step):
-        turn = ops.cast(step, "float32") / self.half
-        return self.low + (self.high - self.low) * (1 - ops.abs(turn - 2 * ops.floor(turn / 2) - 1))
-
-    def get_config(self):
-        return {"low": self.low, "high": self.high, "half": self.half}
-
-
-@wild("cyclic-rate", spike=at_least(3.0))
-def cyclic():
-    """From 0.001 to 0.5 and back every 40 steps."""
-    model = network(6, 16, 1)
-    model.compile(Opt.SGD(Triangle(1e-3, 0.5, 20)), "mse")
-    x, y = linear_data()
-    return model, arrays(x, y + np.sin(3 * x[:, :1]))
 
 
 @wild("rate-raised-by-callback", back=at_least(1.3))
@@ -604,15 +516,6 @@ def raised():
     x, y = linear_data(160)
     scheduler = keras.callbacks.LearningRateScheduler(lambda epoch: 0.02 if epoch < 2 else 0.2)
     return model, arrays(x, y + 0.5 * draw(160, 1, seed=2), batch=2, epochs=3, callbacks=[scheduler])
-
-
-@wild("reduced-on-plateau", settled=(0.4, 3.0))
-def on_plateau():
-    """Nothing improves, so the rate falls to almost zero."""
-    model = network(6, 8, 3)
-    model.compile(Opt.Adam(1e-2), crossentropy())
-    reduce = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.01, patience=0, min_delta=0.1)
-    return model, arrays(draw(320, 6), whole(3, 320, seed=1), callbacks=[reduce])
 
 
 # Data that changes
@@ -653,16 +556,6 @@ def curriculum_large():
     return model, {"x": batches(), "steps_per_epoch": 30, "epochs": 4}
 
 
-@wild("new-classes", back=at_least(2.0))
-def new_classes():
-    """One class after the other: each new one makes the loss jump above that of guessing."""
-    images, y = digits(400)
-    order = np.argsort(y, kind="stable")
-    model = network(64, 16, 10)
-    model.compile(Opt.Adam(1e-2), crossentropy())
-    return model, arrays(images[order].reshape(-1, 64), y[order], batch=4, epochs=1)
-
-
 @wild("online-drift", late=at_least(5.0))
 def drift():
     """The target changes all the time, and faster and faster."""
@@ -691,27 +584,6 @@ def triplet():
     return model, arrays([draw(320, 6, seed=i) for i in range(3)])
 
 
-def _alike(temperature: float) -> Any:
-    """Return a model of pairs whose loss is the crossentropy of finding the partner in the batch."""
-    one, other = keras.Input((6,)), keras.Input((6,))
-    embed, unit = network(6, 16, 4), layers.UnitNormalization()
-
-    def loss(_, a, b):
-        logits = ops.matmul(a, ops.transpose(b)) / temperature
-        return -ops.mean(ops.sum(ops.log_softmax(logits) * ops.eye(ops.shape(a)[0]), -1))
-
-    return keras.Model([one, other], Added(loss)(unit(embed(one)), unit(embed(other))))
-
-
-@wild("contrastive-batch-composition", late=at_least(2.0))
-def contrastive():
-    """Dissimilar samples at first, then hard negatives that are almost equal."""
-    centres = np.concatenate([draw(320, 6), draw(1, 6, seed=1) + 0.05 * draw(320, 6, seed=2)])
-    model = _alike(0.1)
-    model.compile(Opt.Adam(1e-2))
-    return model, arrays([centres, centres + 0.05 * draw(640, 6, seed=3)], epochs=3)
-
-
 @wild("negative-cosine", negative=at_least(0.9))
 def cosine():
     """A similarity as a loss: negative, down to -1, at which two views collapse onto each other."""
@@ -721,17 +593,9 @@ def cosine():
     return model, arrays(x, np.tanh(x @ draw(6, 4, seed=1)) + 1)
 
 
-@wild("random-labels", settled=(0.5, 1.2))
-def random_labels():
-    """Nothing to learn: the loss stays at the entropy of the labels."""
-    model = network(6, 16, 4)
-    model.compile(Opt.Adam(1e-3), crossentropy())
-    return model, arrays(draw(2400, 6), whole(4, 2400, seed=1), epochs=2)
-
-
 @wild("random-labels-fast", settled=(0.5, 1.2))
 def random_labels_fast():
-    """The same at ten times the rate."""
+    """Nothing to learn: at a high rate the loss stays at the entropy of the labels."""
     model = network(6, 16, 4)
     model.compile(Opt.Adam(1e-2), crossentropy())
     return model, arrays(draw(2400, 6), whole(4, 2400, seed=1), epochs=2)
@@ -791,13 +655,6 @@ def enormous():
     return _sized(x, 3e6 * y, Opt.Adam(1e-2))
 
 
-@wild("target-with-offset", size=at_least(1e7))
-def offset():
-    """Years as targets: for a long time only their mean is learned."""
-    x, y = linear_data()
-    return _sized(x, 5e3 + y, Opt.Adam(1e-2))
-
-
 @wild("batch-of-one", spike=at_least(100.0))
 def batch_of_one():
     """Targets with a heavy tail, one at a time."""
@@ -805,22 +662,10 @@ def batch_of_one():
     return _sized(draw(200, 6), y, Opt.Adam(1e-3), batch=1, epochs=1)
 
 
-@wild("batch-of-one-wrong-label", spike=at_least(500.0))
-def wrong_label():
-    """Almost every loss is tiny, except those of a few wrong labels, one at a time."""
-    x = 3 * draw(200, 6)
-    y = (x[:, 0] > 0).astype("float32")
-    y[130::33] = 1 - y[130::33]
-    x[:, 0] += np.sign(x[:, 0]) * 3
-    model = network(6, 1)
-    model.compile(Opt.Adam(0.05), keras.losses.BinaryCrossentropy(from_logits=True))
-    return model, arrays(x, y[:, None], batch=1, epochs=1)
-
-
 @wild("batch-of-one-memorised", spike=at_least(1e5), settled=at_most(1e-2))
 def memorised():
-    """The same after the network has become certain, so a wrong label costs a million times as much
-    as a right one.
+    """The network has become certain, so one of a few wrong labels costs a million times as much as
+    a right one; one sample at a time.
     """
     x = 3 * draw(300, 6)
     y = (x[:, :1] > 0).astype("float32")
@@ -832,13 +677,6 @@ def memorised():
 
 
 # Weights that grow or shrink
-
-
-def _ratings() -> tuple[np.ndarray, np.ndarray]:
-    u, v = draw(20, 3), draw(20, 3, seed=1)
-    pairs = np.stack(np.meshgrid(np.arange(20), np.arange(20)), -1).reshape(-1, 2)
-    pairs = np.random.default_rng(2).permutation(pairs)
-    return pairs, (u[pairs[:, 0]] * v[pairs[:, 1]]).sum(1, keepdims=True)
 
 
 class Factors(layers.Layer):
@@ -853,25 +691,17 @@ class Factors(layers.Layer):
         return ops.sum(ops.take(self.users, pairs[:, 0], 0) * ops.take(self.items, pairs[:, 1], 0), -1, keepdims=True)
 
 
-@wild("matrix-factorisation", growth=at_least(100.0), saddle=at_least(0.3))
-def factorisation():
-    """Tiny embeddings grow, after the loss has stayed at a saddle."""
-    pairs, ratings = _ratings()
-    start = keras.initializers.RandomNormal(stddev=1e-3)
-    inputs = keras.Input((2,), dtype="int32")
-    user, item = (layers.Embedding(20, 4, embeddings_initializer=start)(inputs[:, i]) for i in range(2))
-    model = keras.Model(inputs, layers.Dot(1)([user, item]))
-    model.compile(Opt.Adam(2e-2), "mse")
-    return model, arrays(pairs, ratings, batch=40, epochs=20)
-
-
 @wild("matrix-factorisation-by-hand", growth=at_least(20.0), saddle=at_least(0.5))
 def factorisation_by_hand():
-    """The same with hand-written weights and gradient descent."""
+    """Tiny hand-written embeddings grow, after the loss has stayed at a saddle."""
     model = keras.Sequential([keras.Input((2,), dtype="int32"), Factors()])
     model.set_weights([1e-3 * draw(20, 4, seed=4), 1e-3 * draw(20, 4, seed=5)])
     model.compile(Opt.SGD(1.0, momentum=0.7), "mse")
-    return model, arrays(*_ratings(), batch=40, epochs=20)
+    u, v = draw(20, 3), draw(20, 3, seed=1)
+    pairs = np.stack(np.meshgrid(np.arange(20), np.arange(20)), -1).reshape(-1, 2)
+    pairs = np.random.default_rng(2).permutation(pairs)
+    y = (u[pairs[:, 0]] * v[pairs[:, 1]]).sum(1, keepdims=True)
+    return model, arrays(pairs, y, batch=40, epochs=20)
 
 
 @wild("deep-linear-saddle", growth=at_least(5.0), saddle=at_least(0.4))
@@ -881,19 +711,6 @@ def deep_linear():
     model = network(6, 6, 6, 6, 1, activation="linear", kernel_initializer=small, use_bias=False)
     model.compile(Opt.Adam(3e-3), "mse")
     return model, arrays(*linear_data(), epochs=10)
-
-
-@wild("word-vectors", growth=at_least(10.0))
-def word_vectors():
-    """Negative sampling with embeddings that begin next to 0."""
-    words = whole(40, 640, 2)
-    words[:, 1] = np.where(np.arange(640) % 2, words[:, 1], (words[:, 0] + 1) % 40)
-    small = keras.initializers.RandomUniform(-1e-2, 1e-2)
-    inputs = keras.Input((2,), dtype="int32")
-    one, other = (layers.Embedding(40, 8, embeddings_initializer=small)(inputs[:, i]) for i in range(2))
-    model = keras.Model(inputs, layers.Dot(1)([one, other]))
-    model.compile(Opt.Adam(2e-2), keras.losses.BinaryCrossentropy(from_logits=True))
-    return model, arrays(words, (1.0 - np.arange(640) % 2)[:, None], batch=64, epochs=12)
 
 
 @wild("zero-initialised-head", settled=at_most(0.5))
@@ -949,21 +766,11 @@ def normalised_adam():
     """A kernel below BatchNormalization has no fixed scale: at a high rate it grows, and the
     network learns.
     """
-    return _normalised(Opt.Adam(0.2))
-
-
-@wild("normalised-momentum", growth=at_least(5.0), settled=at_most(0.9))
-def normalised_momentum():
-    """The same with a momentum of 1, which never decays."""
-    return _normalised(Opt.SGD(0.1, momentum=1.0))
-
-
-def _normalised(optimizer: Any) -> Any:
     images, y = digits()
     conv = lambda: layers.Conv2D(6, 3, strides=2, padding="same", use_bias=False)  # noqa: E731
     norm, pool = layers.BatchNormalization, layers.GlobalAveragePooling2D()
     model = keras.Sequential([keras.Input((8, 8, 1)), conv(), norm(), layers.ReLU(), conv(), norm(), layers.ReLU(), pool, layers.Dense(10)])
-    model.compile(optimizer, crossentropy(), metrics=["accuracy"])
+    model.compile(Opt.Adam(0.2), crossentropy(), metrics=["accuracy"])
     return model, arrays(images, y, batch=32, epochs=10)
 
 
@@ -976,6 +783,16 @@ def decay():
 
 
 # Noise, spikes and oscillation
+
+
+@wild("label-noise", settled=(0.5, 1.1))
+def label_noise():
+    """Four labels of ten are wrong, and the rate is high."""
+    images, y = digits()
+    wrong = np.random.default_rng(0).random(len(y)) < 0.4
+    model = network(64, 16, 10)
+    model.compile(Opt.SGD(0.2, momentum=0.9), crossentropy())
+    return model, arrays(images.reshape(-1, 64), np.where(wrong, whole(10, len(y), seed=1), y), epochs=5)
 
 
 @wild("clipped-lstm", spike=at_least(4.0))
@@ -1011,60 +828,7 @@ def catapult_high():
     return _catapulted(0.033)
 
 
-@wild("edge-of-stability", spike=at_least(1.2), settled=at_most(0.9))
-def edge():
-    """Full batches at a rate at which the loss oscillates while it falls."""
-    x = draw(16, 6)
-    model = network(6, 24, 1, activation="tanh")
-    model.compile(Opt.SGD(0.25), "mse")
-    return model, arrays(np.tile(x, (100, 1)), np.tile(np.sin(2 * x[:, :1]), (100, 1)), epochs=1)
-
-
-@wild("label-noise", settled=(0.5, 1.1))
-def label_noise():
-    """Four labels of ten are wrong, and the rate is high."""
-    images, y = digits()
-    wrong = np.random.default_rng(0).random(len(y)) < 0.4
-    model = network(64, 16, 10)
-    model.compile(Opt.SGD(0.2, momentum=0.9), crossentropy())
-    return model, arrays(images.reshape(-1, 64), np.where(wrong, whole(10, len(y), seed=1), y), epochs=5)
-
-
-@wild("imbalance", spike=at_least(20.0))
-def imbalance():
-    """One positive in five hundred, which counts five hundred times."""
-    x, y = draw(2000, 6), np.zeros((2000, 1), "float32")
-    y[[333, 777, 1444, 1900]] = 1.0
-    model = network(6, 8, 1)
-    model.compile(Opt.Adam(3e-3), keras.losses.BinaryCrossentropy(from_logits=True))
-    return model, arrays(x, y, epochs=1, class_weight={0: 1.0, 1: 500.0})
-
-
-@wild("mostly-dropped", late=at_least(0.5))
-def dropped():
-    """Eight units of ten are dropped, twice."""
-    images, y = digits()
-    hidden = [layers.Dense(32, "relu"), layers.Dropout(0.8, seed=1)]
-    model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(32, "relu"), layers.Dropout(0.8, seed=2), layers.Dense(10)])
-    model.compile(Opt.Adam(1e-2), crossentropy())
-    return model, arrays(images.reshape(-1, 64), y)
-
-
 # Losses through zero and at zero
-
-
-@wild("likelihood-through-zero", negative=at_least(0.1), peak=at_least(0.9))
-def likelihood():
-    """The likelihood of a density: the loss goes through zero and becomes negative."""
-    x, y = linear_data()
-
-    def loss(y, p):
-        spread = 3.0 * ops.tanh(p[:, 1:])
-        return ops.mean(spread + 0.5 * ops.square(y - p[:, :1]) * ops.exp(-2.0 * spread), -1)
-
-    model = network(6, 16, 2)
-    model.compile(Opt.Adam(1e-2), loss)
-    return model, arrays(x, y, epochs=10)
 
 
 @wild("hinge-satisfied", zero=at_least(0.3))
@@ -1077,28 +841,6 @@ def hinge():
     model = network(6, 1)
     model.compile(Opt.SGD(0.1), "hinge")
     return model, arrays(x, np.sign(x[:, :1]), batch=4, epochs=3)
-
-
-@wild("sparse-rewards", zero=at_least(0.7))
-def sparse_rewards():
-    """Most samples have weight 0: batches without any loss, then one with a loss."""
-    x, y = linear_data(960)
-    weights = np.zeros(960, "float32")
-    weights[::67] = 50.0
-    model = network(6, 8, 1)
-    model.compile(Opt.Adam(1e-2), "mse")
-    return model, arrays(x, y, batch=8, epochs=1, sample_weight=weights)
-
-
-@wild("an-output-that-does-not-count", peak=at_least(1.0))
-def uncounted():
-    """One of two outputs has a loss weight of 0."""
-    x, y = linear_data()
-    entry = keras.Input((6,))
-    hidden = layers.Dense(8, "relu")(entry)
-    model = keras.Model(entry, [layers.Dense(1, name="p")(hidden), layers.Dense(1, name="q")(layers.Dense(8, "relu")(hidden))])
-    model.compile(Opt.Adam(1e-2), ["mse", "mse"], loss_weights=[1.0, 0.0])
-    return model, arrays(x, [y, 1e3 * y])
 
 
 # Arithmetic and ways to apply an update
@@ -1132,12 +874,6 @@ def float16_billion():
     return _scaled(2.0**30)
 
 
-@wild("bfloat16", settled=at_most(0.5))
-def bfloat16():
-    """Three digits of precision."""
-    return _in_precision("mixed_bfloat16", Opt.Adam(1e-2))
-
-
 def _single_samples(optimizer: Any, rows: int = 300) -> Any:
     model = network(6, 8, 1)
     model.compile(optimizer, "mse")
@@ -1166,35 +902,3 @@ def averaged():
     model.compile(Opt.SGD(0.5, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=25), crossentropy())
     return model, arrays(images.reshape(-1, 64), y, batch=8, epochs=3)
 
-
-@wild("distillation", peak=at_least(1.0))
-def distillation():
-    """A frozen teacher within the model, and a temperature whose square multiplies the loss."""
-    images, y = digits()
-    entry = keras.Input((64,))
-    teacher, student = network(64, 32, 10, kernel_initializer="he_normal"), network(64, 8, 10)
-    teacher.trainable = False
-
-    def taught(_, own, other):
-        return 64.0 * ops.mean(ops.categorical_crossentropy(ops.softmax(2.5 * other), own / 8, from_logits=True))
-
-    model = keras.Model(entry, Added(taught)(student(entry), teacher(entry)))
-    model.compile(Opt.Adam(1e-2), crossentropy())
-    return model, arrays(images.reshape(-1, 64), y)
-
-
-@wild("sparse-autoencoder", size=at_least(1.0))
-def sparse():
-    """The KL divergence of the mean activations from 0.05 is most of the loss."""
-    images, _ = digits()
-    x = images.reshape(-1, 64)
-    entry = keras.Input((64,))
-
-    def rare(_, code):
-        share = ops.clip(ops.mean(code, 0), 1e-6, 1 - 1e-6)
-        return ops.sum(0.05 * ops.log(0.05 / share) + 0.95 * ops.log(0.95 / (1 - share)))
-
-    code = Added(rare)(layers.Dense(24, "sigmoid")(entry))
-    model = keras.Model(entry, layers.Dense(64, "sigmoid")(code))
-    model.compile(Opt.Adam(1e-2), "mse")
-    return model, arrays(x, x)
