@@ -183,6 +183,12 @@ def snapshots_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("keras_nanguard._fit.snapshots.Ring.close", lambda ring: None)
 
 
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch):
+    """Treat the processor as a device for which PyTorch's host has to wait."""
+    monkeypatch.setattr("keras_nanguard._backends.torch.reductions.is_away", lambda tensors: True)
+
+
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """`once(name, make)`: the result of `make(folder)`, computed by the first worker that needs it;

@@ -75,11 +75,8 @@ class TestRefused:
 
 
 @pytest.mark.requires_backend("torch", reason="only there a step learns late that the one before has left NaN")
-def test_a_second_rollback_past_a_step_that_was_refused_for_the_one_before(monkeypatch):
+def test_a_second_rollback_past_a_step_that_was_refused_for_the_one_before(away):
     """Both rollbacks replay all good steps: no batch is missing among the remembered ones."""
-    from keras_nanguard._backends.torch import reductions
-
-    monkeypatch.setattr(reductions, "is_away", lambda tensors: True)
     guard, rates = NanGuard(verbose=0, diagnose=False), [0.01] * 16
     rates[5] = 3e38  # a plain rate, which the callback sets as a scheduler would
     set_rate = zoo.Before(lambda model: model.optimizer.learning_rate.assign(rates.pop(0)))

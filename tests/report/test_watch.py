@@ -107,7 +107,7 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch):
         written(tmp_path, ended)
 
     screen = Screen(whole)
-    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    monkeypatch.setattr(time, "sleep", screen.then)
     assert terminal.watch(tmp_path, screen=screen)
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
@@ -117,7 +117,7 @@ def test_a_run_before_its_first_step(tmp_path, monkeypatch):
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots.lock").touch()
     screen = Screen(lambda: written(tmp_path, synthetic(300, 2)))
-    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    monkeypatch.setattr(time, "sleep", screen.then)
     assert terminal.watch(tmp_path, screen=screen)
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
@@ -135,7 +135,7 @@ def test_files_that_become_unreadable(tmp_path, monkeypatch):
         written(tmp_path, run)
 
     screen = Screen(lambda: file.write_bytes(b"another file"), mend)
-    monkeypatch.setattr(terminal.time, "sleep", screen.then)
+    monkeypatch.setattr(time, "sleep", screen.then)
     terminal.watch(tmp_path, screen=screen)
     shown = screen.file.getvalue()
     reported = re.sub(r"\x1b\[[0-9;]*m|[\W_]", "", shown)  # a line may break anywhere

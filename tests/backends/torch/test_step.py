@@ -528,12 +528,6 @@ def test_a_process_that_does_not_answer(tmp_path, how):
 # Devices that the host has to wait for
 
 
-@pytest.fixture
-def away(monkeypatch):
-    """Treat the processor as a device for which the host has to wait."""
-    monkeypatch.setattr(reductions, "is_away", lambda tensor: True)
-
-
 class Once(keras.optimizers.schedules.LearningRateSchedule):
     """A rate at which weights overflow, in one step."""
 
