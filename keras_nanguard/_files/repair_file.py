@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,14 +65,8 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        optimizer = optimizer_settings(contents.config)
+        initial = partial(_initial, optimizer_settings(contents.config))
         new: dict[str, NDArray[Any]] = {}
-
-        def initial(array: ModelArray) -> float:
-            who = array.who
-            if who.role == "slot":
-                return initial_slot(who.name, optimizer)
-            return initial_value(who.name, who.settings)
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
             new[array.key] = values
@@ -86,6 +81,12 @@ def repair_file(
             contents.source = plain_text(output)
             found["after"] = asdict(scan_contents(contents, limits, progress))
     return found
+
+
+def _initial(optimizer: Mapping[str, Any], array: ModelArray) -> float:
+    if array.who.role == "slot":
+        return initial_slot(array.who.name, optimizer)
+    return initial_value(array.who.name, array.who.settings)
 
 
 class Unwritable(Exception):
