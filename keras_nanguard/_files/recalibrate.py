@@ -52,9 +52,9 @@ def recalibrate(
         The report.
 
     Raises:
-        GuardError: if the model has no such layer, the data is empty or neither arrays nor an
-            iterable, `steps` or `batch_size` is no whole number above 0, or the input of a layer is
-            not finite or has only one value per channel.
+        GuardError: if the model has no such layer, the data is empty or neither arrays of the same
+            length nor an iterable, `steps` or `batch_size` is no whole number above 0, or the input
+            of a layer is not finite or has only one value per channel.
 
     Example:
 
@@ -240,10 +240,13 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs from arrays, or from an iterable of batches."""
     arrays = keras.tree.flatten(data)
     if arrays and all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays):
-        length = min(int(array.shape[0]) for array in arrays)
+        length, *others = {int(array.shape[0]) for array in arrays}
+        if others:
+            what, received = "arrays with the same number of rows", f"{(length, *others)} rows"
+            raise GuardError(expected(what, received, "Check the data."))
         for start in range(0, length, batch_size):
-            stop = min(start + batch_size, length)
-            yield keras.tree.map_structure(lambda array, part=slice(start, stop): array[part], data)
+            part = slice(start, start + batch_size)
+            yield keras.tree.map_structure(lambda array, part=part: array[part], data)
         return
     iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if isinstance(data, (str, bytes, dict, type)) or not iterable:

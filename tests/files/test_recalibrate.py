@@ -208,3 +208,12 @@ def test_errors_keep_the_old_statistics(keras, nested, task):
     assert "call" not in vars(inner.get_layer("conv_bn"))
     with pytest.raises(GuardError, match="BatchNormalization"):
         recalibrate(chain(keras, keras.layers.Dense(1)), np.ones((3, 4)))
+
+
+def test_arrays_of_different_lengths_are_refused(keras):
+    """As in `fit`, and not cut to the shortest."""
+    inputs = [keras.Input((2,)), keras.Input((2,))]
+    total = keras.layers.Add()([keras.layers.BatchNormalization()(x) for x in inputs])
+    model = keras.Model(inputs, total)
+    with pytest.raises(GuardError, match="same number of rows"):
+        recalibrate(model, [np.ones((8, 2)), np.ones((4, 2))])
