@@ -255,12 +255,6 @@ def replay(given: argparse.Namespace) -> int:
 
     A step that is bad again is a finding.
     """
-    from keras_nanguard._core.errors import BundleError, expected
-
-    # Before a backend is loaded, which takes seconds.
-    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):
-        remedy = "It contains bundle.json; see report DIRECTORY."
-        raise BundleError(expected("the folder of an incident", repr(given.bundle), remedy))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(

@@ -267,9 +267,7 @@ def read_document(source: Any) -> tuple[Mapping[str, Any], str]:
         if isinstance(source, type):
             received, remedy = f"the class {source.__name__}", "Write Policy.load('recover')."
         raise PolicyError(expected(what, received, remedy))
-    path = os.fspath(source)
-    if not isinstance(path, str):
-        raise PolicyError(expected(what, safe_repr(path), "Decode the path first."))
+    path = os.fsdecode(source)
     if os.path.isdir(path):
         remedy = f"Write NanGuard(directory={safe_repr(path)}) for a folder to write into."
         raise PolicyError(expected(what, f"{safe_repr(path)}, a directory", remedy))
