@@ -61,7 +61,6 @@ class ModelAttachment(attach.Attachment):
         self.trainer_state.sync_variables()
 
     def variables_readable(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the variables read as the current state."""
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
@@ -118,7 +117,6 @@ class ModelAttachment(attach.Attachment):
         return self.run_guarded(data)
 
     def _before_step(self, data: Any) -> None:
-        """Run the tasks of the host that are due, with the state in the variables."""
         self.session.before(written=self._gathered)
 
     def _skips(self, data: Any) -> bool:
@@ -144,7 +142,6 @@ class ModelAttachment(attach.Attachment):
             return self._finished(self._start(*result.args))
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one; return the verdict."""
         (data,) = args
         with self.trainer_state.gathered():
             return self._execute(data)[1]
@@ -154,12 +151,11 @@ class ModelAttachment(attach.Attachment):
         return self._shown()
 
     def resolve_pending(self) -> None:
-        """Read the verdict of the last step, if it is pending, and act on it."""
         if self.pending is not None:
             self._read_pending(last=True)
 
     def _read_pending(self, last: bool) -> bool:
-        """The same for a step that is pending; `last` if no other step was started since.
+        """Read the verdict of the pending step; `last` if no other step was started since.
 
         Returns:
             Whether the step is healthy and has not run a second time. If it has, the next step was
@@ -185,7 +181,6 @@ class ModelAttachment(attach.Attachment):
         self.pending = None
 
     def detach(self) -> None:
-        """Restore the model's own methods."""
         self._resolve_at_last()
         super().detach()
 
@@ -254,7 +249,6 @@ class LoopStep(attach.LoopStep):
                 variable.assign(value)
 
     def _taken(self) -> Any:
-        """Return the current state."""
         if self.synced:
             self.state, self.synced = self._stored(), False
         return self.state

@@ -104,7 +104,6 @@ class Origins(OriginTracker):
         self._still.__exit__(*details)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind an array, or `None` if it is finite or unknown."""
         found = self._lineage.get(id(tensor))
         if found is None and id(tensor) in self._variables and not is_finite(tensor):
             found = self._stored(tensor)
@@ -128,7 +127,6 @@ class Origins(OriginTracker):
         return dataclasses.replace(origin, phase="slope")
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the origin of the bad value that was last written into this variable, if any."""
         return self.of(variable.value)
 
     def _keep(self, tensor: Any, origin: Origin) -> None:

@@ -184,7 +184,6 @@ class Transaction(interface.Transaction):
         return self.unpublished[0]
 
     def take_reports(self) -> list[Report]:
-        """Return and remove the report of the last step, if it was bad."""
         if self._bad is None:
             return []
         result, self._bad = self._bad, None
@@ -222,7 +221,6 @@ class Transaction(interface.Transaction):
     # For the session
 
     def release_run(self) -> None:
-        """Release everything of the finished run, and its last batch."""
         del self.run
         self.given = self._bad = None
         self.unpublished.clear()
@@ -234,7 +232,6 @@ class Transaction(interface.Transaction):
             self._compile()
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Allow these variables to be infinite."""
         tolerated = self.learned.tolerated | {id(v) for v in variables}
         self.learned = replace(self.learned, tolerated=tolerated)
 

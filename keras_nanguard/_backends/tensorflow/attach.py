@@ -172,7 +172,6 @@ class ModelAttachment(_Traced, attach.Attachment):
         super()._before_step(data)
 
     def prepare(self) -> bool:
-        """Create every variable that the first step would create; return whether all exist."""
         spec = keras_fitting.running_spec()
         if spec is None or self.modes.spread_out:
             return False

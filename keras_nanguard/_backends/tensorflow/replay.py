@@ -57,7 +57,6 @@ class Origins(OriginTracker):
 
     @staticmethod
     def number_of(variable: Any) -> int | None:
-        """Return the number by which TensorFlow identifies a variable, `None` if it has none."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
         return None if handle is None else int(handle._id)
 

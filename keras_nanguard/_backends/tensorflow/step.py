@@ -115,7 +115,6 @@ class Transaction(TracedStep):
     # For the host, between two runs
 
     def take_reports(self) -> list[Report]:
-        """Return and remove the reports of bad steps, in their order."""
         return self.reports.take(self.given)
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:

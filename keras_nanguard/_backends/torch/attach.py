@@ -107,7 +107,6 @@ class LoopStep(attach.LoopStep):
     @staticmethod
     @contextlib.contextmanager
     def watching() -> Iterator[None]:
-        """Keep the overrides that record writes installed between the steps."""
         WRITES.hold()
         try:
             yield

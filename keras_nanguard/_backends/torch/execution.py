@@ -191,13 +191,14 @@ class StepRun:
         return changed
 
     def _written_uncounted(self) -> list[Any]:
-        """Return the tensors whose value differs although torch has counted no write of them, which
-        only the first steps read.
+        """Return those whose value differs although torch has counted no write of them. Only the
+        first steps read this.
         """
         if not self.transaction.is_fresh:
             return []
-        unwritten = [kept for kept in self.log.kept.values() if not kept.is_written]
-        return self._not_updated([kept.tensor for kept in unwritten if kept.differs])
+        kept = [self.log.kept.get(id(tensor)) for tensor, _ in self._versions]
+        unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
+        return self._not_updated([entry.tensor for entry in unwritten if entry.differs])
 
     def _not_updated(self, tensors: list[Any]) -> list[Any]:
         """Return the tensors that no update which has run may have written."""

@@ -298,12 +298,13 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
     """Return adapters of further optimizers of torch in attributes of these layers, and of known
-    optimizers, which may wrap them.
+    optimizers, which may wrap them; without those whose state a known one shows.
     """
     adapted = [optimizer.of for optimizer in known if hasattr(optimizer, "of")]
     found = [value for owner in (*layers, *adapted) for value in vars(owner).values()]
     optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
-    return [TorchOptimizer(optimizer, {}) for optimizer in optimizers if optimizer not in adapted]
+    states = {id(optimizer.state) for optimizer in adapted}
+    return [TorchOptimizer(o, {}) for o in optimizers if id(o.state) not in states]
 
 
 def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]]:

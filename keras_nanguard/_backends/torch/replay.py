@@ -137,14 +137,12 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         OriginTracker.__init__(self, *args, **kwargs)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind a tensor, or `None` if it is finite or unknown."""
         if not isinstance(tensor, torch.Tensor) or is_finite(tensor):
             return None
         return super().of(tensor)
 
     @staticmethod
     def number_of(variable: Any) -> int | None:
-        """Return the number of a variable, or `None`."""
         return storage(getattr(variable, "value", variable))
 
     def _key(self, tensor: Any) -> int:
