@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.facts import targets_by_loss
+from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
-LABEL = re.compile(
-    r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"  # TensorFlow
-)
-LABELS = re.compile(r"Label values: ([-\d ]+)")
-NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
+SPARSE = keras.losses.SparseCategoricalCrossentropy()
+"""The loss that checks class indices for a custom one."""
+
 BROKEN = re.compile(
     r"Cholesky decomposition (?:was not successful|failed)|Input is not invertible"
     r"|not positive[- ]definite|(?:matrix|input) is singular"
     r"|Tensor had (?:NaN|Inf|-Inf|\+Inf|[-+ ,a-zA-Z]*(?:NaN|Inf))[a-zA-Z ,+-]* values"
 )
-INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
-OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")  # PyTorch, of a class index
-UNNAMED = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # PyTorch's compiler, of either
-OUT_OF_TABLE = re.compile(r"index out of range in self")  # PyTorch, of an embedding
+NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
 CALLED = re.compile(r"when calling (\w+)\.call\(\)")
+CLASS = re.compile(
+    r"label value of (-?\d+) which is outside the valid range"  # TensorFlow
+    r"|Target (-?\d+) is out of bounds"  # PyTorch
+)
+LABELS = re.compile(r"Label values: ([-\d ]+)")  # TensorFlow, all of the batch
+ENTRY = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")  # TensorFlow
+UNKNOWN_ENTRY = re.compile(r"index out of range in self")  # PyTorch, of an embedding
+EITHER = re.compile(r"index out of bounds: 0 <= \w+ < \d+")  # PyTorch's compiler, of either
 
 Explained = tuple[Finding, Diagnosis]
 
@@ -43,127 +47,70 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
         message: the message of the exception.
         batch: the arguments of the step, if they are known.
     """
-    if found := LABEL.search(message):
-        listed = LABELS.search(message)
-        labels = [int(word) for word in listed[1].split()] if listed else []
-        high = int(found[2])
-        fitting = [out for out in _outputs(model, batch) if out.classes == high]
-        fitting = [out._replace(labels=labels) for out in fitting]
-        return _label(model, fitting, int(found[1]), high)
-    if found := OUT_OF_BOUNDS.search(message):
-        value, outputs = int(found[1]), _outputs(model, batch)
-        blamed = [out for out in outputs if value in out.wrong.values()][:1]
-        return _label(model, blamed or outputs, value)
-    if found := UNNAMED.search(message):
-        high, outputs = int(found[1]), _outputs(model, batch)
-        wrong = [out for out in outputs if out.wrong and out.classes == high]
-        if wrong:
-            return _label(model, wrong[:1], next(iter(wrong[0].wrong.values())))
-        return _lookup(model, batch)
-    if OUT_OF_TABLE.search(message):
-        return _lookup(model, batch)
-    if found := INDEX.search(message):
-        return _index(model, int(found[1].split(",")[0]), int(found[2]), int(found[3]))
+    if found := CLASS.search(message):
+        return _class_index(model, batch, found[1] or found[2], LABELS.search(message))
+    if found := EITHER.search(message):
+        of_targets = _class_index(model, batch)
+        return of_targets if of_targets[1].samples else _entry(model, batch)
+    if found := ENTRY.search(message):
+        return _entry(model, batch, int(found[1].split(",")[0]), int(found[2]), int(found[3]))
+    if UNKNOWN_ENTRY.search(message):
+        return _entry(model, batch)
     if found := BROKEN.search(message):
         return _broken(model, message, found[0])
     return None
 
 
-class _Output(NamedTuple):
-    """An output whose targets are class indices.
+def _class_index(
+    model: Any, batch: Any, index: str = "", labels: re.Match[str] | None = None
+) -> Explained:
+    """A class index in the targets that a loss does not have. They are class indices if the loss is
+    sparse, or the only one.
 
-    Attributes:
-        loss: name of its loss.
-        classes: number of classes, 0 if unknown.
-        per_row: number of labels per row of the batch, 0 if unknown.
-        labels: the labels of the batch, none if unknown.
-    """
-
-    loss: str
-    classes: int
-    per_row: int
-    labels: Sequence[int]
-
-    @property
-    def wrong(self) -> dict[int, int]:
-        """The labels that are no class, by their place."""
-        return {i: n for i, n in enumerate(self.labels) if not 0 <= n < self.classes}
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows with such labels."""
-        return tuple(dict.fromkeys(i // self.per_row for i in self.wrong)) if self.per_row else ()
-
-
-def _outputs(model: Any, batch: Any) -> list[_Output]:
-    """Return the outputs of a functional model whose targets are class indices: those with a loss
-    of that kind, and the only output of a model.
+    Args:
+        model: the model.
+        batch: the arguments of the step, if they are known.
+        index: the class index, if the message has it.
+        labels: the targets that the message lists, for a batch that is not known.
     """
     found = targets_by_loss(model, batch, keras_layers.output_shapes(model))
-    return [
-        _Output(
-            str(loss.name),
-            int(shape[-1] or 0),
-            math.prod(length or 0 for length in shape[1:-1]),
-            () if part is None else _labels(part.array),
-        )
-        for _, loss, part, shape in found
-        if shape and (len(found) == 1 or "sparse" in loss.name)
-    ]
-
-
-def _labels(targets: np.ndarray[Any, Any]) -> list[int]:
-    known = np.isfinite(targets).all()
-    return [int(label) for label in targets.reshape(-1)] if known else []
-
-
-def _label(model: Any, outputs: Sequence[_Output], value: int, high: int = 0) -> Explained:
-    """A class index outside of `[0, high)`, in the targets of one of these outputs. `high` is 0 if
-    it is unknown.
-    """
-    names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
-    only = names[0] if len(names) == 1 else "loss"
-    culprit = next((name for name in names if "sparse" in name), only)
+    sparse = [one for one in found if len(found) == 1 or "sparse" in one.loss.name]
+    culprit, width = str(sparse[0].loss.name) if sparse else "loss", 0
     rows: tuple[int, ...] = ()
-    size: int | None = None
-    if len(outputs) == 1:
-        found = outputs[0]
-        high, rows, size = high or found.classes, found.rows, len(found.labels) or None
-        culprit = found.loss
-    valid = f"from 0 to {high - 1}" if high else "from 0 to classes - 1"
-    classes = f"the model has {high} classes, {valid}" if high else "the model has no such class"
-    seen = (
-        f"The targets contain the class index {value}; {classes}.",
-        "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
-    )
+    seen = f"The targets contain class index {index}; the model has no such class."
+    for _, loss, part, shape in sparse:
+        classes = int(shape[-1] or 0) if shape else 0
+        known = loss if "sparse" in keras_losses.class_of(loss).lower() else SPARSE
+        targets = None if part is None else part.array
+        per_row = math.prod(length or 0 for length in shape[1:-1])
+        if targets is None and labels and per_row and len(sparse) == 1:
+            targets = np.array(labels[1].split(), int).reshape(-1, per_row)
+        wrong = None if targets is None else keras_losses.rejected(known, targets, classes)
+        if wrong is not None:
+            culprit, width, rows = str(loss.name), classes, wrong.rows
+            seen = f"The targets contain {wrong.clause}, in {at_rows(rows)}."
+            break
+    valid = f"from 0 to {width - 1}" if width else "from 0 to classes - 1"
+    on_gpu = "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead."
     advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."
-    finding = Finding("targets", "out_of_range", size=size, value=float(value))
-    return finding, Diagnosis("target_out_of_range", culprit, rows, seen, (advice,), 0.97)
+    finding = Finding("targets", "out_of_range")
+    cause: Cause = "target_out_of_range"
+    return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), 0.97)
 
 
-def _arrays(batch: Any, role: str) -> list[np.ndarray[Any, Any]]:
-    found = [] if batch is None else batches.parts(batch)
-    return [part.array for part in found if part.role == role]
-
-
-def _lookup(model: Any, batch: Any) -> Explained:
-    """An index beyond an embedding table, of which PyTorch reports neither: both are searched in
-    the model and the batch.
+def _entry(
+    model: Any, batch: Any, row: int | None = None, value: int | None = None, high: int = 0
+) -> Explained:
+    """An index beyond an embedding table of `high` entries (0: unknown). PyTorch reports neither:
+    both are searched in the model and the batch.
     """
-    tables = _tables(model)
-    high = int(tables[0].input_dim) if len(tables) == 1 else 0
-    arrays = _arrays(batch, "inputs")
-    for array in arrays if high and len(arrays) == 1 else []:
-        wrong = np.argwhere((array < 0) | (array >= high))
-        if len(wrong):
-            return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
-    return _index(model, None, None, high)
-
-
-def _index(model: Any, row: int | None, value: int | None, high: int) -> Explained:
-    """An index beyond an embedding table of `high` entries (0: unknown), in words."""
     tables = [table for table in _tables(model) if high in (0, table.input_dim)]
     culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
+    high = int(tables[0].input_dim) if culprit else high
+    inputs = [part.array for part in batches.parts(batch) if part.role == "inputs"]
+    if value is None and culprit and len(inputs) == 1:
+        for wrong in np.argwhere((inputs[0] < 0) | (inputs[0] >= high))[:1]:
+            row, value = int(wrong[0]), int(inputs[0][tuple(wrong)])
     entries = f" of {high} entries" if high else ""
     seen = f"An index is beyond the end of an embedding table{entries}."
     if value is not None:
