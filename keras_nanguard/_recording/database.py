@@ -190,22 +190,19 @@ MAX_UNWRITTEN = 50_000
 """Maximum number of rows that wait for a slow disk. If there are more, the file is rewritten."""
 
 MAX_EVENT_TEXT = 6 << 20
-"""Maximum number of characters of all events. The file keeps older events."""
+"""Maximum number of characters of all events; above it, only the newest half of it is kept. The
+file keeps older events."""
 
 MAX_LAYER_ROWS = 40_000
 """Maximum number of rows of `layers`."""
 
-_MINOR = """kind IN ('epoch', 'snapshot') OR data LIKE '%"by": "callback"%'"""
-"""Frequent events with little information."""
-
 _EVENT_TEXT = "sum(length(text) + length(data))"
 
-_OLD = (
-    f"id IN (SELECT id FROM (SELECT id, {_EVENT_TEXT} OVER "
+_DROP_OLD_EVENTS = (
+    f"DELETE FROM events WHERE id IN (SELECT id FROM (SELECT id, {_EVENT_TEXT} OVER "
     "(ORDER BY id DESC ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS newer FROM events) "
     f"WHERE newer > {MAX_EVENT_TEXT // 2})"
 )
-"""Events whose newer ones take half of the limit."""
 
 
 _NUMBERED = ("steps", "layers", "samples")
@@ -286,11 +283,8 @@ class Memory:
         self._limit_events()
 
     def _limit_events(self) -> None:
-        """Remove old events above the limit, minor ones first."""
-        for kinds, limit in ((_MINOR, MAX_EVENT_TEXT), ("1", MAX_EVENT_TEXT * 3 // 4)):
-            if self._event_text <= limit:
-                return
-            self.connection.execute(f"DELETE FROM events WHERE ({kinds}) AND {_OLD}")
+        if self._event_text > MAX_EVENT_TEXT:
+            self.connection.execute(_DROP_OLD_EVENTS)
             self._event_text = self._size_of_events()
 
     def _size_of_events(self) -> int:
