@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
@@ -23,7 +22,7 @@ from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.layer_table import table
-from keras_nanguard._diagnose.trials import Case, in_float32, tensors
+from keras_nanguard._diagnose.trials import Case, tensors, with_trials
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -208,28 +207,21 @@ def _evidence(
         findings.append(Finding("predictions", path=path))
     if far:
         findings.append(Finding("statistics", "out_of_range", next(iter(far))))
-    rows = run.origin.rows if run.origin is not None else ()
     evidence = replace(
         known(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
         trials=TrialFacts(
-            rows=rows,
             inference="" if inference.run.error else inference.run.word,
             training="" if training.run.error else training.run.word,
         ),
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
-        outputs = named_outputs(step.model, keras.tree.flatten(training.outputs))
-        run = replace(run, outputs=tuple(outputs))
+        outputs = map(keras_variables.dense, keras.tree.flatten(training.outputs))
+        run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
     case = Case(shown.step, batch, evidence).with_batch().with_run(run).with_targets()
     if not run.finite:
         case = case.with_part("replay", result=run.word)
-    if case.evidence.batch.inputs_bad and 0 < len(rows) < case.evidence.batch.count:
-        rest = case.again(batches.without(batch, rows))
-        case = case.with_part("trials", without_rows="finite" if rest.finite else "bad")
-    if run.first:
-        case = case.with_part("trials", **in_float32(case))
-    return case.evidence
+    return with_trials(case).evidence
 
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:

@@ -189,7 +189,11 @@ def _tried(case: Case, obstacle: str) -> Case:
         return case
     if obstacle := obstacle or _obstacle(case.step):
         return case.with_(notes=(obstacle,))
-    case = replayed(case).with_targets()
+    return with_trials(replayed(case).with_targets())
+
+
+def with_trials(case: Case) -> Case:
+    """Return a case with the results of all trials, if its replay is bad."""
     if not case.run.error and not case.run.finite:
         for trial in TRIALS:
             case = case.with_part("trials", **trial(case))
@@ -223,7 +227,7 @@ def replayed(case: Case) -> Case:
     return case.with_run(again) if again.first else case
 
 
-def in_float32(case: Case) -> dict[str, Any]:
+def _in_float32(case: Case) -> dict[str, Any]:
     """Is the step finite in float32?"""
     if not case.evidence.run.low_precision:
         return {}
@@ -282,7 +286,8 @@ def is_bad_at_start(case: Case, update: bool) -> bool:
 def _in_inference(case: Case) -> dict[str, Any]:
     """Is the forward pass finite in inference mode?"""
     origin, data = case.evidence.replay.origin, case.batch[0] if len(case.batch) == 1 else None
-    if origin.phase != "forward" or origin.source != "operation" or not isinstance(data, tuple):
+    forward = origin.phase == "forward" and origin.source == "operation"
+    if case.evidence.trials.inference or not forward or not isinstance(data, tuple):
         return {}
     with case.step.preserved():
         try:
@@ -315,7 +320,7 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
 
 
 TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
-    in_float32,
+    _in_float32,
     _unscaled,
     _without_rows,
     _at_start,
