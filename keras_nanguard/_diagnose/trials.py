@@ -143,10 +143,10 @@ class Case:
             if self.again(batch).finite:
                 return "With targets in the range of the loss the same step is finite."
         farthest = max(losses, key=abs, default=0.0)
-        # A rate that is too high makes it rise first.
-        risen = max(losses, default=0.0) * e.run.growth.loss > JUMP * abs(farthest)
-        falls = e.grown() and not risen
-        negative = negative_loss(self.step.model, [farthest]) if falls else None
+        # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
+        large = (v for v in losses if abs(v) * e.run.growth.loss > JUMP * abs(farthest))
+        falls = e.grown() and next(large, 0.0) <= 0.0
+        negative = negative_loss(self.step.model, losses) if falls else None
         return "" if negative is None else negative.proof
 
     def again(self, batch: Any) -> ReplayResult:
