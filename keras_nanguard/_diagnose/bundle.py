@@ -73,29 +73,16 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
 
 
 def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> None:
-    variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
-    notes = []
     structure, arrays = _flattened(batch)
+    notes = []
     if not bundles.can_be_read(arrays):
         structure, arrays = {"left_out": "the whole batch is too large"}, []
         notes.append("The batch was too large for the bundle: the step cannot be run again.")
-    state = [keras_variables.view(v) for v in variables]
     left = bundles.MAX_BYTES - _save(folder / "batch.npz", arrays)
-    fits = sum(a.nbytes for a in state) <= left
-    if fits:
-        left -= _save(folder / "state.npz", state)
-        cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
-        start = run.ring.start
-        if cause in ("divergence", "input_scale") and start is not None and start.at_hand:
-            first = [start.value(v) for v in variables]
-            first = [now if old is None else old for old, now in zip(first, state)]
-            if sum(a.nbytes for a in first) <= left:
-                _save(folder / "start.npz", first)
-    else:
-        notes.append(
-            "The state was too large for the bundle; give replay a model with the weights before"
-            " the step."
-        )
+    variables = _saved_state(folder, run, incident, left)
+    if variables is None:
+        without = "give replay a model with the weights before the step."
+        notes.append(f"The state was too large for the bundle; {without}")
     model = _configuration(run.model)
     about = {
         "format": bundles.FORMAT,
@@ -103,7 +90,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         "dtypes": [a.dtype.name for a in arrays],
         "state": [
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
-            for v in (variables if fits else ())
+            for v in variables or ()
         ],
         "growth": plain_values.plain(asdict(evidence.run.growth)),
         "mode": evidence.mode,
@@ -127,6 +114,27 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
     for name, text in texts.items():
         if text:
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def _saved_state(
+    folder: Path, run: RunView, incident: Incident, left: int
+) -> Sequence[Any] | None:
+    """Write the state before the step, unless it is larger than `left` bytes, and, if training had
+    diverged, the one before the first step. Returns the variables of the written state.
+    """
+    variables = [v for v in run.train_state().everything if str(v.dtype) != "string"]
+    state = [keras_variables.view(v) for v in variables]
+    if sum(a.nbytes for a in state) > left:
+        return None
+    left -= _save(folder / "state.npz", state)
+    cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
+    start = run.ring.start
+    if cause in ("divergence", "input_scale") and start is not None and start.at_hand:
+        first = [start.value(v) for v in variables]
+        first = [now if old is None else old for old, now in zip(first, state)]
+        if sum(a.nbytes for a in first) <= left:
+            _save(folder / "start.npz", first)
+    return variables
 
 
 def _flattened(value: Any) -> tuple[Any, list[Array]]:

@@ -39,9 +39,8 @@ MIN_EPSILON = 1e-12
 def wrote_otherwise(
     run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
-    """Whether no update can have produced the bad values of a committed step, neither from the
-    current values nor from a snapshot and the gradients since. The root of a negative slot is NaN,
-    whoever has written that.
+    """Whether no update can have produced the bad values of a committed step. The root of a
+    negative slot is NaN, whoever has written that.
     """
     if negative_slot(train_state):
         return False
@@ -49,16 +48,8 @@ def wrote_otherwise(
     norm = incident.values.get("gradient_norm", math.nan)
     if norms and not incident.values:  # an incident between two steps has no norm
         norm = norms[-1]
-    optimizers, variables = train_state.optimizers, [*train_state.trainable, *train_state.slots]
-    if must_stay_finite(optimizers, facts, map(keras_variables.view, variables), norm):
-        return True
-    snapshot, committed = run.ring.newest(), incident.committed
-    if snapshot is None or committed is None or not snapshot.at_hand:
-        return False
-    norms = [m.norm for m in run.history.since(snapshot.step)]
-    values = [value for v in variables if (value := snapshot.value(v)) is not None]
-    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
-    return known and must_stay_finite(optimizers, facts, values, max(norms, default=norm))
+    values = map(keras_variables.view, (*train_state.trainable, *train_state.slots))
+    return must_stay_finite(train_state.optimizers, facts, values, norm)
 
 
 def negative_slot(train_state: TrainState) -> str:
