@@ -322,7 +322,6 @@ def report(given: argparse.Namespace) -> int:
 
 def _compared(given: argparse.Namespace) -> int:
     """Compare several runs: as text, as HTML, or as JSON, one object a run."""
-    from dataclasses import asdict
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
@@ -344,7 +343,7 @@ def _compared(given: argparse.Namespace) -> int:
         output.say(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            row = asdict(compare.row(run)) | {"causes": dict(run.causes)}
+            row = compare.row(run) | {"causes": dict(run.causes)}
             del row["spark"]
             output.print_json({"format": COMPARED_RUNS, **row})
     else:

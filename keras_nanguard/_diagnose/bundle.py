@@ -116,9 +116,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _saved_state(
-    folder: Path, run: RunView, incident: Incident, left: int
-) -> Sequence[Any] | None:
+def _saved_state(folder: Path, run: RunView, incident: Incident, left: int) -> Sequence[Any] | None:
     """Write the state before the step, unless it is larger than `left` bytes, and, if training had
     diverged, the one before the first step. Returns the variables of the written state.
     """

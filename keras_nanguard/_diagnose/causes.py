@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
@@ -33,48 +32,17 @@ FAR = 1e3
 """Growth of the norm of all weights that is never ordinary."""
 
 
-Because = Literal[
-    "",
-    "batch",
-    "constant",
-    "constraint",
-    "dead",
-    "divergence",
-    "domain",
-    "explosion",
-    "float32",
-    "growth",
-    "huge",
-    "modes",
-    "negative",
-    "outlier",
-    "rate",
-    "recurrence",
-    "replay",
-    "rescaled",
-    "scale",
-    "scale_high",
-    "spike",
-    "state",
-    "statistics",
-    "stuck",
-    "targets",
-    "update",
-    "where",
-    "written",
-]
-"""The observation that decided a conclusion, `""` if none did. The advice depends on it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, with its place, its confidence, and the observation that decided."""
+    """A cause, with its place, its confidence, and the observation that decided, on which the
+    advice depends.
+    """
 
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = 0.9
-    because: Because = ""
+    because: str = ""
 
 
 def decide(evidence: Evidence) -> Conclusion:
@@ -116,7 +84,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
-    because: Because = "written" if e.run.written else "state"
+    because = "written" if e.run.written else "state"
     return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
 
 

@@ -1,5 +1,5 @@
-"""Changes of a step for the trials of a diagnosis: the model in float32, scaled data; and training
-from an earlier state.
+"""Changes of a step for the trials of a diagnosis: an earlier state, scaled data, the model in
+float32.
 
 Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
 losses and symbolic tensors. `tests/keras_internals/test_internals.py` fails when a release of Keras
@@ -9,8 +9,7 @@ removes one of them.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -28,30 +27,9 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.train_state import TrainState
 
 Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
-
-
-def train_from(step: ReplayableStep, start: Start, sequence: Iterable[Any]) -> list[float]:
-    """Train from an earlier state and restore the current one. Return the losses up to the first
-    that is not finite.
-
-    Args:
-        step: the step.
-        start: the earlier state.
-        sequence: the arguments of each step.
-    """
-    train_state = TrainState.of(step.model, step.optimizers)
-    losses: list[float] = []
-    with step.preserved():
-        restore(train_state.everything, start)
-        for batch in sequence:
-            losses.append(step.train(batch))
-            if not math.isfinite(losses[-1]):
-                break
-    return losses
 
 
 def restore(variables: Sequence[Any], start: Start) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
-from keras_nanguard._diagnose.causes import Because, Conclusion, decide
+from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import LOW, MAX_NORM, Evidence, OptimizerFacts
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import at_rows, sentences
@@ -67,7 +67,7 @@ def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
 
 
 def _holds(word: str, words: Mapping[str, Any]) -> bool:
-    return not words[word[1:]] if word.startswith("!") else bool(words[word])
+    return bool(words.get(word.lstrip("!"))) != word.startswith("!")
 
 
 def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
@@ -82,7 +82,8 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
     names = [repr(argument_path(part.name)) for part in (*e.batch.inputs_bad, *e.batch.targets_bad)]
     culprit = _culprit(e, v)
     one = len(v.samples) == 1
-    facts = {
+    return {
+        v.because: True,
         "culprit": culprit,
         "layer_class": origin.layer_class,
         "data": " and ".join(dict.fromkeys(names)) if len(set(names)) > 1 else culprit,
@@ -115,8 +116,6 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.run.optimizers),
         "untrained": v.because == "recurrence" and untrained,
     }
-    rules = dict.fromkeys(get_args(Because), False)
-    return {**rules, v.because: True, **facts}
 
 
 def _culprit(e: Evidence, v: Conclusion) -> str:

@@ -27,7 +27,6 @@ from keras_nanguard._diagnose.changes import (
     computing_in_float32,
     restore,
     standardized,
-    train_from,
 )
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
 from keras_nanguard._diagnose.facts import negative_loss, targets_by_loss
@@ -300,7 +299,7 @@ def _in_inference(case: Case) -> dict[str, Any]:
 
 def _with_scaled_data(case: Case) -> dict[str, Any]:
     """Does training on this batch, from the initial state, diverge only if the data is unscaled?"""
-    e, start = case.evidence, case.start
+    e, step, start = case.evidence, case.step, case.start
     largest = e.largest.max_abs
     if start is None or e.step > EARLY or largest < LARGE_DATA:
         return {}
@@ -309,11 +308,13 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
 
     def growth(batch: Any) -> float:
         """Return the factor by which the loss grows over a few steps, infinite if it overflows."""
-        losses = train_from(case.step, start, [batch] * TRIAL_STEPS)
-        finite = math.isfinite(losses[-1]) and losses[0]
-        return abs(losses[-1]) / abs(losses[0]) if finite else math.inf
+        with step.preserved():
+            restore(TrainState.of(step.model, step.optimizers).everything, start)
+            losses = [abs(step.train(batch)) for _ in range(TRIAL_STEPS)]
+        finite = all(map(math.isfinite, losses)) and losses[0]
+        return losses[-1] / losses[0] if finite else math.inf
 
-    scale = functools.partial(standardized, ids=not keras_layers.takes_floats(case.step.model))
+    scale = functools.partial(standardized, ids=not keras_layers.takes_floats(step.model))
     plain, scaled = growth(case.batch), growth(batches.mapped(case.batch, scale))
     cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
     return {"rescaled": "finite" if cured else "bad"}

@@ -56,46 +56,23 @@ Row = tuple[Any, ...]
 Statement = tuple[str, Sequence[Row]]
 """An SQL statement, and the parameters of each of its executions."""
 
+_ID = "id INTEGER PRIMARY KEY"
 
-_ID = {"id": "INTEGER PRIMARY KEY"}
+_STEP = (f"{n} {'REAL' if t is np.float64 else 'INTEGER'}" for n, t in STEP_COLUMNS.items())
 
-TABLES: Mapping[str, Mapping[str, str]] = {
-    "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
-    "steps": {
-        **_ID,
-        **{
-            name: "REAL" if issubclass(dtype, np.floating) else "INTEGER"
-            for name, dtype in STEP_COLUMNS.items()
-        },
-    },
-    "events": {
-        **_ID,
-        "step": "INTEGER",
-        "epoch": "INTEGER",
-        "time": "REAL",
-        "kind": "TEXT",
-        "text": "TEXT",
-        "data": "TEXT",
-    },
-    "layers": {**_ID, "step": "INTEGER", "path": "TEXT", "kind": "TEXT", "a": "REAL", "b": "REAL"},
-    "samples": {
-        **_ID,
-        "fingerprint": "TEXT",
-        "label": "TEXT",
-        "place": "INTEGER",
-        "times": "INTEGER",
-        "steps": "TEXT",
-        "why": "TEXT",
-    },
+COLUMNS: Mapping[str, str] = {
+    "meta": "key TEXT PRIMARY KEY, value TEXT",
+    "steps": ", ".join((_ID, *_STEP)),
+    "events": f"{_ID}, step INTEGER, epoch INTEGER, time REAL, kind TEXT, text TEXT, data TEXT",
+    "layers": f"{_ID}, step INTEGER, path TEXT, kind TEXT, a REAL, b REAL",
+    "samples": f"{_ID}, fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, steps TEXT,"
+    " why TEXT",
 }
 """The columns of each table, and their types. NaN is stored as NULL; `meta.value`, `events.data`
 and `samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `samples.why` its `reason`.
 """
 
-SCHEMA = {
-    table: f"CREATE TABLE {table} ({', '.join(map(' '.join, columns.items()))})"
-    for table, columns in TABLES.items()
-}
+SCHEMA = {table: f"CREATE TABLE {table} ({columns})" for table, columns in COLUMNS.items()}
 """The statement that makes each table."""
 
 
@@ -121,7 +98,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def insert(table: str) -> str:
     """Return the statement that inserts or replaces one row of a table."""
-    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(TABLES[table]))})"
+    places = ", ".join("?" * len(COLUMNS[table].split(",")))
+    return f"INSERT OR REPLACE INTO {table} VALUES ({places})"
 
 
 def rows_of(connection: sqlite3.Connection, max_text: int = MAX_ALL_TEXT) -> dict[str, list[Row]]:
@@ -234,7 +212,7 @@ class Memory:
     def run(self, statement: str, rows: Sequence[Row]) -> None:
         """Change the recording here, and later in the file."""
         self.connection.executemany(statement, rows)
-        if self._rewrites:
+        if self._unwritten is None:
             return
         self._unwritten.append((statement, rows))
         self._waiting += len(rows)
@@ -248,8 +226,8 @@ class Memory:
 
     def rewrite(self) -> None:
         """Note that it is unknown what the file lacks."""
-        self._rewrites, self._waiting = True, 0
-        self._unwritten: list[Statement] = []
+        self._waiting = 0
+        self._unwritten: list[Statement] | None = None
 
     def unwritten(self) -> list[Statement]:
         """Return the statements that the file lacks; they then count as written.
@@ -257,10 +235,10 @@ class Memory:
         If it is unknown what the file lacks, they rewrite everything except older events.
         """
         found = self._unwritten
-        if self._rewrites:
+        if found is None:
             found = [(f"DELETE FROM {table}", [()]) for table in _NUMBERED]
             found += [(insert(table), rows) for table, rows in rows_of(self.connection).items()]
-        self._rewrites, self._unwritten, self._waiting = False, [], 0
+        self._unwritten, self._waiting = [], 0
         return found
 
     def add_steps(self, rows: Sequence[Row]) -> None:

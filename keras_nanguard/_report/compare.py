@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from keras_nanguard._report import console, html
 from keras_nanguard._report.shown import ShownRun
@@ -12,48 +12,26 @@ from keras_nanguard._report.shown import ShownRun
 _MAX_CAUSES = 4
 
 
-@dataclass(frozen=True)
-class ComparedRun:
-    """The row of a run in the comparison, as text; `""` for what is unknown.
+def row(run: ShownRun) -> dict[str, Any]:
+    """Return the row of a run in the comparison, as text; `""` for what is unknown.
 
-    Attributes:
-        name: its name.
-        status: `"running"`, `"finished"` or `"failed"`.
-        steps: number of steps.
-        incidents: number of incidents.
-        first: when the first one happened.
-        causes: the most frequent causes, with counts.
-        rate: the highest learning rate at the start.
-        loss: the last loss.
-        spark: the SVG path of the losses.
+    `first` is when the first incident happened, `causes` are the most frequent ones, `rate` is the
+    highest learning rate at the start, `loss` the last loss, and `spark` the SVG path of the
+    losses.
     """
-
-    name: str
-    status: str
-    steps: str
-    incidents: int
-    first: str
-    causes: str
-    rate: str
-    loss: str
-    spark: str
-
-
-def row(run: ShownRun) -> ComparedRun:
-    """Return the row of a run in the comparison."""
     step, low, high = run.recording.series("loss", 120)
     rate = run.recording.series("learning_rate", 120)[2]
-    return ComparedRun(
-        name=run.name,
-        status=str(run.recording.meta.get("status", "")),
-        steps=f"{run.totals.steps:,}" if run.totals.steps else "",
-        incidents=len(run.incidents),
-        first=run.incidents[0].moment if run.incidents else "",
-        causes="; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
-        rate=f"{rate[0]:.3g}" if len(rate) else "",
-        loss=f"{low[-1]:.4g}" if len(low) else "",
-        spark=_spark(step.tolist(), high.tolist()),
-    )
+    return {
+        "name": run.name,
+        "status": str(run.recording.meta.get("status", "")),
+        "steps": f"{run.totals.steps:,}" if run.totals.steps else "",
+        "incidents": len(run.incidents),
+        "first": run.incidents[0].moment if run.incidents else "",
+        "causes": "; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
+        "rate": f"{rate[0]:.3g}" if len(rate) else "",
+        "loss": f"{low[-1]:.4g}" if len(low) else "",
+        "spark": _spark(step.tolist(), high.tolist()),
+    }
 
 
 def _spark(steps: list[int], values: list[float]) -> str:
@@ -104,11 +82,11 @@ def text(runs: Sequence[ShownRun]) -> str:
     lines = [*common(runs), ""]
     for run in runs:
         shown = row(run)
-        steps = f"{shown.steps} steps" if shown.steps else "steps unknown"
+        steps = f"{shown['steps']} steps" if shown["steps"] else "steps unknown"
         happened = "no incident"
-        if shown.incidents:
-            happened = f"{shown.incidents} incidents, the first at {shown.first}: {shown.causes}"
-        lines.append(f"{run.name}: {' '.join(filter(None, (shown.status, steps)))}, {happened}")
+        if shown["incidents"]:
+            happened = "{incidents} incidents, the first at {first}: {causes}".format_map(shown)
+        lines.append(f"{run.name}: {' '.join(filter(None, (shown['status'], steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
 

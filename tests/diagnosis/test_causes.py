@@ -4,7 +4,8 @@ fits the program and names what to change.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import asdict, replace
 
 import keras
 import pytest
@@ -12,7 +13,9 @@ from support.evidence import changed, evidence_of
 
 from keras_nanguard import Finding
 from keras_nanguard._core.history import Growth
+from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
+from keras_nanguard._diagnose import causes, conclude as conclude_module
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.conclude import advice, conclude
 from keras_nanguard._diagnose.evidence import OptimizerFacts, TargetFault
@@ -89,6 +92,16 @@ def test_bfloat16_overflows_like_float32():
     huge = changed(TABLE["input_scale"], float32="finite")
     assert conclude(changed(huge, low_precision="float16")).cause == "float16_overflow"
     assert conclude(changed(huge, low_precision="bfloat16")).cause == "input_scale"
+
+
+@pytest.mark.parametrize("cause", CAUSE_WORDS)
+def test_the_conditions_of_advice_exist(cause):
+    """Each is a fact for the advice, or the observation that decides in a rule."""
+    items = {**conclude_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0))}
+    known = {**items, **conclude_module._words(BAD, decide(BAD))}
+    entries = (entry for entry in CAUSE_WORDS[cause]["do"] if not isinstance(entry, str))
+    words = {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()}
+    assert not {word for word in words - set(known) if f'"{word}"' not in inspect.getsource(causes)}
 
 
 def test_nothing_is_guessed_from_nothing():
