@@ -41,7 +41,7 @@ def loads(text: str | bytes) -> Any:
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     check_depth(found)
     return found
 
