@@ -130,10 +130,6 @@ class Measured(NamedTuple):
         return gradient_norm(self.squares, self.scale)
 
 
-Entry = tuple[int, float, float, float]
-"""The fields of a `Measured`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Growth:
     """How loss, gradient norm and weights have grown before a step.
@@ -176,8 +172,8 @@ class History:
     __slots__ = ("_first", "_recent", "undone", "weights")
 
     def __init__(self) -> None:
-        self._first: list[Entry] = []
-        self._recent: deque[Entry] = deque(maxlen=LONG)
+        self._first: list[Measured] = []
+        self._recent: deque[Measured] = deque(maxlen=LONG)
         self.weights: dict[int, tuple[float, float]] = {}
         self.undone: list[tuple[int, float]] = []
 
@@ -186,10 +182,10 @@ class History:
 
         This runs in every step.
         """
-        entry = (step, loss, squares, scale)
-        self._recent.append(entry)
+        measured = Measured(step, loss, squares, scale)
+        self._recent.append(measured)
         if step < START_STEPS:
-            self._first.append(entry)
+            self._first.append(measured)
 
     def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
         """Store the initial magnitude of these weights, while the first snapshot is still
@@ -202,36 +198,36 @@ class History:
     @property
     def scale(self) -> float:
         """Loss scale of the last good step, 0.0 if there is none."""
-        return self._recent[-1][3] if self._recent else 0.0
+        return self._recent[-1].scale if self._recent else 0.0
 
     @property
     def series(self) -> list[tuple[int, float]]:
         """Step and loss of the last `LONG` good steps that no rollback has undone, oldest first."""
-        return [(step, loss) for step, loss, _, _ in self._recent]
+        return [measured[:2] for measured in self._recent]
 
     def last(self, count: int) -> list[tuple[int, float]]:
         """Return step and loss of the last good steps, at most this many."""
-        return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
+        return [measured[:2] for measured in islice(reversed(self._recent), count)][::-1]
 
     def since(self, step: int) -> list[Measured]:
         """Return the steps from this one on that no rollback has undone, oldest first."""
-        later = takewhile(lambda entry: entry[0] >= step, reversed(self._recent))
-        return [Measured(*entry) for entry in later][::-1]
+        later = takewhile(lambda measured: measured.step >= step, reversed(self._recent))
+        return [*later][::-1]
 
     def undo(self, step: int) -> None:
         """Remove the steps from this one on from the series, because a rollback has undone them."""
-        kept = [entry for entry in self._recent if entry[0] < step]
-        self.undone = [entry[:2] for entry in self._recent if entry[0] >= step]
+        kept = [measured for measured in self._recent if measured.step < step]
+        self.undone = [measured[:2] for measured in self._recent if measured.step >= step]
         self._recent = deque(kept, maxlen=LONG)
 
     def before(self, step: int) -> list[Measured]:
         """Return the last `BEFORE` steps before this one, oldest first."""
-        earlier = (entry for entry in reversed(self._recent) if entry[0] < step)
-        return [Measured(*entry) for entry in islice(earlier, BEFORE)][::-1]
+        earlier = (measured for measured in reversed(self._recent) if measured.step < step)
+        return [*islice(earlier, BEFORE)][::-1]
 
     def first(self, step: int) -> list[Measured]:
         """Return the first good steps before this one."""
-        return [Measured(*entry) for entry in self._first[:START_STEPS] if entry[0] < step]
+        return [measured for measured in self._first[:START_STEPS] if measured.step < step]
 
     def jump(self, step: int) -> tuple[float, int]:
         """Return the largest rise of the loss over its lowest value before, and the step at which

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import Contents, ModelArray
-from keras_nanguard._files.formats.limits import PARSE_ERRORS
+from keras_nanguard._files.formats.limits import PARSE_ERRORS, first_line
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import (
     STATISTICS_LIMIT,
@@ -100,7 +99,7 @@ def _scanned(array: ModelArray, limits: Limits) -> ScannedVariable:
             found = statistics(array.pieces(), limits.of(who))
             problems = find_problems(array, found, limits)
         except PARSE_ERRORS as error:
-            reason = plain_text(str(error).strip() or type(error).__name__, 200)
+            reason = first_line(error)
     if reason:
         problems = (problem("unread", reason=reason),)
     about = (array.location, array.dtype, array.shape)

@@ -130,7 +130,7 @@ def size_on_disk(path: str) -> int:
 def first_line(error: BaseException) -> str:
     """Return the first nonempty line of an error, safe to print, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return plain_text((lines or [type(error).__name__])[0]).rstrip(".")
+    return plain_text((lines or [type(error).__name__])[0], 200).rstrip(".")
 
 
 @contextmanager
@@ -142,5 +142,5 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     except NanGuardError:
         raise
     except PARSE_ERRORS as error:
-        reason = plain_text(str(error).strip() or type(error).__name__, 200).rstrip(".")
-        raise FileFormatError(f"{plain_text(os.fspath(path))} cannot be read: {reason}.") from error
+        named = plain_text(os.fspath(path))
+        raise FileFormatError(f"{named} cannot be read: {first_line(error)}.") from error
