@@ -73,7 +73,8 @@ class TrainState:
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
         held = _held_by(layers)
-        buffers = list(model.buffers()) if hasattr(model, "buffers") else []
+        modules = [layer for layer in layers if hasattr(layer, "named_buffers")]  # on PyTorch
+        buffers = [buffer for module in modules for _, buffer in module.named_buffers()]
         results = _results(held, buffers)
         seeds = keras_variables.global_seed_variables()
         return cls(

@@ -100,9 +100,13 @@ class TensorVariable:
 
 
 def modules_of(model: Any) -> Iterator[Any]:
-    """Return the modules of a model of torch, or of one of Keras that is a module."""
-    module = getattr(model, "of", model)
-    return module.modules() if isinstance(module, torch.nn.Module) else iter(())
+    """Return the modules of a model of torch, or of the layers of a model of Keras, which may be in
+    lists that torch does not know.
+    """
+    of_torch = [model.of] if isinstance(model, TorchModule) else []
+    layers = of_torch or ([] if model is None else model._flatten_layers())
+    owners = [layer for layer in layers if isinstance(layer, torch.nn.Module)]
+    return iter({id(module): module for owner in owners for module in owner.modules()}.values())
 
 
 def buffers_of(model: Any) -> list[tuple[dict[str, Any], str, Any]]:

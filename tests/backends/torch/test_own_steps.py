@@ -478,3 +478,39 @@ def test_a_fit_with_an_optimizer_within_another_object(optimizer):
     bad = np.insert(bad, 0, np.nan, axis=0)
     assert same(trained(bad, guard), trained(x))
     assert [(i.step, i.diagnosis.cause) for i in guard.incidents] == [(0, "input_nonfinite"), (4, "input_nonfinite")]
+
+
+class ReplacesBuffer(torch.nn.Module):
+    """A running mean in a buffer, which is another tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("make", [ReplacesBuffer, lambda: torch.nn.BatchNorm1d(3)], ids=["replaced", "written"])
+def test_a_buffer_of_a_module_within_a_layer(make, bad):
+    """It is restored, although torch does not know the layers of a `Sequential`."""
+    x = np.random.default_rng(0).standard_normal((20, 3)).astype("float32")
+    rows = slice(4 * bad, 4 * bad + 4)
+
+    def trained(x, callbacks):
+        keras.utils.set_random_seed(0)
+        module = make()
+        layer = keras.layers.TorchModuleWrapper(module, output_shape=(None, 3))
+        model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        model.fit(x, x[:, :1].copy() * 0 + 1, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+        return [*(buffer.cpu().numpy() for buffer in module.buffers()), *model.get_weights()]
+
+    guard, spoiled = NanGuard(verbose=0), x.copy()
+    spoiled[rows] = np.nan
+    without = trained(np.delete(x, range(rows.start, rows.stop), 0), [])
+    found = trained(spoiled, [guard])
+    assert [i.step for i in guard.incidents] == [bad]
+    assert all(map(np.array_equal, found, without))
