@@ -2,7 +2,7 @@
 
     python docs/count_words.py
 
-A word is a text between spaces with a letter or a digit. `tests/docs/test_words.py` checks the limit of the sum.
+A word is a text between spaces with a letter or a digit. CONTRIBUTING.md has the limit of the sum.
 """
 
 from __future__ import annotations

@@ -213,12 +213,10 @@ def _has_program(cause: str) -> bool:
 
 
 OF_ACTIONS = {
-    "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
     "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
     "words": Obligation("_report/console.py::CHANGES", lambda name: name in CHANGES or name in WITH_OWN_WORDS),
     "performer": Obligation("_fit/perform.py::PERFORMERS", lambda name: callable(PERFORMERS[name].perform)),
     "word for what it writes": Obligation("_fit/perform.py::Performer.writes", lambda name: bool(PERFORMERS[name].writes)),
-    "row in the docs": Obligation("docs/policies.md", lambda name: _row("policies.md", "Actions", name)),
     "row on recovery": Obligation("docs/recovery.md", lambda name: _row("recovery.md", "What each action does", name)),
     "test": Obligation(
         "tests/recovery/test_actions.py",
