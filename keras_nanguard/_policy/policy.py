@@ -33,6 +33,7 @@ from keras_nanguard._policy.settings import (
     Statistics,
     matches_path,
 )
+from keras_nanguard._policy.state import RESULT_SITES
 
 VERSION: Literal[2] = 2
 """Version of the form of policy files."""
@@ -307,12 +308,12 @@ def warnings_about(
 
 
 def _never_reached(policy: Policy) -> Iterator[str]:
-    bound = policy.max_consecutive_refused
+    bound, results = policy.max_consecutive_refused, {*RESULT_SITES}
     for rule in policy.rules:
         kinds, after = {*rule.kind}, f"Rule {rule.name!r} never acts{{}}: after = {rule.after}, but"
         if rule.after > 1 and kinds and kinds <= BETWEEN_STEPS:
             yield f"{after.format('')} no two steps in a row have {' or '.join(sorted(kinds))}."
-        elif rule.after >= bound and "out_of_range" not in kinds and not rule.of_results:
+        elif rule.after >= bound and "out_of_range" not in kinds and results.isdisjoint(rule.site):
             where = "" if rule.site else " on bad steps"
             yield f"{after.format(where)} training ends at max_consecutive_refused = {bound}."
 

@@ -160,11 +160,6 @@ class Rule(Record):
             action.changes or action.terminal or action.name == "skip" for action in self.do
         )
 
-    @property
-    def of_results(self) -> bool:
-        """Whether it names the results of validations or predictions."""
-        return not {"validation", "predictions"}.isdisjoint(self.site)
-
     def matches(self, incident: Incident) -> bool:
         """Return whether the rule applies to an incident: whether one finding meets every field."""
         if self.cause and incident.causes.isdisjoint(self.cause):
