@@ -144,8 +144,8 @@ class Case:
         farthest = max(losses, key=abs, default=0.0)
         # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
         large = (v for v in losses if abs(v) * e.run.growth.loss > JUMP * abs(farthest))
-        falls = e.grown() and next(large, 0.0) <= 0.0
-        negative = negative_loss(self.step.model, losses) if falls else None
+        first = next(large, farthest)
+        negative = negative_loss(self.step.model, [first]) if e.grown() else None
         return "" if negative is None else negative.proof
 
     def again(self, batch: Any) -> ReplayResult:
@@ -310,7 +310,9 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
         """Return the factor by which the loss grows over a few steps, infinite if it overflows."""
         with step.preserved():
             restore(TrainState.of(step.model, step.optimizers).everything, start)
-            losses = [abs(step.train(batch)) for _ in range(TRIAL_STEPS)]
+            losses: list[float] = []
+            while len(losses) < TRIAL_STEPS and all(map(math.isfinite, losses)):
+                losses.append(abs(step.train(batch)))
         finite = all(map(math.isfinite, losses)) and losses[0]
         return losses[-1] / losses[0] if finite else math.inf
 

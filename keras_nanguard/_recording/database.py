@@ -147,13 +147,13 @@ FILL_RATE = "UPDATE steps SET learning_rate = ? WHERE id >= ? AND id < ?"
 UNDO_STEPS = f"UPDATE steps SET undone = 1 WHERE step >= ? AND status = {COMMITTED} AND NOT undone"
 """Marks the committed steps from this number on as undone."""
 
-_REFUSED = f"step = ? AND status IN ({REFUSED}, {OVERFLOW}) AND NOT undone"
+REFUSED_STEPS = (
+    "SELECT id, step, status FROM steps "
+    f"WHERE step >= ? AND status IN ({REFUSED}, {OVERFLOW}) AND NOT undone"
+)
+"""The refused steps from this number on that are not undone."""
 
-UNDO_REFUSED = f"UPDATE steps SET undone = 1 WHERE {_REFUSED}"
-"""Marks the refused steps of this number as undone."""
-
-STATUS_OF_REFUSED = f"SELECT status FROM steps WHERE {_REFUSED}"
-"""The result of the refused step that `UNDO_REFUSED` marks."""
+UNDO = "UPDATE steps SET undone = 1 WHERE id = ?"
 
 
 _OLDER = "SELECT id, row_number() OVER (ORDER BY id) AS place FROM steps WHERE id < ?"

@@ -176,12 +176,14 @@ class Recorder:
             again: the steps that are replayed; refused ones among them are marked, too.
         """
         with self._changing():
-            self._memory.run(database.UNDO_STEPS, [(step + self.base,)])
-            replayed = [(number + self.base,) for number in again or ()]
-            status = Counter(self._memory.one(database.STATUS_OF_REFUSED, n) for n in replayed)
-            count, overflows = status[REFUSED] + status[OVERFLOW], status[OVERFLOW]
+            start, numbers = (step + self.base,), {number + self.base for number in again or ()}
+            refused = self._memory.connection.execute(database.REFUSED_STEPS, start).fetchall()
+            replayed = [(place, status) for place, number, status in refused if number in numbers]
+            self._memory.run(database.UNDO_STEPS, [start])
+            self._memory.run(database.UNDO, [(place,) for place, _ in replayed])
+            overflows = sum(status == OVERFLOW for _, status in replayed)
+            count = len(replayed)
             self._counts.update(run_again=count, refused=-count, overflows=-overflows)
-            self._memory.run(database.UNDO_REFUSED, replayed)
 
     # Everything else
 
