@@ -16,6 +16,7 @@ steps as the last ones took.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from statistics import fmean, median, stdev
 
@@ -25,7 +26,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, found
+from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Found, Lost, found
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
 from keras_nanguard._keras import compiled as keras_compiled, variables as keras_variables
@@ -47,8 +48,13 @@ REST_LEARNED, REST, REST_DIVERGED = 10.0, 1.0, 0.1
 """Minimum number of steps until the next trials, as a multiple of the steps of the last ones: of a
 run that has learned something (trials take at most a tenth of the time), of one that has not (at
 most half), and of one that has diverged before. It doubles each time. It is a tenth if the loss is
-clearly higher than in an earlier window since; and 0 for the first `LONGEST` steps of trials if the
-loss of a run that has not learned anything does not clearly fall.
+clearly higher than in an earlier window since; and 0 for the first `LONGEST` steps of trials if a
+trial brought progress, but the loss of the run did not clearly fall afterwards.
+"""
+
+MINUTE = 60.0
+"""Trials of a run that has not learned anything may take as long as the run so far and this, in
+seconds.
 """
 
 
@@ -66,7 +72,7 @@ class Divergence:
         self._enabled = enabled
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
-        self._schedule = Schedule()
+        self._schedule, self._began = Schedule(), time.monotonic()
         self._probation: Lost | None = None
         self._rollbacks = 0
 
@@ -109,12 +115,11 @@ class Divergence:
             return None
         if not self._schedule.end_window(run, began):
             return None
-        result, steps = found(run)
+        result, steps = found(run, time.monotonic() - self._began + MINUTE)
         if isinstance(result, Lost):
             self._probation = result
             return result.incident
-        learned = result == "learned"
-        self._schedule.note(run.step, steps, learned, run.recovery.lowering.diverged)
+        self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
         return None
 
     def acted(self, run: Run, done: bool) -> None:
@@ -166,7 +171,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self._looked, self._wait = 0, 0.0
-        self._spent, self._may_wait = 0, True
+        self._spent, self._progress = 0, False
         self._window: Sequence[float] = ()
         self._lowest: Sequence[float] = ()
 
@@ -184,28 +189,27 @@ class Schedule:
         falls = median(losses) < FALLS * median(before or [math.inf])
         if falls and median(losses[-WINDOW:]) < FALLEN * min(first):
             return False
-        if before and not (_below(losses, before) or self._may_wait or self._spent > LONGEST):
-            self._wait = 0.0
         wait = self._wait
+        if self._progress and self._spent <= LONGEST and not _below(losses, before):
+            wait = 0.0
         if _below(self._lowest, losses):
             wait /= REST_LEARNED
         elif _mean_log(losses) < _mean_log(self._lowest):
             self._lowest = losses
         return run.step >= self._looked + wait
 
-    def note(self, step: int, steps: int, learned: bool, diverged: bool) -> None:
+    def note(self, step: int, steps: int, result: Found, diverged: bool) -> None:
         """Note what trials took, and rest.
 
         Args:
             step: the step of the run.
             steps: number of steps of the trials.
-            learned: whether a few batches showed that the run has learned something.
+            result: what they found.
             diverged: whether the rate was lowered for a divergence before.
         """
-        self._spent += steps
+        self._spent, self._progress = self._spent + steps, result == "progress"
         rest = REST_DIVERGED if diverged else REST
-        rest = REST_LEARNED if learned else rest
-        self._may_wait = learned or diverged
+        rest = REST_LEARNED if result == "learned" else rest
         self._wait = max(2 * self._wait, rest * steps)
         self._looked, self._lowest = step, self._window
 

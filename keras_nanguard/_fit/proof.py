@@ -63,6 +63,9 @@ EXPLAINED, WELL_EXPLAINED = 0.01, 0.1
 a trial ends "far better" although its loss cannot fall to half, as a cross-entropy of noisy labels.
 """
 
+EXACT = 1e-5
+"""Relative difference below which two losses are equal up to the order of additions."""
+
 GROWN = 10.0
 """Growth of a kernel that counts as damage."""
 
@@ -86,9 +89,18 @@ class Lost:
     restore_rates: Callable[[], None]
 
 
-def found(run: Run) -> tuple[Lost | Literal["learned"] | None, int]:
-    """Return the proof that the run is lost, `"learned"` if few batches show that it has learned
-    something, or `None`; and the number of steps of the trials.
+Found = Lost | Literal["learned", "progress"] | None
+"""The proof that a run is lost. Without one, whether a few batches show that it has learned
+something, or training on the remembered batches brings progress.
+"""
+
+
+def found(run: Run, seconds: float) -> tuple[Found, int]:
+    """Return what trials find, and the number of their steps.
+
+    Args:
+        run: the run.
+        seconds: maximum time for the trials of a run that has not learned anything, in seconds.
     """
     batches = run.recent.last(BATCHES)
     held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
@@ -105,6 +117,9 @@ def found(run: Run) -> tuple[Lost | Literal["learned"] | None, int]:
             trials = _Trials(run, trying, first, some, after)
             if trials.has_learned and not diverged and not trials.dead(after):
                 return "learned" if len(some) == HELD_OUT else None, trying.steps
+        steps = (1 + len(FACTORS)) * (max(TRIAL, len(batches)) + len(held_out))
+        if steps * trying.seconds > seconds:
+            return None, trying.steps
         return trials.prove(batches), trying.steps
 
 
@@ -158,9 +173,9 @@ class _Trials:
         ]
         self.has_learned = self._is_better(trying.present, self._present)
 
-    def prove(self, batches: list[Any]) -> Lost | None:
+    def prove(self, batches: list[Any]) -> Found:
         """Return the proof that a lower rate helps, if it does, and training on these batches as
-        the run would brings no progress.
+        the run would brings no progress; else whether it brings progress.
         """
         growth = self._growth()
         further: State | None = self._trying.present
@@ -172,7 +187,7 @@ class _Trials:
             aims = (self._present, self._untrained.losses if damaged else self._present)
             progress = all(clearly_lower(losses, aim) for aim in aims)
             if progress and not dead and not self._diverged:
-                return None
+                return "progress"
         best = self._best([*batches, *again], losses, damaged)
         return None if best is None else self._lost(best, dead, growth)
 
@@ -234,18 +249,24 @@ class _Trials:
         """Return the share of the loss of a state that depends on the inputs: by how much the loss
         rises with the inputs of another batch.
 
-        0 if it does not clearly rise, infinity if the inputs cannot be exchanged.
+        0 if it does not clearly rise, infinity if the inputs cannot be exchanged, or if the loss
+        does not depend on the targets: it is then the one of the batch with these inputs.
         """
-        held_out, own, exchanged = self._held_out, [], []
-        for number, (loss, args) in enumerate(zip(losses, held_out)):
-            others = (*held_out[number + 1 :], *held_out[:number])
-            found = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
+        own, donors, exchanged = [], [], []
+        pairs = list(zip(losses, self._held_out))
+        for number, (loss, args) in enumerate(pairs):
+            others = (*pairs[number + 1 :], *pairs[:number])
+            mixed = ((with_inputs_of(args, other), donor) for donor, other in others)
+            found = next((pair for pair in mixed if pair[0] is not None), None)
             if found is not None:
                 own.append(loss)
-                exchanged.append(found)
-        if 2 * len(own) < len(held_out):
+                exchanged.append(found[0])
+                donors.append(found[1])
+        if 2 * len(own) < len(pairs):
             return math.inf
         rises = self._trying.losses(state, exchanged)
+        if np.allclose(rises, donors, rtol=EXACT) and not np.allclose(rises, own, rtol=EXACT):
+            return math.inf
         return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
 
     def dead(self, after: State | None) -> tuple[str, ...]:

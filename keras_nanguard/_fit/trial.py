@@ -8,9 +8,10 @@ restored.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
 import keras
@@ -34,9 +35,9 @@ STANDARD_ERRORS = 3.0
 once in a thousand for a normal distribution.
 """
 
-EACH = 10
-"""Number of batches for which a lower loss on each of them is enough: by chance this happens once
-in a thousand (sign test). The test of the mean fails if one of the losses is huge.
+SIGNIFICANCE = 0.001
+"""Probability of the sign test, by which a lower mean is enough if the loss of enough batches is
+lower: the test of the mean fails if a few of the losses are huge.
 """
 
 
@@ -49,15 +50,24 @@ class Trial:
 
     Attributes:
         present: the current state of the run.
-        steps: number of steps so far.
     """
 
     def __init__(self, run: Run, again: Callable[[], None]):
         self._run, self._again = run, again
         self._variables = run.train_state().kept
         self._seeds = keras_variables.seeds(self._variables)
-        self.steps = 0
+        self._seconds: list[float] = []
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return len(self._seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a step: the first one may include compilation."""
+        return median(self._seconds)
 
     def settings(self, after: State | None) -> State:
         """Return the current values of the variables that are neither weights nor slots and that
@@ -137,11 +147,11 @@ class Trial:
 
     def _step(self, args: Any) -> float:
         """Run one step; return its loss, infinity if it was refused."""
-        access = self._run.access
-        self.steps += 1
+        access, began = self._run.access, time.monotonic()
         self._again()
         verdict = access.run_again(args)
         access.sync_variables()
+        self._seconds.append(time.monotonic() - began)
         return verdict.loss if verdict.finite and not verdict.refused else math.inf
 
 
@@ -202,18 +212,26 @@ def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether losses are lower than others of the same batches, by a paired test on their means or
-    because they are lower on each batch.
+    """Whether losses are lower than others of the same batches: in their mean, and by a paired test
+    of the means or by a sign test.
     """
     if math.inf in losses:
         return False
     if math.inf in others:
         return True
     differences = [b - a for a, b in zip(losses, others, strict=True)]
-    if len(differences) >= EACH and min(differences) > 0.0:
+    if fmean(differences) > 0.0 and _sign_test(sum(d > 0.0 for d in differences), len(losses)):
         return True
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return fmean(differences) > STANDARD_ERRORS * error
+
+
+def _sign_test(lower: int, pairs: int) -> bool:
+    """Whether so many of the pairs have a positive difference by chance only once in a thousand
+    times.
+    """
+    ways = sum(math.comb(pairs, count) for count in range(lower, pairs + 1))
+    return bool(ways <= SIGNIFICANCE * 2**pairs)
 
 
 def _room(run: Run, rates: bool) -> bool:

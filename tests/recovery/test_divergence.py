@@ -12,6 +12,8 @@ from sklearn.datasets import load_digits
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._fit import divergence, proof
+from keras_nanguard._fit.proof import found
 
 EPOCHS, BATCH = 4, 32
 DIGITS = load_digits()
@@ -158,10 +160,10 @@ class TestFinite:
             model.compile(optimizers.Adam(1.0), loss, metrics=["accuracy"])
             return model
 
-        stock, history = fit(posed, y=labels)
+        stock, history = fit(posed, y=labels, epochs=10)
         assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.3
         guard = NanGuard(verbose=0)
-        model, _ = fit(posed, guard, y=labels)
+        model, _ = fit(posed, guard, y=labels, epochs=10)
         assert accuracy(model) > 0.7 and changes(guard) == [["rollback", "lower_lr"]]
 
     def test_saturated(self):
@@ -424,13 +426,16 @@ class TestHealthy:
         same(model, plain)
 
 
+STEPS = []
+"""One item for each step of a `CountsSteps`. A trial restores attributes of a model, but not this."""
+
+
 class CountsSteps(keras.Model):
     """Counts its training steps, including those of trials."""
 
-    steps = 0
-
     def call(self, x, training=None):
-        self.steps += bool(training)
+        if training:
+            STEPS.append(None)
         return super().call(x, training=training)
 
 
@@ -438,19 +443,64 @@ class CountsSteps(keras.Model):
 class TestTime:
     """The cost of trials for a healthy run, in steps."""
 
-    @pytest.mark.parametrize(("rate", "most"), [(1e-7, 2.0), (0.01, 0.15)])
-    def test_a_share_of_the_steps(self, rate, most):
-        """A run that has learned something is tested rarely, one that has not for at most half of its time."""
+    def steps_of_trials(self, output, y, loss="mse", rate=0.01, epochs=20):
+        """Return the number of steps of trials in a fit of 40 steps an epoch."""
 
         def model():
             inputs = keras.Input((64,))
-            made = CountsSteps(inputs, layers.Dense(1)(layers.Dense(8, "relu")(inputs)))
-            made.compile(optimizers.Adam(rate), "mse")
+            made = CountsSteps(inputs, output(inputs))
+            made.compile(optimizers.Adam(rate), loss)
             return made
 
+        STEPS.clear()
+        fit(model, NanGuard(), y=y.astype("float32"), epochs=epochs)
+        return len(STEPS) - 40 * epochs
+
+    def hidden(self, inputs):
+        return layers.Dense(8, "relu")(inputs)
+
+    @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1900), (0.01, 120)])
+    def test_a_share_of_the_steps(self, rate, most):
+        """A run that has learned something is tested rarely, one that has not for at most half of
+        its time, after the first trials.
+        """
         target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
-        trained, _ = fit(model, NanGuard(), y=target.astype("float32"), epochs=20)
-        assert trained.steps - 800 <= most * 800 + 200  # the first trials come after 40 steps
+        steps = self.steps_of_trials(lambda x: layers.Dense(1)(self.hidden(x)), target, rate=rate)
+        assert 0 < steps <= most
+
+    def test_the_first_trials_of_a_run_that_learns_nothing(self):
+        """They are not repeated before the run has made as many steps as they took."""
+        noise = np.random.default_rng(0).normal(size=(len(X), 1))
+        output = lambda x: layers.Dense(1)(self.hidden(x))  # noqa: E731
+        first, more = (self.steps_of_trials(output, noise, rate=0.0, epochs=n) for n in (2, 8))
+        assert 320 < first == more
+
+    def test_a_loss_without_targets(self):
+        """The targets are zeros: inputs of another batch fit them as well. The network has learned
+        if it is better than untrained.
+        """
+
+        def residual(inputs):
+            made = layers.Subtract()([layers.Dense(64)(self.hidden(inputs)), inputs])
+            return layers.Rescaling(3.0)(made)
+
+        assert 0 < self.steps_of_trials(residual, np.zeros((len(X), 64)), epochs=20) <= 120
+
+
+def test_no_long_trials_in_a_short_run_of_slow_steps(monkeypatch):
+    """Trials of a run that has learned nothing take no longer than it, and a minute."""
+    looks = []
+
+    def run(seconds):
+        monkeypatch.setattr(divergence, "MINUTE", seconds)
+        monkeypatch.setattr(divergence, "found", lambda *given: looks.append(found(*given)) or looks[-1])
+        noise = np.random.default_rng(0).normal(size=(len(X), 1)).astype("float32")
+        fit(unscaled(adam(0.0)), NanGuard(verbose=0), y=noise, epochs=2)
+
+    run(60.0)
+    run(-1e9)
+    (long, short) = looks
+    assert long[0] is short[0] is None and long[1] > 4 * proof.TRIAL and 0 < short[1] < 60
 
 
 class TestReplay:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import optimizers
+from scipy.stats import binomtest
 from support import zoo
 from support.programs import PROGRAMS
 
@@ -168,13 +169,24 @@ def test_clearly_lower_is_a_paired_test(shift):
     assert not clearly_lower(others, losses)
 
 
-@pytest.mark.parametrize(("count", "higher"), [(10, 0), (32, 0), (9, 0), (10, 1)])
-def test_clearly_lower_on_each_batch(count, higher):
-    """One huge loss hides a difference of the means; a lower loss on each of ten batches or more is enough."""
+@pytest.mark.parametrize("count", [9, 10, 16, 32])
+@pytest.mark.parametrize("higher", range(0, 12, 2))
+def test_clearly_lower_by_a_sign_test(count, higher):
+    """One huge loss hides a difference of the means; a lower loss on enough batches is enough. The
+    oracle is the sign test of SciPy, one in a thousand.
+    """
     others = np.array([0.2] * (count - 1) + [1000.0])
     losses = np.where(np.arange(count) < higher, 0.3, 0.1)
-    assert clearly_lower(list(losses), list(others)) == (count >= 10 and not higher)
+    lower = max(count - higher, 0)
+    unlikely = binomtest(lower, count, 0.5, "greater").pvalue <= 0.001
+    assert clearly_lower(list(losses), list(others)) == unlikely
     assert not clearly_lower(list(others), list(losses))
+
+
+def test_a_lower_loss_on_most_batches_is_not_enough_if_the_mean_is_higher():
+    """Batches with a rare class are few and have most of the loss."""
+    losses, others = [0.1] * 31 + [50.0], [0.2] * 31 + [1.0]
+    assert not clearly_lower(losses, others) and not clearly_lower(others, losses)
 
 
 def test_clearly_lower_with_infinite_losses():
