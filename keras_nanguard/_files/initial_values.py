@@ -1,13 +1,18 @@
-"""Initial values of the variables in a file: the constants that follow from its configuration.
+"""Initial values of the variables in a file, from the configuration in it. Imports no backend.
 
-Random values are drawn by Keras alone, for a live model.
+Constants are those of Keras, and random values are drawn with NumPy, so they have the same
+distribution, but not the same numbers: the process that reads a file has no memory for a backend.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import ONES
@@ -25,6 +30,20 @@ _START_SETTINGS = {"dynamic_scale": "initial_scale", "learning_rate": "learning_
 
 _ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
 """Variables of layers that start at 0 if the configuration does not say otherwise; see `ONES`."""
+
+_SCALING = {
+    "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
+    "GlorotUniform": (1.0, "fan_avg", "uniform"),
+    "GlorotNormal": (1.0, "fan_avg", "truncated_normal"),
+    "HeUniform": (2.0, "fan_in", "uniform"),
+    "HeNormal": (2.0, "fan_in", "truncated_normal"),
+    "LecunUniform": (1.0, "fan_in", "uniform"),
+    "LecunNormal": (1.0, "fan_in", "truncated_normal"),
+}
+"""`keras.initializers.VarianceScaling` and its named cases: scale, mode, distribution."""
+
+_TRUNCATED_STDDEV = 0.87962566103423978
+"""Standard deviation of a unit normal distribution truncated at 2, by which Keras divides."""
 
 
 def initial_slot(name: str, settings: Mapping[str, Any]) -> float:
@@ -56,16 +75,20 @@ def initial_slot(name: str, settings: Mapping[str, Any]) -> float:
     raise NotRepaired("its initial value is not in the file")
 
 
-def initial_value(name: str, settings: Mapping[str, Any]) -> float:
-    """Return the initial value of a variable of a layer.
+def initial_value(
+    name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | float:
+    """Return initial values of a variable of a layer, of its shape or one for all.
 
     Args:
         name: name of the variable within its layer; its initializer is the setting
             `<name>_initializer`.
+        shape: shape of the variable.
         settings: the layer's configuration, empty if there is none.
+        draw: random number generator.
 
     Raises:
-        NotRepaired: if it is no constant that follows from the file.
+        NotRepaired: if they do not follow from the file.
     """
     prefix = "depthwise" if name == "depthwise_kernel" else name
     node = settings.get(f"{prefix}_initializer")
@@ -74,13 +97,57 @@ def initial_value(name: str, settings: Mapping[str, Any]) -> float:
             return float(name in ONES)
         raise NotRepaired(f"its initial value is not in the file ({name})")
     kind, given = node.get("class_name"), node.get("config")
-    if kind in ("Zeros", "Ones"):
-        return float(kind == "Ones")
-    value = _number(given.get("value", 0.0)) if isinstance(given, dict) else None
-    if kind == "Constant" and value is not None:
+    try:
+        return _drawn(str(kind), shape, given if isinstance(given, dict) else {}, draw)
+    except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
+        named = f"its initializer {plain_text(kind, 60)!r} could not be evaluated"
+        raise NotRepaired(f"{named} ({plain_text(error, 100)})") from error
+
+
+def _drawn(
+    kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | float:
+    def number(name: str, default: float) -> float:
+        value = _number(options.get(name, default))
+        if value is None:
+            raise ValueError(f"{name} is not a finite number")
         return value
-    named = f"its initializer {plain_text(kind, 60)!r} gives no constant"
-    raise NotRepaired(f"{named}: load the model and repair that")
+
+    if kind in ("Zeros", "Ones", "Constant"):
+        return number("value", 0.0) if kind == "Constant" else float(kind == "Ones")
+    if kind == "RandomUniform":
+        return draw.uniform(number("minval", -0.05), number("maxval", 0.05), shape)
+    if kind == "RandomNormal":
+        return draw.normal(number("mean", 0.0), number("stddev", 0.05), shape)
+    if kind == "TruncatedNormal":
+        return number("mean", 0.0) + number("stddev", 0.05) * _truncated_normal(shape, draw)
+    if kind not in _SCALING:
+        raise ValueError("it is not supported: load the model and repair that")
+    scale, mode, distribution = _SCALING[kind]
+    fan = _fan(shape, options.get("mode", mode))
+    stddev = math.sqrt(number("scale", scale) / max(1.0, fan))
+    distribution = options.get("distribution", distribution)
+    if distribution == "uniform":
+        return draw.uniform(-math.sqrt(3.0) * stddev, math.sqrt(3.0) * stddev, shape)
+    if distribution == "untruncated_normal":
+        return draw.normal(0.0, stddev, shape)
+    return stddev / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
+
+
+def _fan(shape: tuple[int, ...], mode: str) -> float:
+    """Return the number of inputs or outputs of a unit, or their mean, by the mode of Keras."""
+    fan_in = fan_out = float(shape[0] if shape else 1)
+    if len(shape) > 1:
+        field = math.prod(shape[:-2])
+        fan_in, fan_out = float(shape[-2] * field), float(shape[-1] * field)
+    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
+
+
+def _truncated_normal(shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+    values = draw.standard_normal(shape)
+    while (outside := np.abs(values) > 2.0).any():
+        values[outside] = draw.standard_normal(int(outside.sum()))
+    return values
 
 
 def _number(value: Any) -> float | None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
@@ -36,6 +39,7 @@ def repair(
     in_place: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
+    seed: int | None = None,
 ) -> RepairReport:
     """Replace the bad values of a live model or of a file, and nothing else.
 
@@ -49,13 +53,11 @@ def repair(
             gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initializer; in a file only constants, such as
-            those of a bias), `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if
-            there is one, else `"keep"`.
+        weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or
+            `"keep"`. By default `"source"` if there is one, else `"keep"`.
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
-        source: a good model for a model, the path of a good file for a file: whole variables are
-            taken from it.
+        source: a good model or file, from which whole variables are taken.
         only: shell pattern or patterns; only variables whose path or location matches one are
             repaired.
         limit: magnitude above which any value is bad.
@@ -64,6 +66,7 @@ def repair(
             the target is replaced.
         dry_run: report what would be done, and write nothing.
         overwrite: allow `output` to exist.
+        seed: seed for the random initial values of a file.
 
     Returns:
         The report: every change, every variable that was not changed and why, and the scans before
@@ -84,11 +87,6 @@ def repair(
     if source is None and "source" in (statistics, weights, slots):
         remedy = "Pass a good model or file."
         raise GuardError(expected("a source to take values from", "source=None", remedy))
-    is_file = isinstance(model_or_path, (str, os.PathLike))
-    if source is not None and isinstance(source, (str, os.PathLike)) != is_file:
-        what, given = ("the path of a file", "a model") if is_file else ("a model", "a path")
-        remedy = "Load the file with keras.saving.load_model, or save the model."
-        raise GuardError(expected(f"{what} as source", given, remedy))
     bound = STATISTICS_LIMIT if statistics_limit is None else statistics_limit
     options = RepairOptions(
         statistics or auto or "initial",
@@ -97,8 +95,9 @@ def repair(
         Limits(limit, bound),
         only=as_words(only, "only"),
         dry_run=dry_run,
+        seed=seed,
     )
-    if is_file:
+    if isinstance(model_or_path, (str, os.PathLike)):
         path, named = os.fsdecode(model_or_path), None if output is None else os.fsdecode(output)
         final = checked_output(path, named, in_place=in_place, overwrite=overwrite or dry_run)
         return _repair_file(path, final, source, options)
@@ -118,9 +117,9 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")
     backup = after = None
     try:
-        good = None if source is None else os.fsdecode(source)
-        details: dict[str, Any] = {"options": asdict(options), "source": good}
-        found = isolated.ask("repair", path, **details, scratch=scratch, output=final)
+        with _stored(source) as good:
+            details: dict[str, Any] = {"options": asdict(options), "source": good}
+            found = isolated.ask("repair", path, **details, scratch=scratch, output=final)
         before = report_of(found["before"])
         options.refuse_no_match(before)
         if found["after"]:
@@ -132,6 +131,22 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     changes = tuple(Change(**change) for change in found["changes"])
     written = final if after else None
     return RepairReport(before.source, written, backup, options.dry_run, changes, before, after)
+
+
+@contextmanager
+def _stored(source: Any) -> Iterator[str | None]:
+    """Yield the path of a file with the values of the source: its own, or one with those of a live
+    model."""
+    if source is None or isinstance(source, (str, os.PathLike)):
+        yield None if source is None else os.fsdecode(source)
+        return
+    from keras_nanguard._files.live import live_arrays
+
+    found = reversed(live_arrays(source))
+    with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+        path = os.path.join(folder, "source.npz")
+        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
+        yield path
 
 
 def checked_output(

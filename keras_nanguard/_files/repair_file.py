@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.limits import BOMB_FLOOR, MAX_EXPANSION, READ_BYTES, refuse_bomb
@@ -65,7 +66,8 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        initial = partial(_initial, optimizer_settings(contents.config))
+        draw = np.random.default_rng(chosen.seed)
+        initial = partial(_initial, optimizer_settings(contents.config), draw)
         new: dict[str, NDArray[Any]] = {}
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
@@ -83,10 +85,28 @@ def repair_file(
     return found
 
 
-def _initial(optimizer: Mapping[str, Any], array: ModelArray) -> float:
+def _initial(
+    optimizer: Mapping[str, Any], draw: np.random.Generator, array: ModelArray
+) -> NDArray[Any] | float:
     if array.who.role == "slot":
         return initial_slot(array.who.name, optimizer)
-    return initial_value(array.who.name, array.who.settings)
+    return initial_value(array.who.name, array.shape, array.who.settings, draw)
+
+
+def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
+    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
+    bfloat16 and float16 as float32, and return the reason for each that cannot be read."""
+    known, unread = {}, {}
+    with opened(path) as contents:
+        found = by_name(contents)
+        for name in names:
+            if name in found:
+                try:
+                    known[name] = widen(found[name].read())
+                except FileFormatError as error:
+                    unread[name] = str(error)
+        atomic_files.save_arrays(Path(output), known)
+    return unread
 
 
 class Unwritable(Exception):

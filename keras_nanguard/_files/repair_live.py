@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._files import isolated
+from keras_nanguard._files.formats.contents import ModelArray
+from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import Repair, by_name
 from keras_nanguard._files.repair_options import RepairOptions
-from keras_nanguard._files.reports import RepairReport
+from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -21,7 +28,7 @@ from keras_nanguard._keras import (
 
 
 def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
-    """Replace the bad values of a model's variables; the source is a good model or `None`."""
+    """Replace the bad values of a model's variables; the source is a model, a file or `None`."""
     contents = live_contents(model)
     before = scan_contents(contents, options.limits)
     options.refuse_no_match(before)
@@ -43,7 +50,24 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     def replace(array: Any, values: NDArray[Any]) -> None:
         array.variable.assign(np.array(values))
 
-    good = {} if source is None else by_name(live_contents(source))
-    changes = tuple(Repair(contents, options, good, initial, replace).changes(before))
+    with _good_arrays(source, before) as good:
+        changes = tuple(Repair(contents, options, good, initial, replace).changes(before))
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
+
+
+@contextmanager
+def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
+    """Yield the arrays of a source by path; of a file only those that are bad in the model."""
+    if source is None:
+        yield {}
+    elif not isinstance(source, (str, os.PathLike)):
+        yield by_name(live_contents(source))
+    else:
+        names = [entry.path for entry in before.bad]
+        with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+            copy = os.path.join(folder, "values.npz")
+            found = isolated.ask("values", os.fsdecode(source), names=names, output=copy)
+            unread = {name: ModelArray(name, unread=reason) for name, reason in found.items()}
+            with opened_arrays(copy) as stored:
+                yield stored | unread

@@ -3,6 +3,7 @@ from here."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class RepairOptions:
     limits: Limits = field(default_factory=Limits)
     only: tuple[str, ...] = ()
     dry_run: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -38,6 +40,12 @@ class RepairOptions:
             if value not in allowed:
                 received = f"{name}={value!r}"
                 raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
+        seed = self.seed
+        if seed is not None and not (isinstance(seed, numbers.Integral) and seed >= 0):
+            what, received = "seed to be a whole number of 0 or above", f"seed={seed!r}"
+            raise GuardError(expected(what, received, "Choose another one."))
+        if seed is not None:  # a number of NumPy cannot be sent to the worker
+            object.__setattr__(self, "seed", int(seed))
 
     def method(self, role: str) -> str:
         """Return the method for a role; a variable that is neither weight, statistic nor slot is

@@ -22,7 +22,7 @@ from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.formats.orbax import orbax_tree
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.repair_file import Unwritable, repair_file
+from keras_nanguard._files.repair_file import Unwritable, copy_values, repair_file
 from keras_nanguard._files.scan import scan_contents
 
 MAX_MEMORY = 1 << 30
@@ -58,6 +58,7 @@ def _names(path: str, progress: Progress) -> dict[str, Any]:
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "scan": _scan,
     "repair": repair_file,
+    "values": copy_values,
     "names": _names,
 }
 """The tasks of the worker: functions of a path, a `Progress` and further arguments by name."""

@@ -560,48 +560,117 @@ def test_statistics_of_a_live_model_start_as_in_a_file(keras):
         np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
-def test_only_constant_initial_values_of_a_file_are_known():
-    """Zeros, ones and finite constants are; for a random, unknown or invalid initializer there is a
-    reason.
-    """
+INITIALISERS = (
+    "GlorotUniform",
+    "GlorotNormal",
+    "HeUniform",
+    "HeNormal",
+    "LecunUniform",
+    "LecunNormal",
+    "RandomNormal",
+    "RandomUniform",
+    "TruncatedNormal",
+)
+_SCALED = {"scale": 3.0, "mode": "fan_out"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    (
+        *((name, {}) for name in INITIALISERS),
+        ("VarianceScaling", _SCALED | {"distribution": "untruncated_normal"}),
+        ("VarianceScaling", _SCALED | {"distribution": "truncated_normal"}),
+        ("VarianceScaling", _SCALED | {"distribution": "uniform"}),
+    ),
+)
+@pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
+def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, options, shape):
+    """Mean, spread and quantiles of values drawn with NumPy agree with those of Keras."""
+    initializer = getattr(keras.initializers, name)(seed=1, **options)
+    config = keras.saving.serialize_keras_object(initializer)
+    drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
+    theirs = np.asarray(keras.ops.convert_to_numpy(initializer(shape)), np.float64)
+    assert drawn.std() == pytest.approx(theirs.std(), rel=0.02)
+    assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
+    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(
+        np.quantile(theirs, (0.001, 0.999)), rel=0.1
+    )
+
+
+def test_initial_values_of_a_file_are_those_of_its_configuration():
+    """Constants are exact; for an unknown or invalid initializer there is a reason, never a guess."""
+    draw = np.random.default_rng(0)
     for node, value in (
         ({"class_name": "Zeros"}, 0.0),
         ({"class_name": "Ones", "config": {}}, 1.0),
         ({"class_name": "Constant", "config": {"value": 3}}, 3.0),
         (None, 1.0),
     ):
-        assert initial_value("moving_variance", {"moving_variance_initializer": node}) == value
-    for name, node in (
-        ("kernel", None),
-        ("kernel", {"class_name": "GlorotUniform", "config": {"seed": None}}),
-        ("kernel", {"class_name": "Constant", "config": {"value": "x"}}),
-        ("kernel", {"class_name": "Constant", "config": {"value": 10**400}}),
-        ("kernel", {"class_name": "Constant", "config": {"value": float("nan")}}),
-        ("kernel", {"class_name": None}),
+        settings = {"moving_variance_initializer": node}
+        assert initial_value("moving_variance", (2,), settings, draw) == value
+    for node in (
+        None,
+        {"class_name": "Constant", "config": {"value": "x"}},
+        {"class_name": "Constant", "config": {"value": 10**400}},
+        {"class_name": "Constant", "config": {"value": float("nan")}},
+        {"class_name": "Mine"},
+        {"class_name": None},
+        {"class_name": ["HeNormal"]},
+        {"class_name": "RandomUniform", "config": {"minval": -1e308, "maxval": 1e308}},
+        {"class_name": "RandomNormal", "config": {"stddev": -1.0}},
+        {"class_name": "VarianceScaling", "config": {"scale": -1.0}},
+        {"class_name": "VarianceScaling", "config": {"mode": "mine"}},
+        {"class_name": "VarianceScaling", "config": {"mode": ["fan_in"]}},
     ):
         with pytest.raises(NotRepaired):
-            initial_value(name, {f"{name}_initializer": node})
+            initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw)
 
 
-def test_random_initial_values_need_the_model(make):
-    """A kernel of a file is not redrawn; the reason is how to do that."""
-    settings = {"name": "head", "kernel_initializer": {"class_name": "HeNormal"}}
-    model = {"name": "model", "layers": [{"class_name": "Dense", "config": settings}]}
-    path = make.keras({make.KERNEL: np.nan}, config={"class_name": "Functional", "config": model})
-    report = repair(path, weights="initial")
-    assert "load the model and repair that" in report.skipped[0].detail
+def test_bad_weights_of_a_file_are_drawn_by_their_initializer(keras, tmp_path):
+    """A kernel in a file that has a configuration gets values within the bound of its initializer;
+    the other values keep their bits, and the same seed gives the same values.
+    """
+    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(50, name="head")])
+    kernel = np.full((40, 50), 7.0, np.float32)
+    kernel[:20] = np.nan
+    model.layers[0].kernel.assign(kernel)
+    path, found = str(tmp_path / "bad.keras"), []
+    model.save(path)
+    for number, seed in enumerate((3, np.int64(3), 4, None)):
+        output = str(tmp_path / f"{number}.keras")
+        assert repair(path, output, weights="initial", seed=seed).ok
+        found.append(np.array(keras.saving.load_model(output).layers[0].kernel))
+    bound = np.sqrt(6.0 / (40 + 50))
+    for new in found:
+        np.testing.assert_array_equal(new[20:], kernel[20:])
+        assert 0.95 * bound < np.abs(new[:20]).max() <= bound
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0][:20] != found[2][:20]).all()
+    assert (found[0][:20] != found[3][:20]).all()
 
 
-def test_a_source_is_of_the_same_sort(make, nested):
-    """A model for a model, a file for a file."""
-    path, model = make.keras({make.KERNEL: np.nan}), nested()
-    with pytest.raises(GuardError, match="the path of a file as source"):
-        repair(path, source=model)
-    with pytest.raises(GuardError, match="a model as source"):
-        repair(model, source=path)
+def test_a_source_may_be_a_model_for_a_file_and_a_file_for_a_model(keras, nested, tmp_path):
+    """Whole variables are taken from it, weights and moving statistics."""
+    good, bad = nested(0), nested(1)
+
+    def damaged(model):
+        return model.get_layer("head").kernel, model.get_layer("backbone").weights[-1]
+
+    for variable in damaged(bad):
+        variable.assign(np.full(variable.shape, np.nan))
+    good_path, bad_path = str(tmp_path / "good.keras"), str(tmp_path / "bad.keras")
+    good.save(good_path)
+    bad.save(bad_path)
+    report = repair(bad_path, source=good)
+    assert report.ok
+    assert repair(bad, source=good_path).ok
+    loaded = keras.saving.load_model(report.output)
+    for expected, *repaired in zip(damaged(good), damaged(bad), damaged(loaded), strict=True):
+        for variable in repaired:
+            np.testing.assert_array_equal(np.array(variable.numpy()), np.array(expected.numpy()))
 
 
-def test_a_damaged_array_does_not_prevent_the_repair_of_others(tmp_path):
+def test_a_damaged_array_does_not_prevent_the_repair_of_others(keras, tmp_path):
     """Neither in the file nor in the source: it is skipped, with the reason."""
 
     def write(name, value):
@@ -625,4 +694,9 @@ def test_a_damaged_array_does_not_prevent_the_repair_of_others(tmp_path):
     with h5py.File(tmp_path / "whole.weights.h5", "w") as file:
         file["layers/dense/vars/0"] = np.full((64, 64), np.nan)
     report = repair(tmp_path / "whole.weights.h5", source=path)
+    assert [change.detail[:8] for change in report.skipped] == ["not read"]
+    layers = [keras.Input((64,)), keras.layers.Dense(64, use_bias=False, name="dense")]
+    model = keras.Sequential(layers)
+    model.layers[0].kernel.assign(np.full((64, 64), np.nan))
+    report = repair(model, source=path)
     assert [change.detail[:8] for change in report.skipped] == ["not read"]
