@@ -33,7 +33,7 @@ CLASS = re.compile(
 LABELS = re.compile(r"Label values: ([-\d ]+)")  # TensorFlow, all of the batch
 ENTRY = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")  # TensorFlow
 UNKNOWN_ENTRY = re.compile(r"index out of range in self")  # PyTorch, of an embedding
-EITHER = re.compile(r"index out of bounds: 0 <= \w+ < \d+")  # PyTorch's compiler, of either
+EITHER = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # PyTorch's compiler, of either
 
 Explained = tuple[Finding, Diagnosis]
 
@@ -50,7 +50,7 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
     if found := CLASS.search(message):
         return _class_index(model, batch, found[1] or found[2], LABELS.search(message))
     if found := EITHER.search(message):
-        of_targets = _class_index(model, batch)
+        of_targets = _class_index(model, batch, high=int(found[1]))
         return of_targets if of_targets[1].samples else _entry(model, batch)
     if found := ENTRY.search(message):
         return _entry(model, batch, int(found[1].split(",")[0]), int(found[2]), int(found[3]))
@@ -62,7 +62,7 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
 
 
 def _class_index(
-    model: Any, batch: Any, index: str = "", labels: re.Match[str] | None = None
+    model: Any, batch: Any, index: str = "", labels: re.Match[str] | None = None, high: int = 0
 ) -> Explained:
     """A class index in the targets that a loss does not have. They are class indices if the loss is
     sparse, or the only one.
@@ -72,6 +72,7 @@ def _class_index(
         batch: the arguments of the step, if they are known.
         index: the class index, if the message has it.
         labels: the targets that the message lists, for a batch that is not known.
+        high: number of classes of the loss, 0 if the message does not have it.
     """
     found = targets_by_loss(model, batch, keras_layers.output_shapes(model))
     sparse = [one for one in found if len(found) == 1 or "sparse" in one.loss.name]
@@ -80,6 +81,8 @@ def _class_index(
     seen = f"The targets contain class index {index}; the model has no such class."
     for _, loss, part, shape in sparse:
         classes = int(shape[-1] or 0) if shape else 0
+        if high not in (0, classes):
+            continue
         known = loss if "sparse" in keras_losses.class_of(loss).lower() else SPARSE
         targets = None if part is None else part.array
         per_row = math.prod(length or 0 for length in shape[1:-1])

@@ -8,6 +8,7 @@ import inspect
 from dataclasses import asdict, replace
 
 import keras
+import numpy as np
 import pytest
 from support.evidence import changed, evidence_of
 
@@ -193,6 +194,20 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     _, found = explained(model, message)
     assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
+
+
+@pytest.mark.parametrize("loss", ["mse", "binary_crossentropy"])
+def test_targets_are_not_blamed_for_an_index_beyond_an_embedding_table(loss):
+    """PyTorch's compiler names neither; the number of entries is that of the table."""
+    inputs = keras.Input((1,), dtype="int32")
+    table = keras.layers.Embedding(10, 3, name="table")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(table)))
+    model.compile("sgd", loss)
+    x, y = np.array([[1], [2], [9], [3]]), np.array([[1.0], [0.0], [1.0], [0.0]])
+    model.train_on_batch(x, y)
+    x[2] = 12
+    _, found = explained(model, "index out of bounds: 0 <= tmp4 < 10", ((x, y),))
+    assert (found.cause, found.culprit, found.samples) == ("forward_domain", "table", (2,))
 
 
 def test_a_spike_is_not_a_divergence():
