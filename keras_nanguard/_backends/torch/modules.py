@@ -62,20 +62,25 @@ class TensorVariable:
     """A torch tensor as a variable with a path and `assign`.
 
     Args:
-        held: what holds the tensor, under `key`; a module may replace a buffer in each call.
+        held: what holds the tensor, under `key`; a module may replace a buffer in each call, or
+            delete it. Then the last one stays.
 
     Attributes:
         path, name: its name in the module or optimizer.
     """
 
-    def __init__(self, held: Any, key: Any, path: str):
+    def __init__(self, held: Mapping[Any, Any], key: Any, path: str):
         self._held, self._key, self.path = held, key, path
+        self._last = held[key]
         self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
 
     @property
     def of(self) -> Any:
         """The tensor."""
-        return self._held[self._key]
+        now = self._held.get(self._key)
+        if now is not None:
+            self._last = now
+        return self._last
 
     @property
     def value(self) -> Any:
@@ -121,7 +126,7 @@ class Variables(dict[Any, TensorVariable]):
     def of(self, tensor: Any, path: str) -> TensorVariable:
         known = self.get(id(tensor))
         if known is None or known.of is not tensor:
-            known = self[id(tensor)] = TensorVariable([tensor], 0, path)
+            known = self[id(tensor)] = TensorVariable({0: tensor}, 0, path)
         return known
 
     def at(self, held: dict[str, Any], key: str, path: str) -> TensorVariable:

@@ -132,14 +132,18 @@ class UndoLog:
         self.at_undo(id(scheduler), restore)
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep which optimizers a gradient scaler has unscaled. Keep its tensors only for a replay:
-        a refused step is to update them.
+        """Keep which optimizers a gradient scaler has unscaled. Keep its scale, and where it has
+        found Inf, only for a replay: a refused step is to lower the scale, perhaps after its end.
         """
         stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
 
         def restore_stages() -> None:
-            scaler._per_optimizer_states.clear()
-            scaler._per_optimizer_states.update(stages)
+            states, found_inf = scaler._per_optimizer_states, "found_inf_per_device"
+            found = {} if self._is_replay else {k: s[found_inf] for k, s in states.items()}
+            states.clear()
+            states.update(stages)
+            for key, value in found.items():
+                states[key][found_inf] = value
 
         self.at_undo(id(scaler), restore_stages)
         for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):

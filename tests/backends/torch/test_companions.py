@@ -141,8 +141,9 @@ def test_a_healthy_run_equals_the_plain_one():
     assert_same(state, trained(Loop("one cycle"), BATCHES))
 
 
+@pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_scaler_learns_once_from_each_bad_step(unscaled):
+def test_a_scaler_learns_once_from_each_bad_step(unscaled, within):
     """Each bad step halves the scale of a `GradScaler`, as without the guard; replays do not."""
 
     def run(batches, watched):
@@ -156,7 +157,8 @@ def test_a_scaler_learns_once_from_each_bad_step(unscaled):
                 scaler.unscale_(loop.optimizer)
                 torch.nn.utils.clip_grad_norm_(loop.net.parameters(), 1.0)
             scaler.step(loop.optimizer)
-            scaler.update()
+            if within:
+                scaler.update()
             return loss
 
         guard = NanGuard(verbose=0)
@@ -164,6 +166,8 @@ def test_a_scaler_learns_once_from_each_bad_step(unscaled):
             run_step = guard.step(step) if watched else step
             for batch in batches:
                 run_step(batch)
+                if not within:
+                    scaler.update()
         return [p.detach() for p in loop.net.parameters()], scaler.get_scale(), int(scaler._growth_tracker)
 
     plain, with_guard = run(poisoned(), False), run(poisoned(), True)
@@ -535,3 +539,37 @@ def test_what_modules_and_optimizers_replace_and_count(kind, reads, bad):
 
     (left, groups), (right, others) = trained(True), trained(False)
     assert all(map(torch.equal, left, right)) and groups == others
+
+
+class Forgetting(torch.nn.Linear):
+    """Has a buffer after every second call only."""
+
+    def __init__(self, deletes):
+        super().__init__(6, 1)
+        self.deletes = deletes
+
+    def forward(self, x):
+        if self._buffers.get("last") is None:
+            self._buffers["last"] = torch.ones(1)
+        elif self.deletes:
+            del self.last
+        else:
+            self.last = None
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_buffer_that_comes_and_goes(deletes):
+    def trained(batches, is_watched):
+        torch.manual_seed(0)
+        net = Forgetting(deletes)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        step = stepping(optimizer, None, None, net)
+        if is_watched:
+            assert len(watched(net, optimizer, step, batches).incidents) == len(BAD)
+        else:
+            for batch in batches:
+                step(batch)
+        return net
+
+    assert same(trained(poisoned(), True), trained([b for i, b in enumerate(BATCHES) if i not in BAD], False))
