@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._core.incident import FORMAT, Incident
+from keras_nanguard._core.incident import BUNDLES, FORMAT, Incident
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
@@ -80,6 +80,13 @@ def write_samples(samples: Sequence[BadSample], path: str | os.PathLike[str]) ->
     save(table.getvalue(), path)
 
 
+def is_empty(directory: Path) -> bool:
+    """Whether a run has written nothing yet: neither into its recording nor a bundle."""
+    file = directory / database.NAME
+    recorded = file.is_file() and file.stat().st_size > 0
+    return not recorded and not any((directory / BUNDLES).glob("*"))
+
+
 def read(path: str | os.PathLike[str]) -> ShownRun:
     """Read a run from its recording. In a directory that is empty until its first transaction.
 
@@ -91,7 +98,7 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
     """
     directory = Path(path) if os.path.isdir(path) else None
     file = Path(path) if directory is None else directory / database.NAME
-    empty = directory is not None and os.path.isfile(file) and not file.stat().st_size
+    empty = directory is not None and file.is_file() and is_empty(directory)
     recording = Recording() if empty else Recording.read(file)
     try:
         found = [incident for incident, _ in incidents_of(recording)]

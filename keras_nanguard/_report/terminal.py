@@ -24,7 +24,7 @@ from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._recording.database import MEASURED, NAME
+from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
 from keras_nanguard._report.shown import ShownRun
@@ -153,7 +153,7 @@ def watch(
 
 def _read(directory: str | os.PathLike[str]) -> ShownRun:
     """Read the recording; before the first step there may be none."""
-    return files.read(directory) if Path(directory, NAME).exists() else ShownRun()
+    return ShownRun() if files.is_empty(Path(directory)) else files.read(directory)
 
 
 def _shown(seen: ShownRun, screen: Console, problem: str = "") -> Group:

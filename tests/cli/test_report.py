@@ -113,6 +113,20 @@ def test_a_recording_is_enough(tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+@pytest.mark.parametrize("command", [["report"], ["watch", "--once"]])
+@pytest.mark.parametrize("recording", [None, b""])
+def test_bundles_without_a_recording(tmp_path, capsys, command, recording):
+    """A run whose recording is lost is not one without incidents; before its first step it is."""
+    if recording is not None:
+        (tmp_path / database.NAME).write_bytes(recording)
+    first = main([*command, str(tmp_path)])
+    assert first == (2 if recording is None and command == ["report"] else 0)
+    (tmp_path / "incidents" / "000007").mkdir(parents=True)
+    assert main([*command, str(tmp_path)]) == 2
+    assert database.NAME in capsys.readouterr().err
+
+
 def test_the_directory_of_a_guard(tmp_path, capsys):
     """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, also during
     the run.
