@@ -220,10 +220,11 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
     if math.inf in others:
         return True
     differences = [b - a for a, b in zip(losses, others, strict=True)]
-    if fmean(differences) > 0.0 and _sign_test(sum(d > 0.0 for d in differences), len(losses)):
+    mean, lower = fmean(differences), sum(d > 0.0 for d in differences)
+    if mean > 0.0 and _sign_test(lower, len(differences)):
         return True
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return fmean(differences) > STANDARD_ERRORS * error
+    return mean > STANDARD_ERRORS * error
 
 
 def _sign_test(lower: int, pairs: int) -> bool:

@@ -459,20 +459,22 @@ class TestTime:
     def hidden(self, inputs):
         return layers.Dense(8, "relu")(inputs)
 
+    def regression(self, inputs):
+        return layers.Dense(1)(self.hidden(inputs))
+
     @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1900), (0.01, 120)])
     def test_a_share_of_the_steps(self, rate, most):
         """A run that has learned something is tested rarely, one that has not for at most half of
         its time, after the first trials.
         """
         target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
-        steps = self.steps_of_trials(lambda x: layers.Dense(1)(self.hidden(x)), target, rate=rate)
+        steps = self.steps_of_trials(self.regression, target, rate=rate)
         assert 0 < steps <= most
 
     def test_the_first_trials_of_a_run_that_learns_nothing(self):
         """They are not repeated before the run has made as many steps as they took."""
         noise = np.random.default_rng(0).normal(size=(len(X), 1))
-        output = lambda x: layers.Dense(1)(self.hidden(x))  # noqa: E731
-        first, more = (self.steps_of_trials(output, noise, rate=0.0, epochs=n) for n in (2, 8))
+        first, more = (self.steps_of_trials(self.regression, noise, rate=0.0, epochs=n) for n in (2, 8))
         assert 320 < first == more
 
     def test_a_loss_without_targets(self):

@@ -256,6 +256,19 @@ def watched(net, optimizer, step, batches):
     return guard
 
 
+def run(net, optimizer, step, batches, bad, is_watched):
+    """Watch a loop, in which only the bad batches have an incident; or run it without the guard and
+    these batches.
+    """
+    if is_watched:
+        assert [i.step for i in watched(net, optimizer, step, batches).incidents] == list(bad)
+    else:
+        for number, batch in enumerate(batches):
+            if number not in bad:
+                step(batch)
+    return net
+
+
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -293,12 +306,7 @@ def test_a_deferred_update_uses_scale_and_rate_of_its_call(fused, scaled, rate):
         optimizer = torch.optim.SGD(net.parameters(), start, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         step = stepping(optimizer, scaler, lr_scheduler.ExponentialLR(optimizer, 0.5), net)
-        if is_watched:
-            assert not watched(net, optimizer, step, BATCHES[:5]).incidents
-        else:
-            for batch in BATCHES[:5]:
-                step(batch)
-        return net
+        return run(net, optimizer, step, BATCHES[:5], (), is_watched)
 
     assert same(trained(True), trained(False))
 
@@ -306,7 +314,7 @@ def test_a_deferred_update_uses_scale_and_rate_of_its_call(fused, scaled, rate):
 def test_a_scaler_after_a_step_that_ends_in_an_exception():
     """The next step may unscale again."""
 
-    def trained(batches, is_watched):
+    def trained(is_watched):
         net = network()
         optimizer, scaler = torch.optim.SGD(net.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -320,14 +328,9 @@ def test_a_scaler_after_a_step_that_ends_in_an_exception():
             scaler.update()
             return loss
 
-        if is_watched:
-            assert len(watched(net, optimizer, step, batches).incidents) == len(BAD)
-        else:
-            for batch in batches:
-                step(batch)
-        return net
+        return run(net, optimizer, step, poisoned(), BAD, is_watched)
 
-    assert same(trained(poisoned(), True), trained([b for i, b in enumerate(BATCHES) if i not in BAD], False))
+    assert same(trained(True), trained(False))
 
 
 @pytest.mark.parametrize("bad", [(0, 2), (0, 1, 4), (2,), (1, 7)])
@@ -386,13 +389,7 @@ def test_writes_that_torch_does_not_count(bad, with_optimizer):
                     p.data.sub_(p.grad, alpha=0.01)
             return loss
 
-        if is_watched:
-            assert [i.step for i in watched(net, optimizer, step, batches).incidents] == [bad]
-        else:
-            for number, batch in enumerate(batches):
-                if number != bad:
-                    step(batch)
-        return net
+        return run(net, optimizer, step, batches, (bad,), is_watched)
 
     assert same(trained(True), trained(False))
 
@@ -528,12 +525,7 @@ def test_what_modules_and_optimizers_replace_and_count(kind, reads, bad):
                 scheduler.step()
             return loss
 
-        if is_watched:
-            assert [i.step for i in watched(net, optimizer, step, batches).incidents] == list(bad)
-        else:
-            for number, batch in enumerate(batches):
-                if number not in bad:
-                    step(batch)
+        run(net, optimizer, step, batches, bad, is_watched)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return [t.clone() for t in net.state_dict().values()], groups
 
@@ -560,16 +552,11 @@ class Forgetting(torch.nn.Linear):
 
 @pytest.mark.parametrize("deletes", [False, True])
 def test_a_buffer_that_comes_and_goes(deletes):
-    def trained(batches, is_watched):
+    def trained(is_watched):
         torch.manual_seed(0)
         net = Forgetting(deletes)
         optimizer = torch.optim.Adam(net.parameters(), 0.01)
         step = stepping(optimizer, None, None, net)
-        if is_watched:
-            assert len(watched(net, optimizer, step, batches).incidents) == len(BAD)
-        else:
-            for batch in batches:
-                step(batch)
-        return net
+        return run(net, optimizer, step, poisoned(), BAD, is_watched)
 
-    assert same(trained(poisoned(), True), trained([b for i, b in enumerate(BATCHES) if i not in BAD], False))
+    assert same(trained(True), trained(False))
