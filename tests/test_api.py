@@ -1,6 +1,4 @@
-"""The public interface is fixed: everything in `tests/public_api.txt` stays, and additions are
-deliberate.
-"""
+"""Everything in `tests/public_api.txt` stays, and additions to it are deliberate."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ def test_no_fact_is_listed_twice():
 
 
 def test_removals_are_named():
-    """A removed fact is reported, with the required steps."""
     fact = "action lower_lr: factor = 0.1"
     assert fact in FROZEN
     changed = public_api.difference(FROZEN, [line for line in FROZEN if line != fact])
@@ -31,6 +28,5 @@ def test_removals_are_named():
 
 
 def test_additions_are_named():
-    """A new fact is reported, and is allowed."""
     changed = public_api.difference(FROZEN, [*FROZEN, "name keras_nanguard.heal"])
     assert "  + name keras_nanguard.heal" in changed and "deprecate" not in changed

@@ -1,6 +1,4 @@
-"""docs/architecture.md and CONTRIBUTING.md agree with the code, and the recipes for an action and a
-cause are complete.
-"""
+"""docs/architecture.md, CONTRIBUTING.md and the recipes in it agree with the code."""
 
 from __future__ import annotations
 
@@ -63,18 +61,14 @@ def rows(table: str) -> list[list[str]]:
 
 
 def spans(page: Path) -> set[str]:
-    """Return the texts in backticks on a page, and the commands of its consoles, with one for each
-    backend in place of NAME.
-    """
+    """Return the texts in backticks on a page, and its commands, NAME replaced by each backend."""
     prose = re.sub(r"^```.*?^```", "", text(page), flags=re.M | re.S)
     found = {*re.findall(r"`([^`\n]+)`", prose), *re.findall(r"\btests/[\w./]+\.py", text(page))} - NOT_THERE
     return {span.replace("NAME", backend) for span in found for backend in BACKENDS}
 
 
 def references() -> list[str]:
-    """Return each path, `path::name` and dotted name of the two pages, and each path of the package
-    on other pages.
-    """
+    """Return each path, `path::name` and dotted name of the two pages, and each path of others."""
     found = {span for page in (ARCHITECTURE, CONTRIBUTING) for span in spans(page) if re.fullmatch(f"{PLACE}|{DOTTED}", span)}
     others = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return sorted(found.union(*({span for span in spans(page) if re.fullmatch(OURS, span)} for page in others)))
@@ -103,9 +97,7 @@ def located(path: str) -> Path | None:
 
 @pytest.mark.parametrize("reference", references())
 def test_names_on_the_pages_exist(reference):
-    """Each path on the pages exists, and defines the names given for it; a dotted name is a module
-    or is in one.
-    """
+    """Each path exists and defines the names given for it; dotted names are modules or in one."""
     if re.fullmatch(DOTTED, reference):
         everywhere = [f"{module}.{name}".lstrip(".") for module in modules() for name in ("", *names(modules()[module]))]
         assert any(f".{known}.".endswith(f".{reference}.") for known in everywhere), f"there is no {reference}"
@@ -128,9 +120,7 @@ def test_the_commands_of_the_pages_are_targets_of_the_makefile():
 
 
 def test_the_table_of_packages_is_the_order_of_the_layout():
-    """One row for each package, from bottom to top; those that load without Keras are the ones that
-    the layout test loads so.
-    """
+    """One row for each package, from bottom to top; the same ones load without Keras."""
     table = rows(section(ARCHITECTURE, "Packages"))
     order = [tuple(re.findall(r"`(\w+)`", cells[0])) for cells in table]
     assert sorted(map(sorted, order)) == sorted(map(sorted, ORDER))
@@ -141,9 +131,7 @@ def test_the_table_of_packages_is_the_order_of_the_layout():
 
 
 def test_the_picture_shows_the_imports():
-    """The arrows of the picture are the imports between packages, without implied ones; its colours
-    show which packages load without Keras.
-    """
+    """Arrows are the direct imports between packages; colours show which load without Keras."""
     drawn = load("packages_picture")
     direct: dict[str, set[str]] = {}
     for module in set(modules()) - {""}:
@@ -160,9 +148,7 @@ def test_the_picture_shows_the_imports():
 
 
 def test_the_picture_is_drawn_and_shown():
-    """The file is the output of `docs/packages_picture.py`, has each package and arrow, and the
-    page shows it.
-    """
+    """The file is the output of `docs/packages_picture.py`, complete, and shown on the page."""
     drawn = load("packages_picture")
     assert text(drawn.PICTURE) == drawn.picture()
     assert all(f">{name}</text>" in drawn.picture() for name in drawn.PLACES)
@@ -245,8 +231,7 @@ def test_an_action_has_all_that_its_recipe_names(name, what):
 @pytest.mark.parametrize("what", OF_CAUSES)
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_cause_has_all_that_its_recipe_names(name, what):
-    """Each cause has its rule, words, advice, docs and tests, in the places that the recipe names.
-    """
+    """It has a rule, words, advice, docs and tests."""
     assert name in TABLE and OF_CAUSES[what].met(name), f"the cause {name} has no {what}: {OF_CAUSES[what].place}"
     assert OF_CAUSES[what].place in section(CONTRIBUTING, "Add a cause")
 

@@ -1,6 +1,4 @@
-"""The docs stay correct: every link has a target, every public name exists. tests/docs runs the
-code of the pages.
-"""
+"""Every link of the docs has a target, every public name exists. tests/docs runs their code."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_to_the_repository_name_files(page):
-    """A link to the repository by its address, which PyPI needs, names an existing file, and a
-    heading in it.
-    """
+    """A link by the address of the repository, as PyPI needs, names a file and its heading."""
     for target, anchor in re.findall(rf"{REPOSITORY}([^)#]+)#?([^)]*)\)", page.read_text(encoding="utf-8")):
         assert (ROOT / target).is_file(), f"{page.name} links to {target}"
         assert not anchor or anchor in _anchors(ROOT / target), f"{page.name} links to {target}#{anchor}"

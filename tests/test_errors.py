@@ -77,7 +77,6 @@ def test_wrong_arguments_are_answered_in_one_sentence(arguments, answer):
 
 
 def test_several_wrong_arguments_at_once():
-    """Unknown words and problems of the sections are reported together."""
     with pytest.raises(PolicyError) as error:
         NanGuard(derectory="x", verbos=1, snapshot={"every": -1})
     assert [problem.split(":")[0] for problem in error.value.problems] == ["derectory", "verbos", "snapshot.every"]
@@ -85,9 +84,7 @@ def test_several_wrong_arguments_at_once():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_the_class_among_the_callbacks(method):
-    """`callbacks=[NanGuard]` gives an error that suggests `callbacks=[NanGuard()]`, for any use of
-    the list in Keras.
-    """
+    """`callbacks=[NanGuard]` suggests `callbacks=[NanGuard()]`, whatever Keras does with it."""
     model, data = zoo.plain(), zoo.regression(batches=1)
     given = (data.x,) if method == "predict" else (data.x, data.y)
     with pytest.raises(GuardError, match=r"Received: the class NanGuard itself. Write callbacks=\[NanGuard\(\)\]"):
@@ -134,7 +131,6 @@ ROWS = np.ones((8, 4), "float32")
     ],
 )
 def test_wrong_types_of_the_functions(function, arguments, named):
-    """An argument of the wrong type gives an error that says what was expected and received."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     before = model.get_weights()
     with pytest.raises(GuardError, match=r"^Expected .*\. Received: .*") as error:
@@ -155,7 +151,6 @@ def test_wrong_types_of_paths(path):
 
 
 def test_one_code_to_ignore():
-    """`ignore` takes one code like a list of one."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     assert str(lint(model, ignore="no_clipping")) == str(lint(model, ignore=["no_clipping"]))
@@ -171,8 +166,7 @@ def test_model_without_optimizer():
 
 
 def test_model_not_compiled():
-    """An uncompiled model is rejected, by Keras in `fit` and by the guard if Keras does not check.
-    """
+    """Rejected by Keras in `fit`, and by the guard where Keras does not check."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     guard = NanGuard(verbose=0)
     guard.set_model(model)
@@ -184,7 +178,6 @@ def test_model_not_compiled():
 
 
 def test_loop_without_watch():
-    """A step outside of `watch` gives an error with the right place."""
     guard = NanGuard(verbose=0)
     with pytest.raises(GuardError, match=r"with guard\.watch"):
         guard.step(lambda: None)()
@@ -199,7 +192,6 @@ def test_watch_without_optimizer():
 
 
 def test_watch_with_a_list_of_optimizers():
-    """Each optimizer is a separate argument."""
     model = zoo.plain()
     with (
         pytest.raises(GuardError, match=r"an optimizer of Keras\. .* type list\. .*guard\.watch\(model, first, second\)"),
@@ -289,9 +281,7 @@ WITHOUT_BACKEND = {
 
 @pytest.mark.parametrize("use", WITHOUT_BACKEND)
 def test_backend_that_is_not_installed(use, tmp_path):
-    """If Keras does not find its backend, one sentence names the package to install or the variable
-    to set; a command ends with it.
-    """
+    """One sentence names the package to install or the variable to set; a command ends with it."""
     (tmp_path / "model.keras").write_bytes(b"")
     hidden = f"import sys; sys.modules[{zoo.BACKEND!r}] = None\n"
     done = subprocess.run([sys.executable, "-c", hidden + WITHOUT_BACKEND[use]], cwd=tmp_path, capture_output=True, text=True, check=False)

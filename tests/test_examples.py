@@ -40,9 +40,7 @@ def table() -> dict[str, list[str]]:
 
 
 def agrees(one: str, other: str) -> bool:
-    """Whether two lines are the same, with a tolerance of 5 % for numbers, because processors round
-    differently.
-    """
+    """Whether two lines are the same, numbers within 5 %, because processors round differently."""
     if NUMBER.sub("#", one.strip()) != NUMBER.sub("#", other.strip()):
         return False
     pairs = zip(map(float, NUMBER.findall(one)), map(float, NUMBER.findall(other)))

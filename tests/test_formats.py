@@ -1,6 +1,4 @@
-"""The current library reads the files of earlier releases; each folder of `tests/formats` has those
-of one.
-"""
+"""The files of earlier releases, each in a folder of `tests/formats`, can be read."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ def release(request, tmp_path) -> Path:
 
 
 def test_there_is_a_release():
-    """The files of the first release exist."""
     assert "v1.0" in RELEASES
 
 
@@ -92,7 +89,6 @@ def test_incidents(release):
 
 
 def test_recording(release):
-    """A recording has its steps, events and bad samples."""
     recording = Recording.read(release / "run")
     assert (
         recording.steps["step"].tolist() == list(range(12))
@@ -110,7 +106,6 @@ def test_recording(release):
 
 
 def test_bundle(release):
-    """A bundle is read completely."""
     found = bundles.read(release / BUNDLE)
     assert found.incident.step == 9 and len(found.state) > 8
     assert np.isnan(found.batch[0][0]).sum() == 1
@@ -168,9 +163,7 @@ def test_reports(release, name):
 
 
 def _missing(old, new, path="") -> list[str]:
-    """Return the fields that are missing, in dictionaries at any depth and in the first entry of
-    each list.
-    """
+    """Return the missing fields, in dictionaries at any depth and the first entry of each list."""
     if isinstance(old, dict) and isinstance(new, dict):
         gone = [f"{path}.{key}" for key in old if key not in new]
         return gone + [
@@ -197,9 +190,7 @@ NEWER = {
 
 @pytest.mark.parametrize("name", NEWER)
 def test_a_newer_format_is_refused(release, name):
-    """A file with a higher number gives an error of the library that names the number; it is not
-    misread.
-    """
+    """The error of the library names the number."""
     path, (read, error) = release / name, NEWER[name]
     if name.endswith("snapshot.json"):  # sealed with a checksum
         atomic_files.write_json(path, {**atomic_files.read_json(path), "format": 7})

@@ -1,6 +1,4 @@
-"""The architecture, from the imports: strictly downward, lazy ones included; one package uses Keras
-internals, and one each backend.
-"""
+"""Imports go strictly down; one package uses Keras internals, and one each backend."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ def test_every_module_has_its_place():
 
 @pytest.mark.parametrize("module", sorted(set(modules()) - {""}))
 def test_imports_go_down(module):
-    """A module does not import a later one; only the package itself, which imports names on first
-    use, may.
-    """
+    """Also lazy imports; only the package itself imports names of later modules."""
     own = rank(module.partition(".")[0], ORDER)
     assert [other for other in edges(module) if other and rank(other.partition(".")[0], ORDER) > own] == []
     assert "" not in edges(module), "nothing inside imports the package itself"
@@ -152,9 +148,7 @@ def test_loads_no_backend():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_stay_at_home(backend):
-    """A backend is imported in its own package, and in `_keras` for features that only this backend
-    has.
-    """
+    """A backend is imported in its own package, and in `_keras` for what only it has."""
     at_home = (f"_backends.{backend}.", "_keras.")
     found = [m for m in modules() if any(name.partition(".")[0] == backend for name in imports(m))]
     assert [m for m in found if not m.startswith(at_home)] == []
@@ -179,9 +173,7 @@ def test_keras_src():
 
 
 def _private(module: str) -> set[str]:
-    """Return the names with one leading underscore that a module reads from other objects than its
-    own.
-    """
+    """Return the names with one leading underscore that are read from objects of others."""
     names = set()
     aliases = {name.rpartition(".")[2] for name in edges(module)}
     defined = {n.name for n in ast.walk(tree(module)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}

@@ -1,6 +1,4 @@
-"""The library's own NumPy arithmetic on NaN, Inf and huge numbers emits no warnings: every warning
-comes from the user's code.
-"""
+"""Every warning of NumPy comes from the user's code, also with NaN, Inf and huge numbers."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def model(optimizer=None, wide=False, dtype="float32", **compiled):
 
 
 def large(part, value, wide=False):
-    """Return data that is bad, or so large that its squares and sums overflow, with a model for it.
-    """
+    """Return data that is bad or whose squares and sums overflow, with a model for it."""
     x, y = X.copy(), Y.copy()
     (x if part == "x" else y)[12] = value
     return model(wide=wide), x, y
@@ -50,9 +47,7 @@ PROGRAMS = {
 
 
 def silent(work):
-    """Run a function while NumPy raises at each unexpected floating-point error; return the
-    warnings of NumPy.
-    """
+    """Run a function, raise at each unexpected floating-point error; return NumPy's warnings."""
     with warnings.catch_warnings(record=True) as seen, np.errstate(all="warn"):
         warnings.simplefilter("always")
         work()

@@ -1,6 +1,4 @@
-"""All data of the package are in the wheel, and everything else that a user of the sources needs is
-in the sdist.
-"""
+"""All data of the package are in the wheel, and what a user of the sources needs in the sdist."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ NOT_PACKED = {".gitignore"}
 
 
 def tracked() -> list[str]:
-    """Return every file in git."""
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("not a clone: git lists no files here")
@@ -27,7 +24,6 @@ def tracked() -> list[str]:
 
 
 def settings() -> configparser.ConfigParser:
-    """Return setup.cfg."""
     found = configparser.ConfigParser()
     found.read(ROOT / "setup.cfg", "utf-8")
     return found
@@ -42,9 +38,7 @@ def test_data_of_the_package():
 
 
 def test_sources():
-    """Each folder and file next to the package is named in MANIFEST.in, or is packed by setuptools
-    anyway.
-    """
+    """Each file next to the package is named in MANIFEST.in, or packed by setuptools anyway."""
     manifest = (ROOT / "MANIFEST.in").read_text("utf-8")
     folders = set(re.findall(r"^graft (\S+)", manifest, re.MULTILINE)) | {"keras_nanguard"}
     named = set(" ".join(re.findall(r"^include (.+)", manifest, re.MULTILINE)).split()) | {"setup.cfg", "pyproject.toml", "MANIFEST.in"}
@@ -53,9 +47,7 @@ def test_sources():
 
 
 def test_metadata():
-    """Version, classifiers and the lowest Python agree; the version is a release, and the changelog
-    begins with it.
-    """
+    """Version, classifiers and lowest Python agree; the changelog begins with this release."""
     metadata = settings()["metadata"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", keras_nanguard.__version__)
     pythons = re.findall(r"Python :: (3\.\d+)", metadata["classifiers"])

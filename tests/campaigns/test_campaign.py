@@ -1,6 +1,4 @@
-"""A short form of the fault campaign: its plan is fixed, its expectations follow from the numbers,
-and some of its faults are run.
-"""
+"""A short fault campaign: its plan is fixed, expectations follow from the numbers."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 
 
 def test_a_few_faults(monkeypatch):
-    """Every fault of one configuration of each backend is as expected, and no healthy run has an
-    incident.
-    """
+    """Each fault of one configuration of each backend; no healthy run has an incident."""
     monkeypatch.setattr(fault_runs, "WARM_UP", 1)
     mode = {"tensorflow": "graph", "jax": "XLA", "torch": "eager"}[BACKEND]
     configuration = fault_models.Configuration(BACKEND, "MLP", mode, "float32", "Adam")

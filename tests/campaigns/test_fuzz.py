@@ -26,9 +26,7 @@ MUTATIONS = 6
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Return a function that creates the bench of a target, all with one watch, over files of a
-    run.
-    """
+    """Return a function that creates the bench of a target, all with one watch."""
     folder = tmp_path_factory.mktemp("fuzz")
     before = tempfile.tempdir
     (folder / "run").mkdir()
@@ -127,9 +125,7 @@ def test_active_elements_of_a_page_are_detected(more):
 
 
 def test_recipes_are_files(tmp_path):
-    """A file written from a recipe can be read with its content, and a recipe survives the
-    conversion to bytes.
-    """
+    """It can be read with its content, and a recipe survives the conversion to bytes."""
     import h5py
     import numpy as np
 

@@ -1,6 +1,4 @@
-"""`make release` detects every missing file, and every command that ends in another way than
-expected.
-"""
+"""`make release` detects every missing file and every command that ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def test_files_that_are_not_packed(tracked, tmp_path):
     ],
 )
 def test_a_command_that_does_not_work(program, code, said, tmp_path):
-    """Another exit code, other words or a traceback are failures, reported with the output; the
-    expected result is not.
-    """
+    """Another exit code, other words or a traceback fail, with the output."""
     with pytest.raises(installed.Failure, match="exit code"):
         installed.run([sys.executable, "-c", program], tmp_path, code=code, said=said)
     installed.run([sys.executable, "-c", "print('1 NaN'); raise SystemExit(1)"], tmp_path, code=1, said="1 NaN")

@@ -1,6 +1,4 @@
-"""The matrix of versions: its cells cover the declared versions, the tests of its suite exist, and
-the page shows the results.
-"""
+"""The matrix of versions covers the declared ones; its tests exist, the page shows results."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def settings() -> configparser.ConfigParser:
 
 
 def rows() -> list[list[str]]:
-    """Return the rows of the table on the page: Python, Keras, backend, its version, NumPy, result
-    of the suite.
-    """
+    """Return the rows of the page: Python, Keras, backend, its version, NumPy, result."""
     lines = [line for line in matrix.pages.read(PAGE, matrix.MARK).splitlines() if line.startswith("| ")]
     return [[part.strip() for part in line.strip("|").split("|")] for line in lines[1:]]
 
@@ -44,9 +40,7 @@ def test_the_short_suite_names_tests():
 
 
 def test_cells_cover_each_keras_on_each_backend():
-    """Each Python, and each Keras on each backend, is in a cell, and so are the lowest declared and
-    the newest version of each backend.
-    """
+    """So are the lowest declared and the newest version of each backend."""
     cells = [cell for cell in matrix.CELLS if cell.counts]
     assert {cell.python for cell in cells} == {"3.10", "3.11", "3.12", "3.13"}
     kerases = {"3.6", "3.9", "3.12", matrix.NEWEST}
@@ -72,8 +66,7 @@ def test_declared_versions_have_run():
 
 
 def test_a_nightly_build_does_not_count(tmp_path, monkeypatch):
-    """Only cells with a released Keras make the command fail, and passed cells are not run again.
-    """
+    """Only released versions of Keras make the command fail; passed cells are not run again."""
     monkeypatch.setattr(matrix, "RESULTS", tmp_path)
     cells = [cell for cell in matrix.CELLS if cell.backend == "jax" and cell.version == matrix.NEWEST]
     assert [cell.counts for cell in cells] == [cell.keras != "nightly" for cell in cells] and not cells[-1].counts

@@ -38,7 +38,6 @@ def test_a_mistake_is_noticed():
 
 
 def test_only_functions_are_swapped():
-    """Modules with another constant, default or table are imported again instead."""
     for before, after in (("MIN_LOSS_SCALE = 2.0**-14", "MIN_LOSS_SCALE = 2.0**-15"), ("SCALE_DOWN, SUM_LIMIT = 2.0**-100", "SCALE_DOWN, SUM_LIMIT = 2.0**-99")):
         assert mutant_runs.swapped(mutant("_backends/shared/rules.py", before, after)) is None
 

@@ -1,6 +1,4 @@
-"""A short form of the measurement against size: models of the right size, two parallel fits, a
-table and a plot.
-"""
+"""A short measurement against size: models of that size, two fits, a table and a plot."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from campaigns import scale
 
 
 def test_both_fits_make_their_steps():
-    """Both variants train the same steps from the same weights, one epoch at a time, and end with
-    the same weights.
-    """
+    """Both make the same steps from the same weights, and end with the same ones."""
     models = []
 
     def make():

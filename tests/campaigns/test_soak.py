@@ -25,9 +25,7 @@ def often(monkeypatch):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_long_run(often, on_disk, tmp_path):
-    """Each fault of a long fit is one incident, at its step and with its cause; no thread, open
-    file or graph is left.
-    """
+    """Each fault is one incident, at its step and with its cause; nothing leaks."""
     before = threading.active_count(), soak.measured()["files"]
     result = last(soak.steady, "disk" if on_disk else "steps", 345, 5, str(tmp_path) if on_disk else None)
     assert threading.active_count() == before[0] and soak.measured()["files"] <= before[1]

@@ -1,6 +1,4 @@
-"""The command line: exit codes, one sentence for an error, JSON for machines, a fast start without
-a backend.
-"""
+"""Exit codes, one sentence for an error, JSON for machines, a fast start without a backend."""
 
 import io
 import json
@@ -82,9 +80,7 @@ def test_json_is_one_strict_document_a_line(good, bad, capsys):
 
 
 def test_repair_writes_a_new_file_and_reports_its_changes(bad, tmp_path, capsys):
-    """The new file is clean; a second run does not overwrite it; if bad values are left, it exits
-    with 1.
-    """
+    """It is clean, and never overwritten by a second run; bad values left exit with 1."""
     assert main(["repair", bad]) == CLEAN
     assert "done batch_normalization/moving_variance: 4 of 4" in capsys.readouterr().out
     assert main(["scan", str(tmp_path / "bad.repaired.weights.h5")]) == CLEAN
@@ -108,9 +104,7 @@ def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_pat
 
 
 def test_a_policy_part_without_effect_is_a_finding(good, tmp_path, capsys):
-    """A rule that never acts gives a warning; with `--model` so does a glob that matches nothing in
-    the file.
-    """
+    """A rule that never acts gives a warning; with `--model` also a glob without a match."""
     path = tmp_path / "policy.json"
     late = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
     glob = {"name": "glob", "site": "weights", "layer": "batch_normalisation", "do": "warn"}

@@ -17,9 +17,7 @@ SLOW = (
 
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
 def test_the_guarded_run_wins(capsys, epochs):
-    """Stock Keras predicts only NaN, the guarded run is as good as one without the broken images;
-    one line per kind of incident.
-    """
+    """Stock Keras predicts NaN, the guarded run as one without broken images; a line per kind."""
     assert demo.run(epochs) == 0
     reported = capsys.readouterr().out
     rows = {

@@ -29,8 +29,7 @@ INCIDENTS = [
 
 
 def test_endings_in_any_case(tmp_path, capsys):
-    """A recording is read, and several runs are compared as HTML, whatever the case of the ending.
-    """
+    """A recording, and several runs compared as HTML, whatever the case of the ending."""
     written(tmp_path, synthetic())
     path = (tmp_path / database.NAME).rename(tmp_path / "run.SQLITE")
     assert files.read(path).recording is not None
@@ -39,7 +38,6 @@ def test_endings_in_any_case(tmp_path, capsys):
 
 
 def recorded(folder):
-    """Write a recording of the incidents, and return its path."""
     events = [Event(i.step, i.epoch, 1.7e9, "incident", **event_of(i)) for i in INCIDENTS]
     written(folder, Recording(events=tuple(events)))
     return folder / database.NAME
@@ -47,9 +45,7 @@ def recorded(folder):
 
 @pytest.mark.parametrize("ending", ["json", "JSONL"])
 def test_exports(tmp_path, ending):
-    """Each incident is written as it is; the file is for other programs, a report is not made from
-    it.
-    """
+    """Each incident as it is; the file is for programs, and no report is made from it."""
     path = files.write(ShownRun(INCIDENTS), tmp_path / f"run.{ending}")
     text = path.read_text()
     found = json.loads(text)["incidents"] if ending == "json" else map(json.loads, text.splitlines())
@@ -70,9 +66,7 @@ def test_command(tmp_path, capsys):
 
 
 def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
-    """Includes steps without an incident: overflows that loss scaling handles, and repeated bad
-    steps.
-    """
+    """Also steps without an incident: overflows of loss scaling and repeated bad steps."""
     recording = synthetic(steps=300, incidents=3)
     written(tmp_path, recording)
     main(["report", str(tmp_path)])
@@ -95,9 +89,7 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
 
 @pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 def test_a_recording_is_enough(tmp_path, capsys):
-    """A healthy loop has no log, and a recording may have been copied: its incidents are read from
-    its events.
-    """
+    """A healthy loop has no log, a copied recording neither: incidents are among the events."""
     run, healthy = synthetic(300, 2), synthetic(300, 0)
     for name, recording in (("run", run), ("healthy", healthy)):
         (tmp_path / name).mkdir()
@@ -128,9 +120,7 @@ def test_bundles_without_a_recording(tmp_path, capsys, command, recording):
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):
-    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, also during
-    the run.
-    """
+    """`keras-nanguard report run1` after `directory="run1"`: all incidents, also meanwhile."""
     keras = pytest.importorskip("keras")
     from keras_nanguard import NanGuard
 

@@ -1,6 +1,4 @@
-"""Every command with every kind of wrong input: one sentence on stderr, with the names of options,
-and exit code 2.
-"""
+"""Each command with each wrong input: one sentence with names of options, exit code 2."""
 
 from __future__ import annotations
 
@@ -187,7 +185,6 @@ def test_remaining_bad_values_name_the_option_that_replaces_them(good, capsys):
     ),
 )
 def test_wrong_values_of_options(words, good, capsys):
-    """Values that an option does not accept."""
     assert main([good["model"] if word == "x" else word for word in words]) == MISUSE
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "--" in text
@@ -206,9 +203,7 @@ def test_wrong_values_of_options(words, good, capsys):
     ),
 )
 def test_numbers_that_cannot_be_are_misuse(words, capsys):
-    """A number of rows, batches or a seed out of range is reported with the option, before a file
-    is opened.
-    """
+    """A number of rows, batches or a seed out of range: the option, before a file is opened."""
     assert main(words) == MISUSE
     assert f"argument {words[-2]}: " in capsys.readouterr().err
 
@@ -285,8 +280,7 @@ def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
 
 
 def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
-    """An unexpected error ends with 2 and one sentence, which tells how to see where it occurred.
-    """
+    """Exit code 2 and one sentence, which tells how to see where it occurred."""
     monkeypatch.setattr("keras_nanguard._cli.output.progress", lambda: 1 // 0)
     assert main(["scan", good["model"]]) == MISUSE
     assert "ZeroDivisionError" in (text := capsys.readouterr().err) and text.count("\n") == 1

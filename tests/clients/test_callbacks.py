@@ -1,6 +1,4 @@
-"""All stock callbacks together, and those that log: in any order in the list, each receives the
-guard's keys.
-"""
+"""All stock callbacks together, and those that log: in any order they get the guard's keys."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def fit(callbacks, bad=(), epochs=2):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_all_stock_callbacks_in_any_order(seed, tmp_path):
-    """With and without bad data they work, and the CSV file has its columns from the first epoch
-    on.
-    """
+    """With and without bad data; the CSV file has its columns from the first epoch on."""
     (tmp_path / "plain").mkdir()
     plain = fit(stock(tmp_path / "plain"))
     for bad in ((), (2,)):
@@ -62,9 +58,7 @@ def test_all_stock_callbacks_in_any_order(seed, tmp_path):
 
 
 def test_a_csv_file_that_begins_without_refusals(tmp_path):
-    """The key is in the first epoch of a logger before the guard, also if the first refusal comes
-    later.
-    """
+    """A logger before the guard has the key in its first epoch, whenever a refusal comes."""
     seen = []
 
     class Sees(keras.callbacks.Callback):
@@ -89,9 +83,7 @@ def test_a_csv_file_that_begins_without_refusals(tmp_path):
 @pytest.mark.requires_backend("tensorflow", reason="Keras' TensorBoard writes by way of TensorFlow")
 @pytest.mark.parametrize("first", [False, True])
 def test_tensorboard(tmp_path, first):
-    """TensorBoard before or after the guard, with histograms: one point of each of its numbers for
-    each epoch.
-    """
+    """Before or after the guard, with histograms: a point of each number for each epoch."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
     guard = NanGuard(verbose=0, diagnose=False)
@@ -103,8 +95,7 @@ def test_tensorboard(tmp_path, first):
 
 
 class RateFinder(keras.callbacks.Callback):
-    """Raises the rate with every batch, records the loss, and restores weights and rate at the end.
-    """
+    """Raises the rate in each batch, records losses, restores weights and rate at the end."""
 
     def on_train_begin(self, logs=None):
         self.losses, self.rates = [], []
@@ -125,9 +116,7 @@ class RateFinder(keras.callbacks.Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_rate_finder(first):
-    """Under `observe` it gets the same losses as without a guard, including those that overflow;
-    weights and rate are unchanged.
-    """
+    """Under `observe` it gets the same losses, overflows included; nothing else is changed."""
     finders, models = [RateFinder(), RateFinder()], []
     for finder, guard in zip(finders, (None, NanGuard("observe", verbose=0, diagnose=False)), strict=True):
         callbacks = [finder] if guard is None else [guard, finder] if first else [finder, guard]

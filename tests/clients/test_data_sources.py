@@ -1,6 +1,4 @@
-"""Every kind of data that `fit` accepts: plain and guarded runs end with the same state, and one
-bad batch is refused.
-"""
+"""All data that `fit` accepts: guarded runs end as plain ones, one bad batch is refused."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ def run(make, data, guard=None, epochs=2):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ORDERED])
 def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
-    """A healthy run prints nothing and has the same result; of a bad one a step of each epoch is
-    skipped, and the state is finite.
-    """
+    """Prints nothing, same result; a bad batch: one step skipped per epoch, a finite state."""
     with zoo.as_written():
         plain, state = run(ORDERED[name], zoo.regression())
         guard = NanGuard(verbose=0, diagnose=False)
@@ -172,9 +168,7 @@ def sparse_run(data, guard=None):
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
 def test_scipy_sparse():
-    """A SciPy matrix becomes a sparse tensor; NaN in one batch is refused, and the row of the
-    matrix is reported.
-    """
+    """A sparse tensor for Keras; NaN in a batch is refused, and the matrix row is reported."""
     guard = NanGuard(verbose=0, diagnose=False)
     plain, guarded = sparse_run(zoo.regression()), sparse_run(zoo.regression(), guard)
     assert guard.incidents == [] and zoo.plain_logs(guarded[0]) == plain[0]
@@ -190,9 +184,7 @@ def test_scipy_sparse():
 @pytest.mark.requires_backend("tensorflow", reason="tensors of TensorFlow's own")
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
 def test_tensors_of_tensorflow(kind):
-    """A sparse or a ragged tensor is passed to the model unchanged: plain and guarded runs agree,
-    and a bad batch is refused.
-    """
+    """Sparse or ragged, passed on unchanged: plain and guarded agree, a bad batch is refused."""
     import tensorflow as tf
 
     class Dense(keras.layers.Layer):

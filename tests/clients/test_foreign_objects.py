@@ -153,9 +153,7 @@ def test_batches_with_more_than_numbers(more):
 @pytest.mark.requires_backend("torch", reason="`torch.inference_mode`")
 @pytest.mark.parametrize("bad", [False, True])
 def test_tensors_of_inference_mode(bad):
-    """Targets of a teacher, and a tensor in an attribute: torch does not count writes to them, and
-    does not write them.
-    """
+    """A teacher's targets, a tensor in an attribute: torch counts no writes to them."""
     import torch
 
     data = zoo.regression(batches=4)

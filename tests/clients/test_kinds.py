@@ -27,9 +27,7 @@ def run(kind, guard=None, bad=False):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
-    """Same history, same state, no incident; with a bad batch one refused step in each epoch, and a
-    finite state.
-    """
+    """Same history and state, no incident; a bad batch is one refused step per epoch."""
     kind = kinds.KINDS[name]
     if zoo.BACKEND not in kind.on:
         pytest.skip(f"its train step is written for {', '.join(kind.on)}")

@@ -1,5 +1,4 @@
-"""Model libraries: a healthy run equals the plain one, and a bad batch does not change the state.
-"""
+"""A healthy run equals the plain one, and a bad batch changes nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +19,7 @@ def different(one, other):
 
 @pytest.mark.parametrize("name", list(libraries.LIBRARIES))
 def test_plain_is_guarded_and_a_bad_batch_leaves_nothing(name):
-    """Same history, same state, no incident; and the same state again if a bad batch follows the
-    good ones.
-    """
+    """Same history and state, no incident; the same state if a bad batch follows."""
     library = libraries.LIBRARIES[name]
     if zoo.BACKEND not in library.on:
         pytest.skip(f"it runs on {', '.join(library.on)}")

@@ -1,6 +1,4 @@
-"""Callbacks of real trackers, in separate processes: at any position they log the keys of the
-guard.
-"""
+"""Callbacks of real trackers, in processes, log the keys of the guard at any position."""
 
 from __future__ import annotations
 
@@ -72,8 +70,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("way", ["callback", "autolog"])
 def test_mlflow(way, tmp_path):
-    """MLflow's callback and autolog log the number of refused steps of each epoch, healthy or bad.
-    """
+    """Its callback and autolog log refused steps of each epoch, healthy or bad."""
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny sqlalchemy alembic")
     pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed: pip install sqlalchemy alembic")
     found = run(f"CALLBACK = {way == 'callback'}\n" + MLFLOW, tmp_path)
@@ -103,9 +100,7 @@ print(json.dumps({name: [row["epoch/refused_steps"] for row in found if "epoch/r
 
 
 def test_wandb(tmp_path):
-    """The metrics logger of W&B, offline, logs the number for each epoch; its model checkpoint
-    saves finite models.
-    """
+    """The offline logger logs the number of each epoch; its checkpoint saves finite models."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     found = run(WANDB, tmp_path)
     assert found.pop("plain") == []

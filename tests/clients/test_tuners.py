@@ -1,6 +1,4 @@
-"""Real tuners and pipelines: callbacks are copied for each trial, and a failed trial is never the
-best one.
-"""
+"""Real tuners copy callbacks for each trial, and a failed trial is never the best one."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def guard():
 class TestPreset:
     @pytest.mark.parametrize("rate", RATES[1:])
     def test_a_hopeless_rate_ends_early(self, rate):
-        """It ends in its first epoch, and every metric has its worst value: NaN if Keras knows no
-        direction.
-        """
+        """In its first epoch, with the worst value of every metric: NaN without a direction."""
 
         def unknown(y_true, y_pred):
             return keras.ops.mean(y_pred, -1)
@@ -82,9 +78,7 @@ class TestPreset:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["RandomSearch", "Hyperband", "BayesianOptimization", "GridSearch"])
 def test_keras_tuner(name, tmp_path):
-    """Trials with a failing rate end in their first epoch, none is the best one, and the given
-    guard is unchanged.
-    """
+    """Failing trials end in their first epoch and never win; the given guard is unchanged."""
     tuners = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed: pip install keras-tuner")
     limits = {"max_epochs": 4, "factor": 2} if name == "Hyperband" else {"max_trials": 3}
     tuner = getattr(tuners, name)(
@@ -102,9 +96,7 @@ def test_keras_tuner(name, tmp_path):
 
 @pytest.mark.slow
 def test_keras_tuner_with_a_custom_fit(tmp_path):
-    """A `HyperModel` whose `fit` creates a guard for each trial: the failing rates lose, and the
-    callbacks of the tuner are kept.
-    """
+    """`HyperModel.fit` creates a guard per trial: failing rates lose, callbacks are kept."""
     tuners = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed: pip install keras-tuner")
     guards = []
 
@@ -131,9 +123,7 @@ def _ray_trial(settings):
 @pytest.mark.slow
 @pytest.mark.requires_backend("tensorflow", reason="trials are processes of their own: once is enough")
 def test_ray_tune(tmp_path):
-    """Ray Tune runs each trial in a separate process; a failing rate ends with the worst value, not
-    with an error.
-    """
+    """Each trial is a process; a failing rate ends with the worst value, without an error."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[tune]'")
     tune = pytest.importorskip("ray.tune", exc_type=ImportError, reason="ray.tune does not import here: pip install 'ray[tune]'")
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -165,9 +155,7 @@ def test_ray_tune(tmp_path):
 @pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 accepts callbacks only on TensorFlow")
 @pytest.mark.parametrize("bad", [False, True])
 def test_autokeras(bad, tmp_path):
-    """AutoKeras copies the guard for each trial and for its last fit; healthy logs equal the plain
-    ones, and with bad data a step is refused.
-    """
+    """It copies the guard for each trial and the last fit; logs equal the plain ones."""
     autokeras = pytest.importorskip("autokeras", exc_type=ImportError, reason="autokeras is not installed: pip install autokeras")
 
     class Head(autokeras.RegressionHead):
@@ -196,9 +184,7 @@ def test_autokeras(bad, tmp_path):
 
 @pytest.mark.slow
 def test_optuna():
-    """Optuna's pruning callback gets the worst value; a failed trial is never the best one, and the
-    study continues.
-    """
+    """The pruning callback gets the worst value, no failed trial wins, the study goes on."""
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna optuna-integration")
     integration = pytest.importorskip("optuna_integration", reason="optuna-integration is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -226,9 +212,7 @@ def _trial(used, rate):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["loky", "threading"])
 def test_joblib(backend):
-    """A guard is sent to the processes or threads of joblib, one copy for each trial, and returns
-    with its incidents.
-    """
+    """Processes or threads get one copy for each trial, which returns with its incidents."""
     joblib = pytest.importorskip("joblib", reason="joblib is not installed: pip install joblib")
     cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed: pip install cloudpickle")
     if backend == "loky":
@@ -243,9 +227,7 @@ def test_joblib(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_scikeras(jobs):
-    """In a `Pipeline` under `GridSearchCV`, with `clone`: a failing rate is a failed fit, the best
-    one trains.
-    """
+    """A `Pipeline` in `GridSearchCV`, by `clone`: a failing rate fails, the best one trains."""
     wrappers = pytest.importorskip("scikeras.wrappers", reason="scikeras is not installed: pip install scikeras")
     selection = pytest.importorskip("sklearn.model_selection")
     from sklearn.pipeline import make_pipeline

@@ -61,9 +61,7 @@ def test_the_widest_dtype_is_unchanged(dtype):
     st.sampled_from(["float32", "float64", "complex64"]),
 )
 def test_one_bad_entry_is_found_at_any_position(size, bad, place, dtype):
-    """In arrays of either size, in the first and the last entry, in the real and the imaginary
-    part.
-    """
+    """Arrays of either size, the first and the last entry, the real and the imaginary part."""
     values = np.random.default_rng(0).normal(size=size).astype(dtype)
     assert finiteness.is_finite(values)
     values[int(place * size)] = bad if dtype == "complex64" else np.real(bad) + np.imag(bad)
@@ -110,9 +108,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 def test_large_arrays_are_read_in_pieces(dtype, layout):
-    """Every piece of three million entries counts, in any order of storage, with less memory than a
-    byte for each.
-    """
+    """All of three million entries count, in any order, with less than a byte for each."""
     values = np.zeros((3000, 1000), "float32")
     values[0, 0], values[1500, 7], values[-1, -1] = 2.0, -9.0, 3.0
     whole = LAYOUTS[layout](array(dtype, values))

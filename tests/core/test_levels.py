@@ -25,9 +25,7 @@ def test_a_short_series_has_no_level():
 
 @pytest.mark.parametrize("rises_at", [24, 57, 93])
 def test_the_onset_is_the_change_point(rises_at):
-    """A loss falls, stays, and rises from one step on: that step is found, within the noise of
-    three steps.
-    """
+    """A loss falls, stays, and rises from one step on: found within the noise of three."""
     draw = np.random.default_rng(rises_at)
     losses = [2.0 * 0.8**step + 0.5 for step in range(rises_at)]
     losses += [0.5 + 0.3 * (step + 1) for step in range(30)]

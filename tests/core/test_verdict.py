@@ -22,9 +22,7 @@ SCALES = {1.0: True, 2.0**15: True, 0.0: False, -1.0: False, NAN: False, INF: Fa
 
 
 def test_a_row_and_the_record_have_one_order():
-    """The host reads the values in the order of the step; truth values are 0 and 1, the step is a
-    whole number.
-    """
+    """The host reads in the order of the step; truth values are 0 and 1, the step is whole."""
     found = Verdict.of([1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7.0, 0.0])
     assert found == Verdict(True, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7, False)
     assert (type(found.refused), type(found.step), type(found.halted)) == (bool, int, bool)
@@ -101,9 +99,7 @@ def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
 
 
 def test_gradients_that_were_not_counted():
-    """Without counts, because memory was short, a NaN in the sum of gradients is a NaN in a
-    gradient, because finite squares give none. Other sites were counted.
-    """
+    """Memory was short: a NaN in the sum is one of a gradient. Other sites were counted."""
     kinds = [
         [finding.kind for finding in report(FINE._replace(**{site: NAN}), **{counted: (0, 0, 4)})]
         for site, counted in (("gradients", "outputs"), ("gradients", "gradients"), ("statistics", "outputs"))
@@ -112,9 +108,7 @@ def test_gradients_that_were_not_counted():
 
 
 def test_bad_slots_explain_a_bad_sum_over_weights_and_slots():
-    """Small slots are summed with the weights: their finding is not also reported as an explosion
-    of the weights.
-    """
+    """Small slots are summed with the weights: no explosion of the weights is reported, too."""
     assert [f.site for f in report(FINE._replace(weights=NAN), slots=(1, 0, 2))] == ["slots"]
     assert [f.site for f in report(FINE._replace(slots=NAN), weights=(1, 0, 2))] == ["weights", "slots"]
 

@@ -1,6 +1,4 @@
-"""The cause follows from the evidence alone; without sufficient evidence it is unknown. The advice
-fits the program and names what to change.
-"""
+"""The cause follows from evidence alone, else it is unknown; advice names what to change."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def test_the_evidence_decides(cause):
 
 
 def test_unscaled_data_that_has_made_training_diverge():
-    """The cause is the scale of the data; a rule on `divergence` matches it only if the run has
-    diverged.
-    """
+    """The scale of the data; a rule on `divergence` matches only if the run has diverged."""
     grown = changed(TABLE["divergence"], rescaled="finite", targets=(Spread("targets", 1e3, 300, 200),))
     assert conclude(grown).causes == {"input_scale", "divergence"} and conclude(grown).diverged
     assert conclude(TABLE["input_scale"]).causes == {"input_scale"}
@@ -79,9 +75,7 @@ def test_unscaled_data_that_has_made_training_diverge():
 
 @pytest.mark.parametrize("written", [True, False])
 def test_values_that_the_update_cannot_have_made_were_there_before(written):
-    """With finite gradients and bad weights the optimizer is to blame, unless its arithmetic cannot
-    have done it.
-    """
+    """Finite gradients, bad weights: the optimizer, unless its arithmetic cannot have done it."""
     evidence = changed(TABLE["optimizer_domain"], refused=False, optimizers=(replace(ADAM, epsilon_in_dtype=1e-8),))
     diagnosis = conclude(changed(evidence, written=written))
     assert diagnosis.cause == ("state_nonfinite" if written else "optimizer_domain")
@@ -127,8 +121,7 @@ def origin(op, phase="forward", **more):
 
 @pytest.mark.parametrize("phase", ["backward", "slope"])
 def test_a_derivative_is_explained_by_operations_that_a_user_writes(phase):
-    """The backward pass of an acos contains divisions and roots, which are not in the user's code.
-    """
+    """The divisions and roots in the backward pass of an acos are not in the user's code."""
     said = advised(first="gradients", origin=origin("Reciprocal", phase))
     assert "arccos" in said and "denominator" not in said
 

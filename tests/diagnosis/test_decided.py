@@ -1,6 +1,4 @@
-"""The result of each piece of evidence on both sides of every threshold: cause, culprit, rows,
-confidence and rule.
-"""
+"""Evidence on both sides of every threshold: cause, culprit, rows, confidence and rule."""
 
 from __future__ import annotations
 

@@ -120,9 +120,7 @@ class Subclassed(keras.Model):
 
 
 def test_labels_out_of_range_of_a_subclassed_model(capfd):
-    """The number of classes is that of the outputs that were seen; an unknown one is not stated. A
-    step that raises is not called skipped.
-    """
+    """Classes are those of the outputs seen, or not stated. A step that raises is not skipped."""
     model = Subclassed()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = np.random.default_rng(0).standard_normal((8, 4)).astype("float32"), np.arange(8) % 3
@@ -171,9 +169,7 @@ def test_bad_statistics_are_reported_after_validation(trained, variance):
     ],
 )
 def test_a_model_that_cannot_be_run_is_not_healthy(trained, x, y, what):
-    """Data of the wrong shape: neither healthy nor diagnosed; the error names the exception and the
-    expected shape.
-    """
+    """Data of the wrong shape: the error names the exception and the expected shape."""
     found = diagnose(trained[0], np.zeros(x, "float32"), None if y is None else np.zeros(y, "float32"))
     assert not found.healthy and found.error.startswith(what)
     assert found.error in str(found) and "Nothing bad" not in str(found) and "\x1b" not in str(found)

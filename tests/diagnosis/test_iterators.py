@@ -71,7 +71,6 @@ def test_an_open_file_is_not_data(tmp_path):
 
 
 def test_functions_that_call_each_other():
-    """The search ends."""
     functions = {}
     functions["one"] = enclosing(functions)
     module = types.FunctionType((lambda: later()).__code__, {"later": None, "__name__": __name__})  # noqa: F821

@@ -1,6 +1,4 @@
-"""Every failing mechanism is diagnosed with its place and its rows; without the fault nothing is
-reported.
-"""
+"""Each failing mechanism is diagnosed with place and rows; without it nothing is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from keras_nanguard import NanGuard, replay
 
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
-    """Fit the program and return its guard."""
     guard = NanGuard(verbose=0, directory=directory)
     arguments = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **case.fit, "callbacks": [guard]}
     try:

@@ -13,9 +13,7 @@ pytestmark = pytest.mark.requires_backend("tensorflow", "torch", reason="a step 
 
 
 def test_no_batch_is_lost_to_a_replay(tmp_path):
-    """Each call of the step trains on the next batch, and no replay reads one; the evidence states
-    why the cause is unknown.
-    """
+    """Each call of the step takes the next batch, no replay does; so the cause is unknown."""
     batches = np.random.default_rng(0).normal(size=(20, 8, 4)).astype("float32")
     batches[7] = np.nan
     feed, taken = iter(batches), []

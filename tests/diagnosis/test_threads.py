@@ -97,9 +97,7 @@ def test_replays_run_one_after_the_other():
 
 @pytest.mark.requires_backend("torch", reason="the optimizers are those of PyTorch")
 def test_a_diagnosis_leaves_the_other_threads_alone():
-    """The replacements of losses, and the restored optimizers, of a diagnosis on torch are those of
-    its own fit.
-    """
+    """The replaced losses and restored optimizers of a diagnosis are those of its own fit."""
     import torch
 
     from keras_nanguard._backends.torch.modules import TorchOptimizer

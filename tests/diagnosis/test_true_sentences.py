@@ -1,6 +1,4 @@
-"""A diagnosis is true for the program: small failing programs with the whole text of their
-diagnosis.
-"""
+"""A diagnosis is true: small failing programs with the whole text of their diagnosis."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ def model(*hidden, optimizer=None, dtype="float32", name=None, **compiled):
 
 
 def calling(function):
-    """Return a constructor of a layer that calls a function."""
 
     class Odd(layers.Layer):
         def call(self, x):
@@ -42,7 +39,6 @@ def calling(function):
 
 
 def first(built, x=X, y=Y, **fit):
-    """Fit the program and return its first incident."""
     guard = NanGuard(verbose=0)
     built.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit}, callbacks=[guard])
     return guard.incidents[0]
@@ -65,9 +61,7 @@ def masked(x):
     ],
 )
 def test_operands_are_described_correctly(function, words):
-    """An operand that is infinite, wholly or in part, is not described as finite; one of zeros is
-    described as zeros.
-    """
+    """Infinite, wholly or in part, is not called finite; zeros are called zeros."""
     reported = text(first(model(calling(function))))
     assert words in reported, reported
     assert ("finite operands" in reported) is ("Inf" not in words)
@@ -80,9 +74,7 @@ def test_advice_on_float16_names_the_dtype():
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "bfloat16"])
 def test_advice_on_underflow_names_the_dtype(dtype):
-    """Advice names the dtype in use, and suggests no LossScaleOptimizer if there is one, or if it
-    does not help.
-    """
+    """No LossScaleOptimizer is suggested if there is one, or if it does not help."""
 
     def differs(x):
         return x / ((1 + 1e-4 * ops.sigmoid(x)) - 1)
@@ -93,9 +85,7 @@ def test_advice_on_underflow_names_the_dtype(dtype):
 
 
 def test_hyper_parameters_are_named_with_their_values():
-    """A weight decay that alone makes the weights grow is listed with the rate, and comes first in
-    the advice.
-    """
+    """A weight decay that alone makes weights grow is listed, and comes first in the advice."""
     optimizer = keras.optimizers.AdamW(0.5, weight_decay=25.0)
     reported = first(model(optimizer=optimizer), epochs=4).diagnosis
     evidence = " ".join(reported.evidence)
@@ -153,9 +143,7 @@ def trap(x):
 
 @pytest.mark.parametrize("inside", ["layer", "loss"])
 def test_the_where_trap_is_one_of_the_gradient(inside):
-    """With a finite value, an infinite branch that is not taken, and a NaN gradient, the cause is
-    `gradient_domain`.
-    """
+    """A finite value, an infinite branch that is not taken, a NaN gradient: `gradient_domain`."""
     if inside == "layer":
         reported = first(model(calling(trap)))
     else:
@@ -167,9 +155,7 @@ def test_the_where_trap_is_one_of_the_gradient(inside):
 
 
 def test_a_layer_with_infinite_output_is_not_a_where_trap():
-    """An infinite output that the next layer saturates belongs to the forward pass, although only
-    the gradient is NaN.
-    """
+    """If the next layer saturates it, the forward pass is to blame, not the NaN gradient."""
     reported = first(model(calling(lambda x: ops.exp(x * 1000)), lambda: layers.Activation("tanh")))
     assert reported.diagnosis.cause == "forward_domain" and reported.diagnosis.culprit.endswith("odd")
 
@@ -206,8 +192,7 @@ def test_targets_are_y():
 
 
 def test_no_rate_cures_a_first_step_that_overflows():
-    """An overflow in the forward pass of the first step is cured neither by a rate nor by clipping.
-    """
+    """Its overflow in the forward pass is cured neither by a rate nor by clipping."""
     recurrent = layers.SimpleRNN(16, activation="relu", recurrent_initializer=keras.initializers.Constant(9.0))
     keras.utils.set_random_seed(0)
     built = keras.Sequential([keras.Input((60, 4)), recurrent, layers.Dense(1)])
@@ -250,9 +235,7 @@ def test_no_replay_is_mentioned_outside_of_training():
 
 
 def test_a_constraint_is_to_blame_for_what_it_writes():
-    """A constraint that divides by the norm of a column of zeros: neither the optimizer nor a
-    callback wrote the NaN.
-    """
+    """It divides by the norm of a column of zeros: neither optimizer nor callback did it."""
     kernel = np.eye(4, dtype="float32")
     kernel[:, 3] = 0.0
 

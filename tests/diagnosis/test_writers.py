@@ -1,5 +1,4 @@
-"""If the arithmetic of an optimizer is proven, none of its steps gives anything but finite numbers.
-"""
+"""If the arithmetic of an optimizer is proven, all of its steps give finite numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +12,7 @@ from keras_nanguard._diagnose.written import MODERATE, PROVEN, must_stay_finite
 
 
 def parts(optimizer, weight, slot=None):
-    """Return the arguments of `must_stay_finite` for one weight and, if given, one value in all its
-    float slots.
-    """
+    """Return arguments of `must_stay_finite` for one weight, and a value in its float slots."""
     variable = keras.Variable(np.asarray(weight, "float32"))
     optimizer.build([variable])
     slots = [v for v in optimizer.variables[2:] if "float" in str(v.dtype)]
@@ -28,9 +25,7 @@ def parts(optimizer, weight, slot=None):
 @pytest.mark.parametrize("name", PROVEN)
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, MODERATE])
 def test_moderate_numbers_stay_finite(name, size):
-    """The oracle is Keras itself: weights, slots and gradients at the bounds, under every known
-    optimizer.
-    """
+    """The oracle is Keras: weights, slots and gradients at the bounds, under each optimizer."""
     optimizer = getattr(keras.optimizers, name)(1e3)
     variable, slots, given = parts(optimizer, [size, -size, 0.0], size)
     assert must_stay_finite(*given, norm=MODERATE)

@@ -1,6 +1,4 @@
-"""The tables of docs/evidence.md agree with the results of the campaigns, and name the measured
-commit.
-"""
+"""The tables of docs/evidence.md agree with the campaigns, and name the measured commit."""
 
 from __future__ import annotations
 

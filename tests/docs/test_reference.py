@@ -32,8 +32,7 @@ def test_every_public_name_is_in_the_api_page():
 
 @pytest.mark.parametrize("name", [name for name in keras_nanguard.__all__ if name[0] != "_"])
 def test_help(name):
-    """`help` has a sentence about every public name, each of its arguments, and each public method.
-    """
+    """A sentence about every public name, each argument, and each public method."""
     public = getattr(keras_nanguard, name)
     text = inspect.getdoc(public) or ""
     assert text.splitlines()[0].endswith("."), text

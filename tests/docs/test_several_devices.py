@@ -1,6 +1,4 @@
-"""Pages for several devices run in a separate process, because TensorFlow creates devices only
-before its first operation.
-"""
+"""Run in another process: TensorFlow creates devices only before its first operation."""
 
 from __future__ import annotations
 

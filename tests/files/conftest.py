@@ -90,7 +90,6 @@ class Maker:
         self.folder = folder
 
     def weights(self, bad=None, name="model.weights.h5", **options):
-        """Write a `.weights.h5` file; `bad` puts values at locations."""
         path = self.folder / name
         with h5py.File(path, "w", **options) as file:
             fill_weights(file, bad)
@@ -99,7 +98,6 @@ class Maker:
     def keras(
         self, bad=None, name="model.keras", compression=zipfile.ZIP_STORED, config=CONFIG, extra=()
     ):
-        """Write a `.keras` file."""
         path = self.folder / name
         with zipfile.ZipFile(path, "w", compression) as archive:
             archive.writestr("metadata.json", '{"keras_version": "3.15.1"}')
@@ -112,13 +110,11 @@ class Maker:
         return str(path)
 
     def npz(self, name="model.npz", **arrays):
-        """Write an `.npz` file."""
         path = self.folder / name
         np.savez(path, **arrays)
         return str(path)
 
     def sharded(self, bad=None, name="model"):
-        """Write two shards and their index."""
         source = self.weights(bad, name="whole.h5")
         weight_map = {}
         with h5py.File(source) as whole:
@@ -139,14 +135,12 @@ class Maker:
         return str(path)
 
     def raw(self, data, name="raw.bin"):
-        """Write bytes."""
         path = self.folder / name
         path.write_bytes(data)
         return str(path)
 
     @staticmethod
     def weights_bytes(bad=None):
-        """Return a `.weights.h5` file as bytes."""
         buffer = io.BytesIO()
         with h5py.File(buffer, "w") as file:
             fill_weights(file, bad)
@@ -155,7 +149,6 @@ class Maker:
 
 @pytest.fixture
 def make(tmp_path):
-    """Writes sample files into the test's folder."""
     return Maker(tmp_path)
 
 
@@ -167,8 +160,7 @@ def keras():
 
 @pytest.fixture(scope="session")
 def nested(keras):
-    """Return a function that builds and trains a small convolutional model nested in a functional
-    one."""
+    """Return a function that trains a convolutional model nested in a functional one."""
     layers = keras.layers
 
     def build(seed=0):

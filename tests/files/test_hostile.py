@@ -1,6 +1,4 @@
-"""A file is never trusted: it gives a result or one sentence, and nothing in it is followed,
-unpickled or run.
-"""
+"""A file is never trusted: nothing in it is followed, unpickled or run."""
 
 import io
 import json
@@ -127,8 +125,7 @@ def test_a_loop_of_links_ends(tmp_path):
 
 
 def test_groups_without_end_are_cut_off_loudly(tmp_path):
-    """Groups that are nested deeper than in any model are not entered, and the scan reports this.
-    """
+    """Nested deeper than any model: not entered, and the scan reports this."""
     path = tmp_path / "deep.weights.h5"
     with h5py.File(path, "w") as file:
         group = file
@@ -186,7 +183,6 @@ def test_a_member_that_lies_about_its_place_is_refused(make):
 
 
 def test_an_encrypted_member_is_refused(make):
-    """Encryption is reported."""
     with open(make.keras(), "rb") as file:
         data = bytearray(file.read())
     at = data.rfind(b"PK\x01\x02")
@@ -205,16 +201,13 @@ def test_a_shard_outside_of_its_folder_is_refused(make, name):
 
 
 def test_a_missing_shard_is_reported_by_name(make):
-    """A missing shard is an error, not a smaller model."""
     path = make.sharded()
     os.unlink(make.folder / "model_00001.weights.h5")
     assert "model_00001.weights.h5" in refusal(path)
 
 
 def test_names_from_a_file_are_safe_to_print(make):
-    """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they
-    reach the terminal.
-    """
+    """Escapes, line breaks, markup and bytes that are not UTF-8 are escaped."""
     path = make.folder / "names.weights.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset(b"\xff\xfe", data=np.full(3, np.nan))
@@ -230,9 +223,7 @@ def test_names_from_a_file_are_safe_to_print(make):
 
 
 def test_a_hostile_configuration_costs_names_and_nothing_else(make):
-    """Broken, foreign, deeply nested or huge JSON next to good weights: the weights are scanned,
-    and a note reports it.
-    """
+    """Broken, foreign, nested or huge JSON: the weights are scanned, and a note reports it."""
     for config in (
         b"\xff{",
         b"[" * 100_000,
@@ -346,9 +337,7 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make
 
 @pytest.mark.parametrize("layout", ("file", "folder of links", "shards"))
 def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, layout):
-    """A worker gets one more second for each MiB of the file, also through links, and beside a link
-    that leads nowhere.
-    """
+    """One more second for each MiB, also through links, or beside one that leads nowhere."""
     odd_worker(
         monkeypatch, 'import time; time.sleep(2); print(\'{"refused": "late"}\', flush=True)'
     )
@@ -366,9 +355,7 @@ def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, 
 
 
 def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_process):
-    """Modules next to a model, in the current folder, are not imported by the process that reads
-    it.
-    """
+    """Neither modules beside a model nor in the current folder, by the process that reads it."""
     for name in ("json", "numpy", "h5py", "keras_nanguard", "ml_dtypes"):
         (make.folder / f"{name}.py").write_text(f"open({str(make.folder / 'ran')!r}, 'w')")
     make.weights(name="model.weights.h5")
@@ -405,8 +392,7 @@ def test_a_header_without_end_is_a_reason(make):
 
 
 def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, set_limit):
-    """A small archive may list one member any number of times; older versions of Python read each.
-    """
+    """An archive may list one member many times; older versions of Python read each."""
     set_limit("bytes that any file may declare", 1 << 21)
     set_limit("times its size that a file may declare", 1)
     buffer = io.BytesIO()

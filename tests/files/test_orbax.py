@@ -68,9 +68,7 @@ def write(tensorstore, folder, arrays, packed=True):
 
 @pytest.mark.parametrize("packed", (True, False))
 def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
-    """Arrays have the names of the state tree, from the step with the highest number, in either
-    layout.
-    """
+    """Named as in the state tree, from the highest step, in either layout."""
     tensorstore = pytest.importorskip("tensorstore")
     import ml_dtypes
 

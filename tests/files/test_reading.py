@@ -114,9 +114,7 @@ def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
 def test_a_file_without_layer_names_is_named_from_its_configuration(
     keras, zoo, tmp_path
 ):
-    """Files of older Keras versions have no layer names: the configuration gives them, numbered
-    like Keras.
-    """
+    """Files of older Keras have no layer names; the configuration numbers them like Keras."""
     model, path = zoo
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path)
@@ -132,9 +130,7 @@ def test_a_file_without_layer_names_is_named_from_its_configuration(
 
 
 def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
-    """Layers in attributes, lists and dicts of a subclassed model have their own names, and
-    BatchNorm is recognised.
-    """
+    """Layers in attributes, lists and dicts have their names, and BatchNorm is recognised."""
 
     class Sub(keras.Model):
         def __init__(self):
@@ -154,8 +150,7 @@ def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
 
 
 def test_bfloat16_is_read_by_the_name_in_its_attribute(make, tmp_path):
-    """Keras saves bfloat16 as two unnamed bytes with the name in an attribute: NaN in them is
-    found."""
+    """Keras saves it as two unnamed bytes: NaN in them is found."""
     path = tmp_path / "brain.weights.h5"
     values = np.array([1.0, np.nan, -np.inf, 0.0], ml_dtypes.bfloat16)
     with h5py.File(path, "w") as file:
@@ -171,17 +166,13 @@ def test_bfloat16_is_read_by_the_name_in_its_attribute(make, tmp_path):
     "compression", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 )
 def test_weights_are_read_however_the_archive_stores_them(make, compression):
-    """A stored member is read in place, a compressed one through a temporary file, with the same
-    result.
-    """
+    """A stored member in place, a compressed one through a temporary file: the same result."""
     report = scan(make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression))
     assert [entry.path for entry in report.bad] == ["backbone/second_bn/moving_variance"]
 
 
 def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path):
-    """Every value of every layout is read: chunked, compressed, big-endian, scalar, empty, more
-    than one piece.
-    """
+    """Chunked, compressed, big-endian, scalar, empty, more than one piece: every value."""
     draw = np.random.default_rng(0)
     arrays = {
         "chunked": {"data": draw.normal(size=(300, 70)), "chunks": (7, 70), "compression": "gzip"},
@@ -217,9 +208,7 @@ def test_npz_is_read_in_either_order_and_without_pickle(make):
 
 
 def test_a_variable_that_two_answers_fit_keeps_its_number(make):
-    """Without a configuration a BatchNorm of three variables has gamma or beta: that one keeps its
-    number.
-    """
+    """Without a configuration, BatchNorm's gamma or beta alone keeps its number."""
     with h5py.File(make.folder / "x.weights.h5", "w") as file:
         for place in range(3):
             file[f"layers/batch_normalization/vars/{place}"] = np.ones(4)

@@ -37,9 +37,7 @@ def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nes
 
 
 def test_nothing_else_moves(keras, task):
-    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, and Dropout
-    is off.
-    """
+    """Weights, slots, metrics, seeds, states and flags keep their bits, and Dropout is off."""
     layers = keras.layers
     model = chain(
         keras,
@@ -89,9 +87,7 @@ def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
 
 
 def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras):
-    """BatchNormalization that the model calls with `training=True` gets the estimate, not its own
-    moving average.
-    """
+    """BatchNormalization called with `training=True` gets the estimate, not its own average."""
     inputs = keras.Input((4,))
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(inputs, training=True))
     x = np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
@@ -131,9 +127,7 @@ def test_a_batch_that_is_only_padding_counts_nothing(keras):
 
 
 def test_any_source_of_batches_will_do(keras):
-    """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate;
-    `batches` stops early.
-    """
+    """Arrays, dicts, generators, PyDatasets: the same estimate; `batches` stops early."""
     x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 
     class Data(keras.utils.PyDataset):
@@ -180,9 +174,7 @@ def test_only_chosen_layers_are_estimated(nested, task, only):
 
 
 def test_errors_keep_the_old_statistics(keras, nested, task):
-    """NaN in the data, no data, one value, an interrupted run: the error names the layer and the
-    statistics are unchanged.
-    """
+    """NaN, no data, one value, an interrupt: the error names the layer, nothing is changed."""
     model = nested()
     inner = model.get_layer("backbone")
     before = [v.numpy() for v in model.variables]

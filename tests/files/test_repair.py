@@ -21,7 +21,6 @@ from keras_nanguard._files.repair_arrays import NotRepaired
 
 
 def values(path):
-    """Return every array of a file by its path."""
     with opened(path) as contents:
         return {array.who.path: array.read() for array in contents.arrays if not array.unread}
 
@@ -33,9 +32,7 @@ def digest(path):
 
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_only_the_bad_values_change(make, kind):
-    """One NaN channel of a variance becomes 1; every other value of the file keeps its bits; the
-    old file is kept.
-    """
+    """A NaN channel of a variance becomes 1; all other bits stay, and so does the old file."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: [2.0, np.nan, 2.0, 3e7]})
     before, old = values(path), digest(path)
     report = repair(path)
@@ -63,9 +60,7 @@ def test_a_negative_variance_is_bad(make):
 
 
 def test_everything_else_in_an_archive_is_carried_over(make):
-    """Configuration, metadata and assets of a `.keras` file are copied bit for bit, compressed or
-    not.
-    """
+    """Configuration, metadata and assets are copied bit for bit, compressed or not."""
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         path = make.keras(
             {make.SECOND_VARIANCE: np.nan},
@@ -83,9 +78,7 @@ def test_everything_else_in_an_archive_is_carried_over(make):
 
 
 def test_weights_are_kept_by_default(make):
-    """A bad weight is not invented: without a choice it is skipped with the reason, and the report
-    is not clean.
-    """
+    """Without a choice a bad weight is skipped with the reason; the report is not clean."""
     path = make.keras({make.KERNEL: np.nan})
     report = repair(path)
     assert not report.ok
@@ -106,9 +99,7 @@ def test_weights_become_the_chosen_values(make, weights, value):
 
 
 def test_a_good_file_gives_whole_variables(make):
-    """The whole variable is taken from a source, because its values belong together; good variables
-    are kept.
-    """
+    """Values of a variable belong together; good variables are kept."""
     good = make.keras({make.FIRST_MEAN: 0.75, make.KERNEL: 7.0}, name="good.keras")
     bad = make.weights({make.FIRST_MEAN: [0.5, np.nan, 0.5, 0.5]})
     report = repair(bad, source=good)
@@ -158,8 +149,7 @@ def test_in_place_keeps_the_old_file(make):
 
 
 def test_files_that_cannot_be_rewritten_are_rejected_with_the_remedy(make):
-    """Each shard can be repaired separately; the index and the folder are rejected, and unchanged.
-    """
+    """Each shard can be repaired; the index and the folder are rejected, unchanged."""
     index = make.sharded({make.SECOND_VARIANCE: np.nan})
     with pytest.raises(FileFormatError, match="repair each shard"):
         repair(index, in_place=True)
@@ -176,9 +166,7 @@ def test_files_that_cannot_be_rewritten_are_rejected_with_the_remedy(make):
 )
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
-    """A file that cannot be written never gets the final name, no partial file remains, and the
-    error names it.
-    """
+    """The final name never appears, no partial file remains, and the error names it."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     before = os.listdir(make.folder)
     code = (
@@ -199,9 +187,7 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and permissions of POSIX")
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_in_place_through_a_link(make, kind):
-    """The target of a link is replaced and the link is kept; a private file, and its repaired copy,
-    stay private.
-    """
+    """The target is replaced, the link stays; a private file stays private, as its copy."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     os.chmod(path, 0o600)
     link = make.folder / ("latest" + os.path.basename(path))
@@ -245,9 +231,7 @@ def test_only_matching_variables_are_repaired(make, only):
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and pipes")
 @pytest.mark.parametrize("kind", ["a link to the input", "a folder", "a pipe"])
 def test_an_output_that_is_the_input_or_not_a_file_is_rejected(make, tmp_path, kind):
-    """Neither the input, named by a link, nor anything but a file is replaced, with `overwrite` or
-    without.
-    """
+    """Neither the input, by a link, nor a folder or pipe, with `overwrite` or without."""
     path, output = make.keras({make.KERNEL: np.nan}), tmp_path / "output.keras"
     if kind == "a link to the input":
         output.symlink_to(path)
@@ -288,9 +272,7 @@ def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
 
 
 def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
-    """An array of more than one piece, a compressed one, a big-endian one and a scalar are written
-    correctly.
-    """
+    """More than one piece, compressed, big-endian, and a scalar."""
     path = tmp_path / "layouts.weights.h5"
     draw = np.random.default_rng(0)
     arrays = {
@@ -327,9 +309,7 @@ def test_npz_keeps_order_and_compression(make):
 
 
 def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
-    """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep
-    their bits.
-    """
+    """One bad slot resets all slots; step count, rate and weights keep their bits."""
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
     model.optimizer.variables[5].assign(np.full(model.optimizer.variables[5].shape, np.inf))
@@ -350,9 +330,7 @@ def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
 
 
 def test_a_layer_that_counts_its_updates_is_no_optimizer(keras, tmp_path):
-    """Its bad values are reported like those of any layer; its finite ones, and those of another
-    such layer, keep their bits.
-    """
+    """Its bad values are reported as any layer's; all finite ones keep their bits."""
 
     @keras.saving.register_keras_serializable("tests")
     class Averaged(keras.layers.Layer):
@@ -443,8 +421,7 @@ def test_slots_that_do_not_start_at_zero_are_left_alone(make):
 
 
 def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
-    """Keras saves the slots of a LossScaleOptimizer twice; both copies and the scale are
-    repaired."""
+    """Keras saves such slots twice; both copies and the scale are repaired."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25)), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
@@ -627,9 +604,7 @@ def test_initial_values_of_a_file_are_those_of_its_configuration():
 
 
 def test_bad_weights_of_a_file_are_drawn_by_their_initializer(keras, tmp_path):
-    """A kernel in a file that has a configuration gets values within the bound of its initializer;
-    the other values keep their bits, and the same seed gives the same values.
-    """
+    """Within the bound of the initializer, same seed same values; all other bits stay."""
     model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(50, name="head")])
     kernel = np.full((40, 50), 7.0, np.float32)
     kernel[:20] = np.nan

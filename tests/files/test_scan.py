@@ -1,6 +1,4 @@
-"""A scan reports each problem, its place and its severity, worst first, as text and JSON. Its counts
-agree with NumPy, value by value, for every float dtype.
-"""
+"""Each problem with place and severity, as text and JSON; counts agree with NumPy's."""
 
 import json
 import math
@@ -108,8 +106,7 @@ def test_notes_do_not_spoil_a_clean_report(make):
 
 
 def test_float16_layers_are_reported_by_the_configuration(make):
-    """A weight beyond 65504 is a warning in a layer that computes in float16 and a note
-    elsewhere."""
+    """A weight beyond 65504 is a warning if its layer computes in float16, else a note."""
     found = {
         entry.path: entry.problems
         for entry in scan(make.keras({make.KERNEL: 7e4})).variables
@@ -137,7 +134,6 @@ def test_the_limit_holds_for_every_float_but_counters(make):
 
 @pytest.mark.parametrize("limit", (0, -1.0, math.nan))
 def test_a_limit_that_cannot_be_one_is_refused(make, limit):
-    """A limit has to be a positive number."""
     with pytest.raises(GuardError, match="above 0"):
         scan(make.keras(), limit=limit)
 
@@ -156,9 +152,7 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
 
 
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
-    """Variables that no layer lists are also scanned: slots, metrics, the states of a stateful
-    layer.
-    """
+    """Also variables that no layer lists: slots, metrics, states of a stateful layer."""
     if keras.backend.backend() == "torch":
         pytest.skip(
             "Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need"
@@ -183,9 +177,7 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
 
 
 def test_a_bad_metric_is_not_a_fault_of_the_model(keras):
-    """Metrics with NaN, including those of the model itself, are notes: the model is clean, and
-    nothing needs repair.
-    """
+    """NaN in metrics, also the model's own, is a note: the model is clean."""
 
     class Tracking(keras.Sequential):
         def __init__(self, layers):
@@ -209,7 +201,6 @@ def test_a_bad_metric_is_not_a_fault_of_the_model(keras):
 
 
 def test_anything_but_a_model_is_rejected(keras):
-    """Anything but a path or a built model is rejected."""
     with pytest.raises(GuardError, match="Expected a Keras model"):
         scan(3)
     with pytest.raises(GuardError, match="built"):
@@ -307,8 +298,7 @@ def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_every_sixteen_bit_float_is_counted(dtype):
-    """All 65536 patterns of a 16-bit float are distinguished, denormals and NaN payloads
-    included."""
+    """All 65536 patterns, denormals and NaN payloads included."""
     agrees(np.arange(65536, dtype=np.uint16).view(named_dtype(dtype)), 1.0)
 
 
@@ -327,9 +317,7 @@ def test_the_bad_value_is_found_at_any_position(dtype, bad, name):
 
 
 def test_large_finite_values_are_not_infinities():
-    """A sum that overflows proves nothing: values near the largest float are finite, and their mean
-    is right.
-    """
+    """A sum that overflows proves nothing, and the mean is right."""
     array = np.full(1000, np.finfo(np.float32).max, np.float32)
     found = agrees(array)
     assert found.nonfinite == 0
@@ -346,8 +334,7 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
 
 
 def test_only_floats_can_be_non_finite():
-    """Integers, bools, text and records have no float name; float8 and bfloat16 do, though NumPy
-    calls them void."""
+    """Neither integers, bools, text nor records; but float8 and bfloat16, NumPy's voids."""
     assert [
         float_name(np.dtype(kind)) for kind in ("int32", "bool", "uint8", "S3", "U2", "V2", "M8[s]")
     ] == [None] * 7
@@ -370,9 +357,7 @@ def test_tiles_cover_an_array_once(data, shape):
 
 
 def test_saved_arrays_keep_their_names_and_dtypes(tmp_path):
-    """An array may have any name, and nothing else is in the file; NumPy before 2.1 can also read
-    it.
-    """
+    """Any name is possible, nothing else is in the file, and old NumPy can read it."""
     arrays = {"file": np.ones(2), "0": np.ones(3, ml_dtypes.bfloat16), "a/b": np.array("text")}
     save_arrays(tmp_path / "saved.npz", arrays)
     with np.load(tmp_path / "saved.npz", allow_pickle=False) as found:

@@ -20,9 +20,7 @@ def ruin(backbone, nan, huge):
 def test_a_small_nested_model_is_repaired_in_python_and_on_the_command_line(
     keras, nested, task, tmp_path, capsys
 ):
-    """`scan` names both layers, `repair` makes the predictions finite, `recalibrate` restores the
-    accuracy.
-    """
+    """`scan` names both layers, `repair` cures the predictions, `recalibrate` the accuracy."""
     model = nested()
     model.fit(*task, epochs=25, verbose=0)
     recalibrate(model, task[0])

@@ -1,6 +1,4 @@
-"""Files with a wrong structure, like damaged ones, give a result or one sentence, with little
-memory and time.
-"""
+"""A wrong structure gives a result or one sentence, with little memory and time."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ print(json.dumps({"found": found, "memory": memory()}))
 
 
 def outcome(path):
-    """Scan, name and repair a file in a separate process; return each result, and the memory used.
-    """
+    """Scan, name and repair a file in a process; return the results and its memory."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=SECONDS
     )
@@ -73,9 +70,7 @@ def outcome(path):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
-    """Scan, repair and the names for a policy: no other error, less than a gigabyte, less than a
-    minute.
-    """
+    """Scan, repair and names for a policy: no other error, under a gigabyte and a minute."""
     path = WRONG[name](tmp_path)
     assert path.stat().st_size < 2 << 20
     found, memory = outcome(path)
@@ -88,9 +83,7 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     not sys.platform.startswith("linux"), reason="only Linux reports the memory of a process"
 )
 def test_the_memory_of_hdf5_is_bounded(tmp_path):
-    """The process that reads a file cannot exceed its memory limit, for any request of a library; a
-    large file gets more.
-    """
+    """No request of a library exceeds the limit of the process; a large file gets more."""
     code = (
         "import sys, numpy as np; from keras_nanguard._files import worker\n"
         "worker.MAX_MEMORY = 200 << 20; worker._limit_memory(sys.argv[1])\n"

@@ -1,6 +1,4 @@
-"""Each rule finds its hazard in its sample and nothing in the corrected one; good models have no
-hazards.
-"""
+"""Each rule finds its hazard in its sample, nothing in the corrected one or good models."""
 
 import functools
 import pathlib
@@ -39,7 +37,6 @@ RULES = [
 
 
 def section(rule):
-    """Return the section of a rule in the docs."""
     return PAGE.partition(f"\n## {rule.code}\n\n")[2].partition("\n## ")[0]
 
 
@@ -127,9 +124,7 @@ def head(activation, loss, units=3, **options):
     ],
 )
 def test_loss_and_last_activation(activation, loss, codes):
-    """Every pairing in Keras' documentation has no hazard; every one that takes a log of the wrong
-    values has one.
-    """
+    """Keras' documented pairings have no hazard; those that take a log of wrong values have one."""
     assert head(activation, loss) == codes
 
 
@@ -175,9 +170,7 @@ def test_targets_are_compared_with_the_range_of_the_loss(loss, targets, activati
 
 
 def test_the_last_activation_is_found_behind_other_layers():
-    """Nested models, Activation layers, Softmax, reshapes and other operations in between do not
-    hide it.
-    """
+    """Nested models, Activation layers, Softmax and reshapes in between do not hide it."""
     inner_input = keras.Input((4,))
     inner = keras.Model(inner_input, layers.Dense(3, activation="softmax")(inner_input))
     outer_input = keras.Input((4,))
@@ -244,9 +237,7 @@ NAMED = (
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_layer_of_your_own_may_have_any_name(name):
-    """A class that only has the name of one of Keras has none of its attributes: the rules about
-    that one do not apply.
-    """
+    """A class with only the name of one of Keras has none of its attributes or rules."""
 
     def call(self, x):
         return keras.ops.add(x, 1.0)
@@ -311,9 +302,7 @@ def test_protected_operations_are_safe():
 
 
 def test_lint_ignores_parts_of_a_model_that_are_not_visible():
-    """Lint does not fail on models without a graph, a loss or an optimizer, and does not change
-    them.
-    """
+    """It fails on no model without a graph, a loss or an optimizer, and changes none."""
 
     class Sub(keras.Model):
         def __init__(self):
@@ -355,9 +344,7 @@ def test_every_keras_application_has_no_hazard(name):
 
 
 def test_intended_infinite_values_are_not_hazards():
-    """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance
-    and a bad slot are.
-    """
+    """Not a mask of -Inf, a NaN marker or metric; but a bad moving variance and slot."""
 
     class Masked(layers.Layer):
         def build(self, shape):

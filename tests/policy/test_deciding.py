@@ -38,9 +38,7 @@ def rules(*rules, **sections):
 
 
 def test_a_rule_decides_in_place_of_the_escalation():
-    """Only the actions of the rule are done; incidents that it does not match are decided as
-    before.
-    """
+    """Only its actions are done; incidents that it does not match are decided as before."""
     policy = rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}})
     assert run(policy, [bad(5, cause="loss_domain"), bad(9, cause="unknown")])[0] == [
         ["clip"],
@@ -67,9 +65,7 @@ def test_a_rule_is_due_after_a_number_of_incidents_in_a_row():
 
 
 def test_results_in_a_row_are_counted_without_steps():
-    """`after = 2` acts at the second bad validation in a row. Steps and predictions between them do
-    not matter; a good validation, or one that the rule does not match, ends the streak.
-    """
+    """Neither steps nor predictions end the streak; only results good or of another rule."""
     policy = rules({"site": ["validation", "predictions"], "cause": "unknown", "after": 2, "do": "stop"})
 
     def result(step, site="validation", cause="unknown"):
@@ -107,9 +103,7 @@ def test_the_first_rule_that_is_due_decides():
     ],
 )
 def test_a_rule_matches_if_every_field_matches(fields, matches):
-    """A rule applies if one finding matches site, kind and layer, and the diagnosis matches the
-    cause.
-    """
+    """One finding matches site, kind and layer, and the diagnosis the cause."""
     (rule,) = rules({**fields, "do": "stop"}).rules
     assert rule.matches(bad(5, cause="loss_domain", path="model/dense/kernel")) is matches
 
@@ -160,9 +154,7 @@ def test_an_escalation_of_fewer_stages_stays_at_its_last():
 
 
 def test_a_second_incident_of_a_step_begins_the_escalation():
-    """A step whose batch was bad is no stage of the escalation. If the same step is bad for another
-    reason too, the first stage applies, not the last one.
-    """
+    """A bad batch is no stage; a second reason in its step begins with the first stage."""
     policy = Policy.load(escalation=["warn", "stop"], rules=[])
     ofdata = bad(50, site="inputs")
     assert run(policy, [ofdata, bad(50)])[0][1] == ["warn", "skip"]
@@ -181,8 +173,7 @@ def test_a_stage_that_changed_nothing_is_not_repeated():
 
 
 def test_tables_of_a_policy_are_the_defaults_of_its_actions():
-    """`[lower_lr]` applies if `lower_lr` has no parameters; parameters of an item have precedence.
-    """
+    """They apply if the action has no parameters; those of an item have precedence."""
     item = {"lower_lr": {"min_lr": 0.5}}
     policy = Policy.load(escalation=["lower_lr", item], lower_lr={"factor": 0.3, "min_lr": 0.1})
     _, state = decide(policy, PolicyState(), bad(50))
@@ -193,9 +184,7 @@ def test_tables_of_a_policy_are_the_defaults_of_its_actions():
 
 
 def test_actions_run_by_phase():
-    """Reports come first, then the rollback, then other changes; `skip` is omitted if something is
-    changed.
-    """
+    """Reports, then the rollback, then other changes; `skip` only if nothing is changed."""
     policy = rules({"do": ["skip", "clip", "rollback", "warn"]})
     assert run(policy, [bad(5)])[0] == [["warn", "rollback", "clip"]]
 
@@ -238,8 +227,7 @@ def test_a_new_fit_starts_with_budgets_and_without_streaks():
 
 
 def test_replayed_steps_count_as_later_ones():
-    """After a rollback with a replay the same step numbers occur again, and a streak still grows.
-    """
+    """After a rollback the same step numbers occur again, and a streak still grows."""
     policy = Policy.load()
     _, state = run(policy, [bad(n) for n in (50, 51, 52)])
     state = state.rewound()
@@ -285,9 +273,7 @@ POLICIES = st.builds(
 
 @given(POLICIES, INCIDENTS)
 def test_the_engine_keeps_its_guarantees_under_any_policy(policy, events):
-    """For any policy and any incidents the decision is pure, prints as JSON, is bounded, and never
-    loses a refusal.
-    """
+    """The decision is pure, prints as JSON, is bounded, and never loses a refusal."""
     state, step, done = PolicyState(), 0, {}
     for gap, site, kind, cause, refused, committed in events:
         step += gap

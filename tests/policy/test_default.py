@@ -16,7 +16,6 @@ CLIMB = 10
 
 
 def bad(step, *sites, kind="nonfinite", refused=True, cause=None, committed=None):
-    """Return an incident."""
     findings = tuple(Finding(site, kind) for site in sites or ("loss", "gradients"))
     diagnosis = None if cause is None else Diagnosis(cause=cause)
     return Incident(step, 0, step, findings, refused, diagnosis=diagnosis, committed=committed)
@@ -34,7 +33,6 @@ def decisions(policy, incidents):
 
 
 def names(policy, incidents):
-    """Return the names of the actions decided for each incident."""
     return [[action["action"] for action in one.actions] for one in decisions(policy, incidents)]
 
 
@@ -91,9 +89,7 @@ def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
 
 
 def test_a_divergence_restores_a_state_before_its_onset_and_replays():
-    """Steps refused for a divergence lead to a snapshot from before its onset, at a permanently
-    lower rate.
-    """
+    """Refused for a divergence: a snapshot from before its onset, at a lower rate for good."""
     *_, third = decisions(
         "recover", [bad(step, cause="divergence", committed=50) for step in (50, 51, 52)]
     )
@@ -103,17 +99,13 @@ def test_a_divergence_restores_a_state_before_its_onset_and_replays():
 
 
 def test_half_of_the_steps_refused_ends_training():
-    """If every other step is bad there is no streak: training ends when half of the last 200 steps
-    are refused.
-    """
+    """Every other step is bad: no streak, but training ends at half of the last 200 steps."""
     done = names("recover", [bad(step, "inputs") for step in range(0, 1000, 2)])
     assert done[-1] == ["stop"] and len(done) == 100
 
 
 def test_each_change_has_a_budget():
-    """Six streaks within 5000 steps lead to rollbacks, the seventh ends training; rare ones never
-    do.
-    """
+    """Six streaks within 5000 steps give rollbacks, the seventh ends; rare ones never do."""
     often = [bad(start + n) for start in range(0, 9000, 300) for n in range(3)]
     done = names("recover", often)
     assert sum("rollback" in one for one in done) == 6
@@ -124,9 +116,7 @@ def test_each_change_has_a_budget():
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_bad_state_is_rolled_back_at_once(refused):
-    """NaN from a committed step or other code leads to an immediate rollback, and the good steps
-    are replayed.
-    """
+    """NaN from a committed step or other code: a rollback, and good steps are replayed."""
     site = "state" if refused else "weights"
     steps = range(40, 400, 20)
     found = decisions("recover", [bad(n, site, refused=refused, committed=40) for n in steps])
@@ -160,7 +150,6 @@ def test_a_finite_anomaly_is_at_most_reported(kind):
 
 @pytest.mark.parametrize("site", ["metrics", "validation", "predictions"])
 def test_bad_results_are_reported(site):
-    """NaN in results while training is healthy changes nothing."""
     assert names("recover", [bad(9, site, refused=False)]) == [[]]
 
 

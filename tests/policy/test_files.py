@@ -68,7 +68,6 @@ TEXTS = {
 
 
 def problems(document, **sections):
-    """Return the problems of a document."""
     with pytest.raises(PolicyError) as caught:
         Policy.load(document, **sections)
     return caught.value.problems
@@ -133,9 +132,7 @@ def test_a_whole_policy_is_not_started_from_another_preset():
 
 
 def test_a_rule_replaces_the_rule_of_the_same_name_whole():
-    """A rule replaces the document's rule of the same name as a whole; other rules are kept, after
-    the new ones.
-    """
+    """Other rules are kept, after the new ones."""
     document = {"rules": [{"name": "keep", "site": "inputs", "do": "skip"}]}
     (before,) = Policy.load(document).rules
     new = {"name": before.name, "do": "warn"}
@@ -154,9 +151,7 @@ def test_a_policy_is_made_of_records_too():
 
 
 def test_a_snapshot_is_verified_no_later_than_the_next_one():
-    """`verify_after` is limited by `every` and `keep`; otherwise no snapshot would ever be
-    verified.
-    """
+    """`every` and `keep` limit `verify_after`; else no snapshot would ever be verified."""
     assert Policy.load(snapshot={"every": 3}).snapshot.good_steps == 3
     assert Policy.load(snapshot={"keep": 1}).snapshot.good_steps == 0
     assert Policy.load(snapshot={"every": 0}).snapshot.good_steps == 10
@@ -259,9 +254,7 @@ WRONG = {
 
 @pytest.mark.parametrize("problem", WRONG)
 def test_a_value_of_a_wrong_type_is_one_problem(problem):
-    """It has its path, the expected and the received value, and no word of a parser, in a document
-    as well as in the arguments of a guard.
-    """
+    """Path, expected and received value, no word of a parser; also in a guard's arguments."""
     ((name, values),) = WRONG[problem].items()
     for value in values:
         for load in (lambda given: Policy.load(given), lambda given: NanGuard(**given)):
@@ -307,7 +300,6 @@ def test_a_record_in_code_is_validated_like_a_file():
     ],
 )
 def test_anything_but_a_policy_is_rejected(source, words):
-    """Anything but a preset, file, dict or policy gives one clear error."""
     with pytest.raises(PolicyError, match=words):
         Policy.load(source)
 
@@ -353,7 +345,6 @@ def test_a_hostile_file_gets_one_clear_error(tmp_path, monkeypatch, name):
 
 
 def test_a_circular_dict_is_rejected():
-    """A circular document is too deep."""
     document = {"rules": []}
     document["rules"].append(document)
     with pytest.raises(PolicyError, match="at most 12 levels"):

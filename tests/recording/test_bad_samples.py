@@ -1,6 +1,4 @@
-"""Bad rows of the data are identified: by their index in `x` if there is one, also with shuffling,
-otherwise by their values.
-"""
+"""Bad rows have their index in `x` if there is one, also shuffled, otherwise their values."""
 
 from __future__ import annotations
 
@@ -42,7 +40,6 @@ def dense(**inputs):
 
 
 def found(model, x, y=None, guard=None, epochs=3, **fit):
-    """Return the guard after a fit."""
     keras.utils.set_random_seed(1)
     guard = guard or NanGuard("recover", verbose=0)
     model.fit(x, y, epochs=epochs, verbose=0, callbacks=[guard], **fit)
@@ -50,9 +47,7 @@ def found(model, x, y=None, guard=None, epochs=3, **fit):
 
 
 def check(guard, epochs=3, index=True):
-    """Check that the three bad rows, and no others, were found in each epoch; in the first one may
-    hide another.
-    """
+    """Check that only the three bad rows were found in each epoch; at first one may hide."""
     samples = guard.bad_samples()
     assert len(samples) == len({sample.fingerprint for sample in samples}) == len(BAD)
     assert {sample.index for sample in samples} == (set(BAD) if index else {None})
@@ -112,9 +107,7 @@ def test_rows_that_are_the_same():
 @pytest.mark.parametrize("same_targets", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_with_the_same_contents(shuffle, same_targets, tmp_path):
-    """Rows with the same inputs are distinguished by their targets; identical rows are all
-    reported.
-    """
+    """Their targets distinguish rows; identical ones are all reported."""
     x, y = data()
     x[list(BAD)] = np.nan
     if same_targets:
@@ -191,8 +184,7 @@ def of_torch(x, y):
 
 @pytest.mark.parametrize("made", [of_tf, of_generator, Sequence, of_torch])
 def test_other_data(made):
-    """In other data a row that recurs in each epoch is one bad row, identified by its fingerprint.
-    """
+    """A row that recurs in each epoch is one bad row, identified by its fingerprint."""
     if made is of_torch and zoo.BACKEND != "torch":
         pytest.skip("torch and another backend in one process need a separate test")
     more = {"steps_per_epoch": ROWS // BATCH} if made is of_generator else {}
@@ -202,9 +194,7 @@ def test_other_data(made):
 
 
 def test_names_of_the_user():
-    """`sample_ids` gives rows the user's names: one for each row of `x`, or from a key of the
-    batch.
-    """
+    """`sample_ids` has one for each row of `x`, or comes from a key of the batch."""
     x, y = data()
     names = [f"scan-{row}.png" for row in range(ROWS)]
     guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=names), batch_size=BATCH, epochs=1)
@@ -225,9 +215,7 @@ def test_names_of_the_user():
 
 
 def test_file_and_line(tmp_path, capsys):
-    """`bad_samples(path)` writes its result, and the console prints the rows once, not in each
-    epoch.
-    """
+    """`bad_samples(path)` writes its result; the console prints the rows once per run."""
     guard = found(dense(), *data(), NanGuard(verbose=1), batch_size=BATCH, shuffle=False)
     samples = guard.bad_samples(tmp_path / "bad.csv")
     with open(tmp_path / "bad.csv", newline="") as file:
@@ -267,7 +255,6 @@ def test_kept_with_the_recording(tmp_path):
 
 
 def test_healthy_data():
-    """A healthy run has none, and prints none."""
     guard = found(dense(), *zoo.regression().all, batch_size=BATCH, epochs=1)
     assert guard.bad_samples() == () and guard.incidents == []
 
@@ -275,9 +262,7 @@ def test_healthy_data():
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (4, 4, 1)])
 def test_search(dtype, shape, set_limit):
-    """The search gives the same result as a comparison with each row, in any dtype and shape, for
-    any size of its chunks.
-    """
+    """As a comparison with each row, in any dtype and shape, for any size of chunks."""
     random = np.random.default_rng(0)
     whole = random.integers(0, 2, (500, *shape)).astype(dtype)
     if np.dtype(dtype).kind == "f":

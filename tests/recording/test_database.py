@@ -1,6 +1,4 @@
-"""The file of a recording: equal to the memory, intact after any end of its process, readable
-meanwhile, and safe to read.
-"""
+"""The file of a recording equals the memory, survives its process, and is safe to read."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_file_equals_memory(tmp_path):
-    """Steps, events and samples are the same from the file, also after changes to written
-    rows.
-    """
+    """Steps, events and samples, also after changes to written rows."""
     made = begun(tmp_path)
     for block in range(6):
         push(made, 3000, 3000 * block)
@@ -112,9 +108,7 @@ def test_a_disk_that_is_too_slow(tmp_path, set_limit):
 
 
 def test_the_last_run_owns_the_file(tmp_path):
-    """A run whose directory another one has taken over writes nothing more to it, and reports this
-    once.
-    """
+    """A run whose directory another one has taken over stops writing, and reports this once."""
     first = begun(tmp_path)
     push(first, 10)
     assert flushed(first)
@@ -161,9 +155,7 @@ raise RuntimeError("no more data")
 
 
 def test_process_that_ends_within_a_fit(tmp_path):
-    """If a process ends by an exception outside of the fit, the file has all steps until then, and
-    the fit has failed.
-    """
+    """An exception outside of the fit: the file has all steps until then; the fit has failed."""
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=where, check=False)
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: no more data\n")
@@ -180,9 +172,7 @@ def writing(folder):
 
 
 def reached(recording):
-    """Return the number of steps until the last one, after a check that only older ones are
-    missing.
-    """
+    """Return the number of steps, after a check that only older ones are missing."""
     step = recording.steps["step"]
     assert np.all(np.diff(step) >= 1) and np.all(np.diff(step[-limit("steps of a recording") // 4 :]) == 1)
     return int(step[-1]) + 1
@@ -190,9 +180,7 @@ def reached(recording):
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_whole_after_kill(tmp_path, kills):
-    """After `kill -9` the file opens, and has every flushed step, in order; the next process
-    continues in it.
-    """
+    """After `kill -9` it has every flushed step, in order, and the next process continues."""
     least = 0
     for number in range(kills):
         with writing(tmp_path) as process:
@@ -212,9 +200,7 @@ def test_whole_after_kill(tmp_path, kills):
 
 
 def test_two_readers_while_it_is_written(tmp_path):
-    """Readers and the writer do not wait for each other, and each reader sees one moment: all steps
-    until then, in order.
-    """
+    """Nobody waits, and each reader sees one moment: all steps until then, in order."""
     seen, failed = [[], []], []
 
     def follow(counts):
@@ -235,9 +221,7 @@ def test_two_readers_while_it_is_written(tmp_path):
 
 
 def test_read_from_a_folder_that_cannot_be_written(tmp_path):
-    """A finished run can be read from a folder that cannot be written to: a mounted archive, or as
-    another user.
-    """
+    """A finished run on a mounted archive, or of another user."""
     made = begun(tmp_path)
     push(made, 5)
     made.end("finished", 5, 0)
@@ -268,7 +252,6 @@ def test_documented_schema(tmp_path):
 
 
 def valid(folder):
-    """Write a recording, and return its path."""
     made = begun(folder)
     push(made, 9000)
     made.event("incident", 5, 0, **event_of(recordings.incident(5, 0, 5)))
@@ -371,9 +354,7 @@ def test_garbled(tmp_path):
 
 
 def test_a_journal_that_names_another_file(tmp_path):
-    """Continuing in a foreign directory loses no file: SQLite would remove the one that a journal
-    names.
-    """
+    """SQLite would remove the file that a journal names, in a foreign directory, too."""
     path, victim = valid(tmp_path), tmp_path / "thesis.txt"
     victim.write_text("precious")
     magic, name = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
@@ -403,14 +384,12 @@ def test_a_recording_that_is_a_link(tmp_path):
 
 
 def test_texts_that_are_too_long(tmp_path):
-    """A text beyond the limit is omitted."""
     path = valid(tmp_path)
     changed("UPDATE events SET text = hex(zeroblob(3000000)) WHERE kind = 'begin'")(path)
     assert [event.kind for event in Recording.read(path).events] == ["incident", "end"]
 
 
 def test_tables_that_are_too_long(tmp_path, set_limit):
-    """Only the last rows of a table that is too long are read."""
     path = valid(tmp_path)
     set_limit("rows of a table that are read", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))

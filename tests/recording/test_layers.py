@@ -1,5 +1,4 @@
-"""Layers over time: the measurements agree with the weights, and take only their share of the time.
-"""
+"""Layers over time: measurements agree with the weights, and take only their share of time."""
 
 from __future__ import annotations
 

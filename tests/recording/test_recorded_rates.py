@@ -1,5 +1,4 @@
-"""The recording of rates and loss scales that return, and of a fit that begins with a later epoch.
-"""
+"""Recorded rates and loss scales that return, and a fit that begins with a later epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ QUIET = {"verbose": 0, "diagnose": False}
 
 
 def acting(action):
-    """Return a guard that does this at each incident."""
     return NanGuard({"rules": [{"name": "act", "do": [action]}]}, **QUIET)
 
 
@@ -71,8 +69,7 @@ def train(rate, guard):
 
 
 def test_a_custom_function_is_not_read():
-    """It may count its calls, so only the steps call it (and a diagnosis, which needs its value).
-    """
+    """It may count its calls, so only steps call it, and a diagnosis, which needs its value."""
     reads = []
 
     def rate():

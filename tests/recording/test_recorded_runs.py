@@ -17,15 +17,12 @@ ONCE = pytest.mark.requires_backend("torch", reason="independent of the backend:
 
 
 def acting(action):
-    """Return a guard that does this at each incident."""
     policy = {"rules": [{"name": "act", "do": [action]}], "rollback": {"further_back": False}}
     return NanGuard(policy, snapshot={"every": 4, "verify_after": 1}, **QUIET)
 
 
 def counted(guard):
-    """Check the counts of a recording, as reports show them, against those of the session: complete,
-    and without duplicates.
-    """
+    """Check the counts of a recording against the session's: complete, without duplicates."""
     steps, session = guard.recording.steps, guard.session
     assert run_of(guard.recording).totals == session.run.counts.totals
     assert sorted(set(steps["step"].tolist())) == list(range(session.run.step))
@@ -35,9 +32,7 @@ def counted(guard):
 @pytest.mark.daily("graph", "eager", "steps4")
 @pytest.mark.parametrize("mode", zoo.MODES)
 def test_each_step(mode):
-    """Every step is recorded once, with its place and its result, for any number of steps per
-    execution.
-    """
+    """Each is recorded once, with its place and result, for any steps per execution."""
     zoo.supported(zoo.MODES[mode], even=False)
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 10)
     guard = NanGuard(**QUIET)
@@ -73,9 +68,7 @@ def test_gradient_norm_is_that_of_the_gradient():
 
 @pytest.mark.parametrize("rate", ["number", "schedule"])
 def test_learning_rate_is_true_or_unknown(rate):
-    """The recorded rate of a step is the one that it used; if the rate is a number that changes
-    between epochs, all are known.
-    """
+    """Recorded is the rate a step used; all are known if it changes only between epochs."""
     given = 0.02 if rate == "number" else keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
     lower = keras.callbacks.LearningRateScheduler(lambda epoch, now: 0.02 / (epoch + 1))
     observer = zoo.Before(lambda model: float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
@@ -191,9 +184,7 @@ def test_model_that_guards_itself_and_fails():
 
 
 def test_model_that_guards_itself_without_a_fit():
-    """The steps of `train_on_batch` have finished if a fit, another `compile` or the end of the
-    process follows them, and failed if one of them has raised.
-    """
+    """Steps of `train_on_batch` finish before what follows; they fail if one has raised."""
     model, data = Own.small(), zoo.regression()
     recorder = model.nanguard._log.recorder
 
@@ -220,9 +211,7 @@ def test_model_that_guards_itself_without_a_fit():
 @ONCE
 @pytest.mark.parametrize("when", ["epoch", "end"])
 def test_a_later_write_error_is_reported_once(tmp_path, capsys, when):
-    """If a file can no longer be written, this is reported at the end of the epoch, or of the fit,
-    and not repeated.
-    """
+    """If a file can no longer be written, at the end of the epoch or fit, and only once."""
     guard = NanGuard(directory=tmp_path)
 
     class Breaks(keras.callbacks.Callback):
@@ -287,8 +276,7 @@ def test_length_of_a_run_in_a_known_directory(tmp_path):
 
 
 def test_incidents_of_another_run_stay(tmp_path):
-    """Two fits of one guard with a directory are one file, which can be read while the second runs.
-    """
+    """Two fits of a guard with a directory are one file, readable while the second runs."""
     seen = []
 
     class Reads(keras.callbacks.Callback):
@@ -322,7 +310,6 @@ def looped(guard, data):
 
         trainable, others, slots = state
 
-
         def loss_of(weights):
             return keras.ops.mean(keras.ops.square(y - model.stateless_call(weights, others, x)[0]))
 
@@ -342,9 +329,7 @@ def looped(guard, data):
 
 
 def test_hand_written_loop(tmp_path):
-    """A loop with `guard.step` is recorded like a fit, also in its file, and its bad rows are
-    identified by fingerprints.
-    """
+    """Like a fit, also in its file; bad rows are identified by fingerprints."""
     guard = NanGuard(verbose=0, directory=tmp_path)
     looped(guard, zoo.poison(zoo.regression(), 5))
     steps = counted(guard)

@@ -1,6 +1,4 @@
-"""The recorder: complete for the last steps, with every second good one of earlier steps, and limited
-in size.
-"""
+"""The recorder: complete at the end, every second good step before, limited in size."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class TestSteps:
     @pytest.mark.parametrize("total", [0, 1, MAX_STEPS, MAX_STEPS + 1, 3 * MAX_STEPS])
     @pytest.mark.parametrize("bad", [0.01, 0.9])
     def test_every_second_of_the_older_good_steps_is_removed(self, total, bad):
-        """The kept steps have their values, the last quarter is complete, and all bad steps stay
-        unless most are bad.
-        """
+        """Kept ones have their values, the last quarter is complete, few bad steps all stay."""
         made = recorder()
         whole = pushed(made, total, bad=bad)
         steps = made.recording.steps
@@ -139,9 +135,7 @@ class TestRecorder:
 
 class TestRecording:
     def test_series_of_all_steps_together(self):
-        """They are in ascending order; values that are not finite are omitted; points have a lower
-        and an upper value.
-        """
+        """Ascending, without values that are not finite; points have a lower and an upper value."""
         recording = recordings.synthetic(30_000, 20)
         for name in MEASURED:
             step, low, high = recording.series(name, 100)

@@ -1,5 +1,4 @@
-"""Errors while a recording is written are reported, block nothing, and do not stop anything else.
-"""
+"""Errors of writing a recording are reported, and neither block nor stop anything else."""
 
 from __future__ import annotations
 
@@ -25,9 +24,7 @@ zoo.once()
 
 
 def test_nowhere_to_write(tmp_path):
-    """A path that cannot be written, or a foreign file, leaves the recording in memory, with the
-    reason.
-    """
+    """A path that cannot be written, or a foreign file: in memory, with the reason."""
     (tmp_path / NAME).write_text("a diary")
     made = begun(tmp_path)
     push(made, 5)
@@ -41,7 +38,6 @@ def test_nowhere_to_write(tmp_path):
 
 
 def test_a_pipe_is_not_written(tmp_path):
-    """If the path is a pipe, nothing waits for it."""
     os.mkfifo(tmp_path / NAME)
     made = begun(tmp_path)
     push(made, 5)
@@ -51,7 +47,6 @@ def test_a_pipe_is_not_written(tmp_path):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="the path counts as one where nothing is")
 def test_a_path_that_cannot_be_inspected(tmp_path):
-    """A path that cannot be inspected leaves the recording in memory."""
     made = begun(tmp_path / ("x" * 300))
     assert "name too long" in made.problem()
 
@@ -72,9 +67,7 @@ def fails(*args, **kwargs):
 
 @pytest.mark.parametrize("method", ["note", "_fold"])
 def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
-    """The step goes on, the reason is told once, and nothing is written until the next fit. That one
-    writes everything that is in memory, and tells new reasons.
-    """
+    """Told once, nothing is written until the next fit, which writes all and tells new ones."""
     made = begun(tmp_path)
     push(made, 3)
     assert flushed(made)
@@ -134,9 +127,7 @@ def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
 
 @pytest.mark.parametrize("what", ["Memory", "Writer"])
 def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, what):
-    """Without the memory for an earlier recording, or a thread, the run goes on, and the recording in
-    the file stays, in later fits as well.
-    """
+    """Without memory for it, or a thread, the run goes on, and the file keeps the earlier one."""
     first = begun(tmp_path)
     push(first, 10)
     first.end("finished", 10, 0)
@@ -187,9 +178,7 @@ def test_a_recorder_ends_without_garbage_collection(tmp_path):
 
 
 def test_values_of_any_kind(tmp_path):
-    """NumPy numbers, objects and half of a surrogate pair, as in file names, are written as values
-    or as text.
-    """
+    """NumPy numbers, objects, half of a surrogate pair: written as values or as text."""
     made = Recorder()
     made.begin({"model": "\ud800", "epochs": np.int64(3), "path": Path("p")}, scaled=True, path=tmp_path / NAME)
     made.event("snapshot", 0, 0, "\ud800", {"rate": np.float32(0.5), "name": "\ud800", "kind": object})
@@ -205,9 +194,7 @@ def test_values_of_any_kind(tmp_path):
 
 @pytest.mark.parametrize("when", ["__init__", "write"])
 def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
-    """Any error in the writing thread becomes the reason why nothing is written, and blocks
-    nothing.
-    """
+    """Any error in the writing thread becomes the reason, and blocks nothing."""
 
     def fails(*args):
         raise RuntimeError("of another kind")
@@ -222,9 +209,7 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
 
 
 def test_locked_for_long(tmp_path, set_limit):
-    """A locked file is waited for; at the end of a fit only for a limited time, and the next fit
-    writes the rest.
-    """
+    """At the end of a fit only for a limited time; the next fit writes the rest."""
     set_limit("seconds that a recording waits for a lock", 0.05)
     made = begun(tmp_path)
     push(made, 20)
@@ -265,9 +250,7 @@ def test_a_file_that_is_gone(tmp_path):
 
 
 def test_events_after_a_restart(tmp_path):
-    """If an earlier process had many incidents, the last ones are in memory, and all of them in the
-    file.
-    """
+    """Many incidents of an earlier process: the last are in memory, all in the file."""
     incident, first = recordings.incident(5, 0, 5), begun(tmp_path)
     for step in range(8000):
         first.event("incident", step, 0, str(incident), incident.to_dict())

@@ -68,9 +68,7 @@ class Weights(keras.callbacks.Callback):
 
 
 def line(optimizer, **compile_options):
-    """Return a model whose gradient is always 1: with SGD each step changes the weight by the
-    learning rate.
-    """
+    """Return a model whose gradient is 1: each step of SGD changes the weight by the rate."""
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(optimizer, loss=lambda y, p: ops.mean(p), **compile_options)
     return model
@@ -95,9 +93,7 @@ def train(guard, *bad, build=None, callbacks=(), **fit):
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch):
-    """An action that changes weights, statistics or slots in one of these tests declares this in
-    `PERFORMERS`, unless it ends training.
-    """
+    """Check that each action that changes variables, but no ending, declares it in `PERFORMERS`."""
     wrong = []
 
     def values(run):
@@ -129,9 +125,7 @@ def declared(monkeypatch):
     ],
 )
 def test_later_steps_of_an_execution(action, refused, remembered):
-    """After an action the steps of its execution that had started earlier do not count, and no
-    earlier step is replayed.
-    """
+    """Steps of its execution that had started do not count, and no earlier one is replayed."""
     zoo.tensorflow_only("several steps in one compiled call")
     guard = acting(action)
     known = zoo.After(lambda model: len(guard.session.run.recent._entries))
@@ -162,9 +156,7 @@ class TestWarn:
 
 class TestRollback:
     def test_newest(self):
-        """A rollback restores the newest verified snapshot, including the optimizer's slots and
-        statistics.
-        """
+        """A rollback restores the newest verified snapshot, with slots and statistics."""
         kept = {}
         save = {"s4": lambda m: kept.update(zoo.state_of(m))}
         guard = acting("rollback", snapshot={"every": 4, "verify_after": 2})
@@ -192,9 +184,7 @@ class TestRollback:
         ]
 
     def test_counts_only_committed(self):
-        """Only committed steps are undone: none before the first, none twice, and the one that left
-        a bad state.
-        """
+        """None before the first, none twice, and the one that left a bad state."""
         guard = acting("rollback", snapshot={"every": 4, "verify_after": 1})
         train(guard, 0, 1, 7, 8, 10)
         assert [detail.split("; ")[1] for _, _, detail in outcomes(guard, "rollback")] == [
@@ -205,9 +195,7 @@ class TestRollback:
         ]
 
     def test_reseed(self):
-        """Each rollback advances the seeds by another amount, so that the same dropout is not drawn
-        again.
-        """
+        """Each rollback advances the seeds by another amount, for other dropout."""
         seeds = []
 
         def note(model):
@@ -231,7 +219,6 @@ class TestRollback:
         assert [i.batch for i in guard.incidents] == [3]
 
     def test_skipped(self):
-        """Without a verified snapshot a rollback is skipped with this reason."""
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
         assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to restore")
@@ -268,16 +255,13 @@ def expected_walk(rates, bad, factor, batches=12):
 
 class TestLowerLr:
     def test_every_schedule(self):
-        """All schedules of Keras are tested here."""
         assert set(SCHEDULES) == set(dir(schedules)) - {"LearningRateSchedule"} - {n for n in dir(schedules) if "_" in n} - {
             n for n in dir(schedules) if n.islower()
         }
 
     @pytest.mark.parametrize("name", SCHEDULES)
     def test_schedule(self, name):
-        """Under each schedule the rate is that of the schedule times the factor, and the saved
-        config is the schedule's.
-        """
+        """The rate is that of the schedule times the factor; the saved config is the schedule's."""
         model = line(keras.optimizers.SGD(SCHEDULES[name]()))
         config = keras.optimizers.serialize(model.optimizer)
         during = []
@@ -291,8 +275,7 @@ class TestLowerLr:
 
     @pytest.mark.parametrize("kind", ["plain", "callable", "scaled", "xla", "steps4", "eager"])
     def test_rate(self, kind):
-        """A plain rate, a callable and the rate of a LossScaleOptimizer are lowered, in every mode.
-        """
+        """A plain rate, a callable and that of a LossScaleOptimizer, in every mode."""
         optimizer = {
             "callable": lambda: keras.optimizers.SGD(lambda: 0.5),
             "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(SCHEDULES["CosineDecay"]())),
@@ -308,7 +291,6 @@ class TestLowerLr:
         np.testing.assert_allclose(steps, wanted, atol=1e-5)
 
     def test_two_optimizers(self):
-        """With two optimizers both rates are lowered."""
         zoo.tensorflow_only("a train step that is written with GradientTape")
         model = _Pair()
         model.compile()
@@ -322,9 +304,7 @@ class TestLowerLr:
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
     def test_min_lr(self):
-        """The rate never falls below min_lr, a rate below it stays, and a reduction without effect
-        is skipped.
-        """
+        """A rate never falls below min_lr, a lower one stays, and no effect means skipped."""
         guard = acting({"lower_lr": {"factor": 0.1, "min_lr": 0.2}})
         steps = walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2, 4)
         assert steps[3] == pytest.approx(0.2) and steps[-1] == pytest.approx(0.2)
@@ -333,9 +313,7 @@ class TestLowerLr:
         assert walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2)[-1] == pytest.approx(0.5)
 
     def test_no_step_in_between(self):
-        """If no step has committed at a rate, it is not lowered again, because a refused step has
-        the same result at any rate.
-        """
+        """If no step has committed at a rate, a lower one has the same result."""
         guard = acting({"lower_lr": {"factor": 0.5}})
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
         assert outcomes(guard, "lower_lr") == [
@@ -375,9 +353,7 @@ class TestLowerLr:
         assert [steps[i] for i in (2, 5, 8, 11)] == pytest.approx([0.08, 0.008, 0.004 * 0.1, 0.002 * 0.01], rel=1e-3)
 
     def test_learning_rate_scheduler(self):
-        """Under a LearningRateScheduler that computes the rate from the epoch, all factors so far
-        apply in every epoch.
-        """
+        """A scheduler computes the rate from the epoch: all factors so far apply in each epoch."""
         guard = acting({"lower_lr": {"factor": 0.1}}, times=6)
         plan = [0.8, 0.8, 0.2, 0.1, 0.4]
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: plan[epoch])
@@ -387,9 +363,7 @@ class TestLowerLr:
 
     @pytest.mark.parametrize("sets", ["plateau", "scheduler", "same", "by hand"])
     def test_rate_of_another_callback(self, sets):
-        """The rate that another callback has set last is never exceeded, also not when the old rate
-        returns. `same` is a schedule that reaches the lowered rate.
-        """
+        """Never exceeded, also not when the old rate returns; `same` meets the lowered rate."""
         told = []  # the rates that the callback has set
 
         class Told:
@@ -435,9 +409,7 @@ class TestLowerLr:
         assert used[-1, -1] == pytest.approx(told[-1], abs=1e-6), "the rate of the callback at the end"
 
     def test_saved_model(self, tmp_path):
-        """A model saved while its rate is lowered can be loaded without this library, with its
-        original schedule.
-        """
+        """Saved while the rate is lowered, it loads without this library, with its own schedule."""
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()))
         model.compile(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), "mse")
         walk(model, acting("lower_lr"), 4, callbacks=[At(s9=lambda m: m.save(tmp_path / "m.keras"))])
@@ -461,9 +433,7 @@ class MadeOnce(keras.Sequential):
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("action", [{"lower_lr": {"factor": 0.25}}, {"clip": {"global_clipnorm": 0.25}}])
 def test_a_step_that_cannot_be_compiled_again(action, eager):
-    """The action is skipped with the error, training goes on with the step and the rate of before,
-    and the same action is done at a later incident if the step can be compiled then.
-    """
+    """Skipped with the error, and done at a later incident if it can be compiled then."""
     rates = SCHEDULES["CosineDecay"]()
     model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(rates), loss=lambda y, p: ops.mean(p), run_eagerly=eager)
@@ -510,8 +480,7 @@ class EachBatch(keras.callbacks.Callback):
 
 
 def test_rate_set_before_each_batch_of_a_run_that_diverges():
-    """A fit whose rate was lowered ends, even if another callback sets the rate before each batch.
-    """
+    """A fit with a lowered rate ends, even if another callback sets the rate in each batch."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 8)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
@@ -547,9 +516,7 @@ class _Pair(keras.Model):
 class TestClip:
     @pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"global_clipnorm": 0.2}, 0.1), ({"global_clipnorm": 9.0}, 0.5)])
     def test_done(self, given, expected):
-        """Clipping is enabled, a larger norm is reduced, a small one is tightened; the gradient
-        shows it.
-        """
+        """Clipping starts, a larger norm is reduced, a small one tightened, as gradients show."""
         model = line(keras.optimizers.SGD(1.0, **given))
         guard = acting({"clip": {"global_clipnorm": 0.5, "factor": 0.5}}, times=1)
         assert walk(model, guard, 3)[-1] == pytest.approx(expected)
@@ -557,9 +524,7 @@ class TestClip:
         assert model.optimizer.global_clipnorm == given.get("global_clipnorm"), "the optimizer has its own setting back"
 
     def test_skipped(self):
-        """If the optimizer clips in a way that Keras does not combine with a global norm, nothing
-        is changed.
-        """
+        """If the optimizer clips in a way that Keras combines with none, nothing is changed."""
         model = line(keras.optimizers.SGD(1.0, clipnorm=2.0), run_eagerly=True)
         guard = acting("clip")
         assert walk(model, guard, 3)[-1] == pytest.approx(1.0)
@@ -596,9 +561,7 @@ class TestFixLossScale:
         assert np.isfinite(model.get_weights()[0]).all()
 
     def test_reset_and_growth(self):
-        """It restarts from reset_to, and doubles after the given number of good steps; later as
-        before.
-        """
+        """It restarts from reset_to, and doubles after the given number of good steps."""
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=2000)
         guard = acting({"fix_loss_scale": {"reset_to": 8.0, "growth_steps": 2}})
         walk(line(optimizer), guard, 3, batches=8)
@@ -618,7 +581,6 @@ class TestFixLossScale:
         assert optimizer.dynamic_growth_steps == 2000 and guard.session.run.recovery.scale_bounds is None
 
     def test_skipped(self):
-        """For a model without loss scaling the action is skipped with this reason."""
         guard = acting("fix_loss_scale")
         train(guard, 3)
         assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "the model does not scale its loss")]
@@ -627,8 +589,7 @@ class TestFixLossScale:
 class TestRepair:
     @pytest.mark.parametrize("source", ["last_good", "zeros", "ones", "initializer"])
     def test_sources(self, source):
-        """Only the bad entries are overwritten, in weights, statistics and slots, from each source.
-        """
+        """Only bad entries are overwritten, in weights, statistics and slots, from each source."""
         seen = {}
 
         def damage(model):
@@ -657,9 +618,7 @@ class TestRepair:
         assert guard.incidents and zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
-        """If no entry is bad there is nothing to repair; if the source has no value nothing is
-        changed.
-        """
+        """No bad entry: nothing to repair. A source without a value: nothing is changed."""
         guard = acting("repair")
         train(guard, 3)
         assert outcomes(guard, "repair") == [(3, "skipped", "no entry is bad")]
@@ -671,9 +630,7 @@ class TestRepair:
 class TestResetBatchnorm:
     @pytest.mark.parametrize("source", ["initial", "last_good"])
     def test_done(self, source):
-        """Moving statistics return to their initial values, or to the last good state; also in
-        nested models.
-        """
+        """Moving statistics return to initial values or the last good state, also nested."""
         seen = {}
 
         def look(name):
@@ -686,7 +643,6 @@ class TestResetBatchnorm:
             np.testing.assert_array_equal(one, other)
 
     def test_skipped(self):
-        """For a model without BatchNormalization the action is skipped with this reason."""
         guard = acting("reset_batchnorm")
         walk(line("sgd", run_eagerly=True), guard, 3)
         assert outcomes(guard, "reset_batchnorm")[0][1] == "skipped"
@@ -734,8 +690,7 @@ class TestRecalibrateBatchnorm:
         assert not guard.session.run.recovery.active
 
     def test_rollback_in_between(self):
-        """A rollback during the estimate restarts it, so it uses only batches after the rollback.
-        """
+        """A rollback restarts the estimate, so only batches after it count."""
         data = zoo.regression(batches=16)
         data.x[:] = data.x * 3.0 + 5.0
         rules = [
@@ -757,8 +712,7 @@ class TestRecalibrateBatchnorm:
         np.testing.assert_allclose(seen[10], data.x.reshape(16, 8, 6)[7:11].mean(1).mean(0), rtol=1e-3)
 
     def test_skipped(self):
-        """Frozen layers keep their statistics: there is nothing to estimate, and nothing is reset.
-        """
+        """Frozen layers keep their statistics: nothing to estimate, nothing reset."""
         guard = acting("recalibrate_batchnorm")
         run = train(guard, 3, build=lambda: _nested(trainable=False))
         assert outcomes(guard, "recalibrate_batchnorm")[0][1] == "skipped"
@@ -767,9 +721,7 @@ class TestRecalibrateBatchnorm:
 
 class TestResetSlots:
     def test_all(self):
-        """All slots restart: momentum is zero, averages of the weights are the weights, step counts
-        stay.
-        """
+        """Momentum is zero, averages of the weights are the weights, step counts stay."""
         optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=None)
         seen = {}
 
@@ -794,7 +746,6 @@ class TestResetSlots:
         assert zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
-        """If no slot is bad nothing is done."""
         guard = acting("reset_slots")
         train(guard, 3)
         assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
@@ -820,9 +771,7 @@ def diverging(rate, *callbacks, steps=40):
 
 class TestStop:
     def test_restored(self):
-        """If other code has damaged the state, training stops with the last good one: no good step
-        since a snapshot is lost.
-        """
+        """Damaged by other code: training stops with the last good state, and all good steps."""
         kept, guard = {}, acting("stop", snapshot={"every": 4, "verify_after": 1})
         train(acting("stop"), callbacks=[At(s7=lambda m: kept.update(k=m.layers[0].kernel.numpy()))])
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
@@ -831,9 +780,7 @@ class TestStop:
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
 
     def test_left(self):
-        """Without `restore` the state is not changed; after a refused step there is nothing to
-        restore.
-        """
+        """Without `restore` nothing changes; after a refused step there is nothing to restore."""
         guard = acting({"stop": {"restore": False}})
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
         assert zoo.bad_entries(run.model) != []
@@ -847,9 +794,7 @@ class TestStop:
         assert int(run.model.optimizer.iterations.numpy()) == 6
 
     def test_rate_that_cannot_be_read(self):
-        """A custom schedule that raises outside of a step leaves the end of training as it is: with
-        the last good state, the later steps replayed, and the rate reset.
-        """
+        """A schedule that raises outside of a step changes nothing about the end of training."""
         broken = []
 
         def read_by_guard():
@@ -884,9 +829,7 @@ class TestStop:
 
     @pytest.mark.parametrize("ending", ["stop", "raise"])
     def test_diverged(self, ending, tmp_path, capsys):
-        """A refused step of a diverged run leaves finite weights that are useless: training ends
-        with those of plain Keras before the rate became too high, and so does a checkpoint.
-        """
+        """Ends with plain Keras' weights of before the rate became too high; also a checkpoint."""
         rate = lambda: schedules.PiecewiseConstantDecay([29], [0.01, 50.0])  # noqa: E731
         plain, x, y = diverging(rate(), steps=30)
         guard = NanGuard(ending, verbose=1, snapshot={"every": 10, "verify_after": 2})
@@ -904,9 +847,7 @@ class TestStop:
             assert again.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-4)
 
     def test_diverged_at_once(self):
-        """The bounds of the policy end a run that no rate within them can heal with the state
-        before the first step, even if a later one was taken before the loss rose.
-        """
+        """If no allowed rate can heal, the first state returns, even if a later one was taken."""
         start, *_ = diverging(1e10, steps=0)
         for every in (100, 1):
             guard = NanGuard(verbose=0, snapshot={"every": every, "verify_after": 2}, action_budget=2)
@@ -933,9 +874,7 @@ class TestStop:
     @pytest.mark.parametrize("ending", ["stop", "raise_error"])
     @pytest.mark.parametrize("kind", ["plain", "schedule"])
     def test_rate_given_back(self, ending, kind):
-        """At the end the original rate is restored, and the outcome states this; without `restore`
-        it stays, and the outcome states that.
-        """
+        """At the end the rate is restored; without `restore` it stays; the outcome says which."""
         for restore, words in ((True, "is reset to 0.5 (from 0.05)"), (False, "stays at 0.05, 0.1 times the configured rate")):
             policy = {"rules": [{"name": "slow", "do": "lower_lr"}], "action_budget": 1}
             policy["escalation"] = [{ending: {"restore": restore}}]
@@ -958,8 +897,7 @@ class TestStop:
 
 class TestRaiseError:
     def test_done(self):
-        """The exception has the complete incident, and leaves a model that is good and unguarded.
-        """
+        """The exception has the whole incident, and the model is good and unguarded."""
         model = zoo.plain(run_eagerly=True)
         guard = acting("raise_error")
         with pytest.raises(NonFiniteError, match="step 7") as caught:

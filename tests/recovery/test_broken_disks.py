@@ -58,9 +58,7 @@ def failing(monkeypatch, code, calls):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.usefixtures("snapshots_kept")
 def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
-    """From some file on nothing can be written: the run ends with its numbers, reports this once,
-    and keeps the earlier snapshots intact.
-    """
+    """From some file on nothing can be written: reported once, and earlier snapshots stay."""
     failing(monkeypatch, code, range(16, 10_000))
     guard = NanGuard(directory=tmp_path, snapshot=DISK)
     for a, b in zip(trained(guard), undisturbed):
@@ -72,9 +70,7 @@ def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
 
 
 def test_full_for_a_while(tmp_path, monkeypatch, capsys):
-    """Once there is space again, snapshots are written, and one that could not be marked as
-    verified is marked then.
-    """
+    """With space again snapshots are written, and marked as verified if that had failed."""
     failing(monkeypatch, errno.ENOSPC, range(9, 11))
     trained(NanGuard(directory=tmp_path, snapshot=DISK))
     assert capsys.readouterr().out.count("cannot write snapshots") == 1
@@ -119,9 +115,7 @@ class TestTwoProcesses:
 
     @pytest.mark.usefixtures("snapshots_kept")
     def test_second(self, tmp_path, other, capsys, undisturbed):
-        """The second one reports this, changes nothing, and keeps its snapshots in memory; its
-        numbers are its own.
-        """
+        """It reports this, changes nothing, keeps its snapshots in memory, has its own numbers."""
         theirs = tmp_path / "snapshots" / ".unfinished-1-snapshot-00000001"
         theirs.mkdir()
         guard = NanGuard(directory=tmp_path, snapshot=DISK)

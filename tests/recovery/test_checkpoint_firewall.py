@@ -1,5 +1,4 @@
-"""No callback saves a model that is not finite, or treats NaN as best, at any position in the list.
-"""
+"""No callback saves a bad model, or treats NaN as best, at any position in the list."""
 
 from __future__ import annotations
 
@@ -75,9 +74,7 @@ def saving(folder):
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("what", ["model", "weights", "backup"])
 def test_saved_files_are_finite(tmp_path, what, guard_first):
-    """Stock Keras saves the values that another callback has ruined; the guard first restores the
-    state.
-    """
+    """Stock Keras saves values that another callback ruined; the guard restores the state first."""
     (plain, _), (kept, name) = saving(tmp_path / "stock")[what], saving(tmp_path / "ours")[what]
     (tmp_path / "ours").mkdir()
     (tmp_path / "stock").mkdir()
@@ -95,9 +92,7 @@ def test_saved_files_are_finite(tmp_path, what, guard_first):
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_a_save_of_a_bad_model_is_prevented(tmp_path, capsys, verbose):
-    """If the policy does not restore the state, the existing file is kept, and a line reports this
-    unless `verbose` is 0.
-    """
+    """If the policy restores nothing, the old file stays, and a line says so if `verbose`."""
     policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept, guard = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras"), NanGuard(policy, verbose=verbose)
     fit([Vandal(), guard, kept], epochs=2)
@@ -124,9 +119,7 @@ def test_observing_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_nan_of_the_validation_is_never_best(tmp_path, guard_first):
-    """Stock Keras keeps the NaN of a first validation as the best value for ever; with the guard it
-    is ignored.
-    """
+    """Stock Keras keeps the NaN of a first validation as best for ever; the guard hides it."""
 
     def best():
         checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras", "val_loss", save_best_only=True)
@@ -144,9 +137,7 @@ def test_nan_of_the_validation_is_never_best(tmp_path, guard_first):
 
 
 def test_rate_is_not_lowered_for_a_nan():
-    """`ReduceLROnPlateau` would never find a better loss than NaN if the NaN were not hidden from
-    it.
-    """
+    """`ReduceLROnPlateau` would never find a better loss than a NaN that it has seen."""
 
     def rate_after(*callbacks):
         plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=0)
@@ -171,8 +162,7 @@ def test_a_file_name_may_contain_a_nan(tmp_path, guards):
 
 @pytest.mark.parametrize("guards", [0, 1])
 def test_a_file_name_may_contain_a_log_without_a_step(tmp_path, guards):
-    """Stock Keras writes a file after an epoch in which every batch is bad, and so does the guard.
-    """
+    """Every batch of the epoch is bad: Keras writes a file all the same, and so does the guard."""
     data = zoo.regression(batches=2)
     data.x[:] = np.nan
     path = tmp_path / "{epoch}-{loss:.0f}.weights.h5"
@@ -221,7 +211,6 @@ class ReadsTwo(keras.callbacks.EarlyStopping):
 
 
 class ReadsAlone(keras.callbacks.EarlyStopping):
-    """Requires the metric."""
 
     def __init__(self):
         super().__init__(patience=9)
@@ -246,9 +235,7 @@ class ReadsBefore(keras.callbacks.ReduceLROnPlateau):
 
 @pytest.mark.parametrize("kind", [OwnBest, TwoMetrics, ReadsTwo, ReadsAlone, ReadsBefore])
 def test_own_code_reads_the_logs_of_keras(kind):
-    """Code that is not of Keras reads the same values with and without the guard, also a NaN. What
-    Keras compares for it never makes NaN the best value.
-    """
+    """Also a NaN, as without the guard. What Keras compares for it makes no NaN the best."""
     stock, ours = kind(), kind()
     for callbacks in ([stock], [ours, NanGuard(verbose=0)]):
         keras.utils.set_random_seed(0)
@@ -259,9 +246,7 @@ def test_own_code_reads_the_logs_of_keras(kind):
 
 
 def test_averages_swapped_in_are_finite(tmp_path):
-    """Averaged weights that `SwapEMAWeights` swaps in for a checkpoint are those of good steps
-    only.
-    """
+    """`SwapEMAWeights` swaps averages of good steps into a checkpoint."""
     data = zoo.poison(zoo.regression(), 3)
     model = zoo.plain(optimizer=keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9))
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)

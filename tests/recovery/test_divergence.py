@@ -1,6 +1,4 @@
-"""A run with a learning rate that is too high recovers; one that is not proven to be lost is left
-alone.
-"""
+"""A rate that is too high recovers; a run that is not proven to be lost is left alone."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def values(model):
 
 
 def same(model, other):
-    """Whether two models have the same state: bit for bit on TensorFlow, up to the order of
-    additions elsewhere.
-    """
+    """Check that two states are equal: bit for bit on TensorFlow, else up to rounding."""
     exact = zoo.BACKEND == "tensorflow"
     for one, two in zip(values(model), values(other)):
         np.testing.assert_allclose(one, two, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5)
@@ -80,8 +76,7 @@ def adam(rate):
 
 
 class TestOverflow:
-    """Stock Keras ends untrained; the guarded run ends with the bits of the run at the lower rate.
-    """
+    """Stock Keras ends untrained; the guarded run ends as the run at the lower rate."""
 
     def test_as_good_as_the_best_rate(self):
         """The oracle is plain Keras at a tenth, a hundredth, a thousandth of the rate."""
@@ -104,9 +99,7 @@ class TestOverflow:
         assert guard.session.run.counts.run_again == sum(i.refused for i in guard.incidents)
 
     def test_weights_that_training_has_made_huge(self):
-        """Weights above 1e30 are a divergence if the loss has grown over the previous steps, and no
-        other code wrote them.
-        """
+        """Above 1e30, after a loss that has grown, and written by no other code."""
 
         def run(*callbacks):
             keras.utils.set_random_seed(0)
@@ -123,9 +116,7 @@ class TestOverflow:
         assert huge and {i.diagnosis.cause for i in guard.incidents} == {"divergence"}
 
     def test_nothing_helps(self):
-        """A program that fails at the first step at any rate ends within a few steps, with the
-        cause, and with its original rate.
-        """
+        """A program that fails at any rate ends soon, with the cause and its original rate."""
         guard = NanGuard(verbose=0)
 
         def build():
@@ -182,9 +173,7 @@ class TestFinite:
 
     @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")
     def test_dead_at_the_mean_of_the_targets(self):
-        """All units are dead, and the output bias has learned the mean: better than untrained, and
-        lost.
-        """
+        """All units are dead, but the output bias has learned the mean: better than untrained."""
         x = np.linspace(0, 5, 50, dtype="float32")[:, None]
         y = (5 * x**2 + np.random.default_rng(7).standard_normal((50, 1)) ** 3).astype("float32")
 
@@ -222,8 +211,7 @@ class TestFinite:
         same(model, run(rate))
 
     def test_under_a_schedule(self):
-        """The whole schedule is scaled, on the instance: the saved configuration does not change.
-        """
+        """The whole schedule is scaled, on the instance: the saved config does not change."""
         schedule = optimizers.schedules.CosineDecay(0.01, 300, warmup_target=1.0, warmup_steps=60)
         posed = mlp(adam(schedule))
         stock, _ = fit(posed, epochs=10)
@@ -246,9 +234,7 @@ def test_a_stop_does_not_replay_the_steps_of_a_proven_divergence():
 
 
 class Spoils(keras.callbacks.Callback):
-    """Overwrites the weights with finite random values after the guard has acted, so that the
-    action cannot help.
-    """
+    """Overwrites the weights with finite noise after an action, so that it cannot help."""
 
     def __init__(self, guard):
         super().__init__()
@@ -264,9 +250,7 @@ class Spoils(keras.callbacks.Callback):
 
 class TestProbation:
     def test_an_action_that_has_not_helped_is_undone_and_not_repeated(self, capsys):
-        """The state is restored, a line reports this, and the guard never acts on finite
-        numbers again.
-        """
+        """The state is restored, a line reports this, and the guard never acts on it again."""
         guard = NanGuard()
         spoils = Spoils(guard)
         model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=6)
@@ -278,7 +262,6 @@ class TestProbation:
         assert not state.diverged and state.lowered is None, "nothing of the action is left"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
-
 
     def test_a_rate_that_is_lowered_without_a_rollback_is_on_probation_too(self, capsys):
         """Any action is compared with the state before it."""
@@ -358,9 +341,7 @@ class TestHealthy:
     """Programs whose loss is not lower than at first, and that a lower rate would not help."""
 
     def test_nothing_to_learn(self):
-        """Targets are noise: never better than untrained, and left alone, with the bits of the
-        plain run.
-        """
+        """Targets are noise: never better than untrained; left alone, with the plain run's bits."""
         y = np.random.default_rng(0).integers(0, 10, len(X))
         plain, _ = fit(mlp(adam(1e-3)), y=y)
         guard = NanGuard(verbose=0)
@@ -369,8 +350,7 @@ class TestHealthy:
         same(model, plain)
 
     def test_an_easy_first_batch(self):
-        """The loss of the first step is the lowest of all: targets grow a thousandfold over time.
-        """
+        """The loss of the first step is the lowest: targets grow a thousandfold over time."""
         y = (X.sum(1, keepdims=True) * np.geomspace(1, 1e3, len(X))[:, None]).astype("float32")
         plain, history = fit(unscaled(adam(1e-2)), y=y, shuffle=False)
         assert history["loss"][-1] > 100.0
@@ -394,11 +374,8 @@ class TestHealthy:
         assert guard.incidents == []
         same(model, plain)
 
-
     def test_a_loss_weight_that_a_callback_raises(self):
-        """States are compared under the current weight of the loss, also if it is a variable of the
-        model.
-        """
+        """States are compared under the current weight of the loss, also if it is a variable."""
         noise = 0.3 * np.random.default_rng(0).normal(size=(len(X), 1))
         y = (X[:, 20:28].sum(1, keepdims=True) + noise).astype("float32")
 
@@ -464,9 +441,7 @@ class TestTime:
 
     @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1900), (0.01, 120)])
     def test_a_share_of_the_steps(self, rate, most):
-        """A run that has learned something is tested rarely, one that has not for at most half of
-        its time, after the first trials.
-        """
+        """Rare once a run has learned; else, after the first trials, at most half of its time."""
         target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
         steps = self.steps_of_trials(self.regression, target, rate=rate)
         assert 0 < steps <= most
@@ -478,9 +453,7 @@ class TestTime:
         assert 320 < first == more
 
     def test_a_loss_without_targets(self):
-        """The targets are zeros: inputs of another batch fit them as well. The network has learned
-        if it is better than untrained.
-        """
+        """Targets are zeros, which any inputs fit: learned means better than untrained."""
 
         def residual(inputs):
             made = layers.Subtract()([layers.Dense(64)(self.hidden(inputs)), inputs])
@@ -508,11 +481,7 @@ def test_no_long_trials_in_a_short_run_of_slow_steps(monkeypatch):
 class TestReplay:
     @pytest.mark.parametrize("every", [100, 250])
     def test_the_epochs_show_the_steps_that_count(self, every):
-        """If the steps since a snapshot are replayed, the logs of the current epoch include the
-        replayed steps, and no undone ones.
-
-        Its mean is over the steps of the epoch, whether the snapshot was taken before it (100) or within it (250).
-        """
+        """The logs mean replayed steps, no undone ones; snapshot before (100) or within (250)."""
         x = np.random.default_rng(0).standard_normal((1024, 16)).astype("float32")
         y = np.tanh(x[:, :1] * x[:, 1:2]) + x[:, 2:3]
         seen = []
@@ -534,9 +503,7 @@ class TestReplay:
             assert reported == pytest.approx(mean, rel=1e-3)
 
     def test_bad_data_is_not_run_again(self):
-        """A batch that was refused because of its data stays refused when the steps around it are
-        replayed.
-        """
+        """A batch refused for its data stays refused when the steps around it are replayed."""
         x = X.copy()
         x[5 * BATCH] = np.nan
 

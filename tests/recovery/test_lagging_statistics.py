@@ -1,6 +1,4 @@
-"""BatchNorm statistics that lag behind are reported at a validation that shows it, and only if they
-are the reason.
-"""
+"""Statistics that lag are reported at a validation that shows it, if they are the reason."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ ROWS, BATCH = 640, 16
 
 
 def labelled(seed, scale=0.05, shift=0.0, noise=False):
-    """Return features of a small scale, far from the initial variance of 1, and the class of each
-    row.
-    """
+    """Return features of small scale, far from the initial variance of 1, and their classes."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((ROWS, 8)).astype("float32")
     y = rng.integers(0, 3, ROWS) if noise else (x @ np.random.default_rng(9).standard_normal((8, 3))).argmax(1)
@@ -50,7 +46,6 @@ def lagging(guard):
 
 
 class StopAfter(keras.callbacks.Callback):
-    """Ends training after this many epochs."""
 
     def __init__(self, epochs):
         super().__init__()
@@ -65,9 +60,7 @@ NO_BATCHES = pytest.mark.requires_backend("jax", "torch", reason="with several s
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("steps4", marks=NO_BATCHES)])
 def test_reported_once(capsys, mode):
-    """If training is fine and validation is not, this is reported once, with the layer, the
-    measurements, and the advice.
-    """
+    """Training is fine and validation is not: layer, measurements and advice, once."""
     zoo.supported(zoo.MODES[mode])
     guard, history = fit(network(**zoo.MODES[mode]), epochs=3)
     assert history["loss"][-1] * 2 < history["val_loss"][-1]
@@ -81,8 +74,7 @@ def test_reported_once(capsys, mode):
 
 
 def test_the_advice_helps():
-    """After `recalibrate` on the training data, as advised, the validation is as good as training.
-    """
+    """After `recalibrate` on the training data validation is as good as training."""
     from keras_nanguard import recalibrate
 
     model = network()
@@ -125,17 +117,13 @@ def batches():
 @pytest.mark.daily("nothing to be learned", "frozen statistics", "other data to validate on")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_silent(name):
-    """If they are not the reason nothing is reported, for any difference between validation and
-    training.
-    """
+    """Whatever differs between validation and training, if the statistics are no reason."""
     guard, _ = HEALTHY[name]()
     assert guard.incidents == []
 
 
 def test_leaves_no_trace():
-    """A run with the check continues with the bits of one without: weights, statistics, seeds,
-    slots, metrics.
-    """
+    """The run has the bits of one without: weights, statistics, seeds, slots, metrics."""
     told = []
     for diagnose in (True, False):
         model = network(momentum=0.995, dropout=0.05)
@@ -160,9 +148,7 @@ def test_ends_nothing(policy):
 
 
 def test_a_failing_check_has_no_effect(monkeypatch):
-    """A model whose loss cannot be computed outside of its own steps is left alone: nothing is
-    raised or reported.
-    """
+    """A model whose loss cannot be computed outside of its own steps is left alone."""
     monkeypatch.setattr("keras_nanguard._fit.batchnorm.one_batch", lambda: ("no", "such", "batch"))
     guard, history = fit(network())
     assert guard.incidents == [] and len(history["val_loss"]) == 2

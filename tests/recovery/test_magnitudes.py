@@ -42,9 +42,7 @@ def actions(guard):
 
 
 def test_large_second_moments_and_one_bad_batch():
-    """Adam's second moments are above 1e30: a NaN in one batch is skipped, and nothing else is
-    done.
-    """
+    """Adam's second moments are above 1e30: a NaN in one batch is skipped, and that is all."""
     data = zoo.regression()
     data.y *= 1e18
     expected = zoo.run(build(), data, epochs=1)
@@ -57,9 +55,7 @@ def test_large_second_moments_and_one_bad_batch():
 
 
 def test_statistics_of_large_inputs():
-    """A column in nanoseconds since 1970 has a variance of 1e33: BatchNormalization learns it, and
-    nothing is reported.
-    """
+    """Nanoseconds since 1970 have a variance of 1e33: it is learned, and nothing is reported."""
     data = zoo.regression()
     data.x[:, 0] = 1.7e18 + 3e16 * data.x[:, 0]
     plain = zoo.run(build(norm=True), data)
@@ -95,9 +91,7 @@ def second_moments(path, make):
     ],
 )
 def test_second_moments_that_no_gradient_explains(path, make, capsys):
-    """3e38 in a second moment stops its weight for good. It is restored, and the run ends like one
-    without this value.
-    """
+    """3e38 in a second moment stops its weight for good. Restored, the run ends as without it."""
     data = zoo.regression()
     expected = zoo.run(build(lambda: make(1e-3)), data)
     run = zoo.run(
@@ -112,8 +106,7 @@ def test_second_moments_that_no_gradient_explains(path, make, capsys):
 
 
 def test_second_moments_of_an_earlier_fit():
-    """Moments that were above 1e30 before the first step are accepted, even with small gradients.
-    """
+    """Above 1e30 before the first step: accepted, even with small gradients."""
     model, data = build()(), zoo.regression()
     model.fit(data.x, 1e18 * data.y, batch_size=zoo.BATCH, verbose=0)
     assert max(np.abs(keras.ops.convert_to_numpy(v)).max() for v in model.optimizer.variables) > 1e30
@@ -123,9 +116,7 @@ def test_second_moments_of_an_earlier_fit():
 
 
 def test_second_moments_of_growing_gradients():
-    """Targets that grow from 1 to 1e18 within an epoch: each moment is what its gradients make of
-    it.
-    """
+    """Targets that grow from 1 to 1e18 within an epoch make the moments that they explain."""
     data = zoo.regression()
     data.y *= np.geomspace(1, 1e18, len(data.y))[:, None].astype("float32")
     plain = zoo.run(build(), data)
@@ -150,9 +141,7 @@ def test_slots_of_an_optimizer_of_the_users_own():
 
 @pytest.mark.parametrize("limits", [(), ({"site": "weights", "max_abs": 1e4},)], ids=["none", "1e4"])
 def test_a_limit_of_the_policy(limits):
-    """A weight of 1e5 is restored if the policy has a limit for weights, and left alone if it has
-    none.
-    """
+    """A weight of 1e5 is restored if the policy limits weights, and left alone if not."""
     guard = NanGuard(verbose=0, limits=list(limits))
     data = zoo.regression(batches=60)
     data.x[:, 0] = 0.0  # so that the first row of the first kernel has no effect on the loss

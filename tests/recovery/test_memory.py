@@ -30,9 +30,7 @@ STATUS = "Name:\tpython\nVmPeak:\t 9000 kB\nVmSize:\t 8000 kB\nVmHWM:\t 3000 kB\
 
 class TestRoom:
     def test_of_the_machine(self, tmp_path):
-        """The available memory, minus the difference between the peak and the current use of the
-        process.
-        """
+        """The available memory, less how far the process now is below its own peak."""
         assert memory.room(tmp_path) == np.inf
         files(tmp_path, proc__meminfo="MemTotal: 900000 kB\nMemAvailable: 500000 kB\n")
         assert memory.room(tmp_path) == 500000 << 10
@@ -114,8 +112,7 @@ OFTEN = {"every": 4, "verify_after": 1}
 class TestFit:
     @pytest.mark.usefixtures("snapshots_kept")
     def test_without_any_copy(self, room, capsys):
-        """A run without free memory is guarded, has the same numbers, and prints each message once.
-        """
+        """The run has the same numbers, and each message is printed once."""
         expected = [w.copy() for w in trained(NanGuard(snapshot=OFTEN, verbose=0)).get_weights()]
         room(0)
         guard = NanGuard(snapshot=OFTEN)
@@ -128,9 +125,7 @@ class TestFit:
         assert guard.session.run.ring.snapshots == [] and "Traceback" not in said
 
     def test_steps_are_refused_all_the_same(self, room):
-        """No step is replayed, as the incident states; actions that need a snapshot are skipped
-        with their reason.
-        """
+        """No step is replayed, as the incident states; actions that need a snapshot are skipped."""
         room(0)
         guard = NanGuard(snapshot=OFTEN, verbose=0)
         model = trained(guard, bad=(6, 7, 8, 9))
@@ -159,7 +154,6 @@ class TestFit:
         assert len([s for s in guard.session.run.ring.snapshots if s.step]) == 1
 
     def test_rollback_from_files_alone(self, room, tmp_path):
-        """Snapshots on disk are restored without a copy in memory."""
         room(500)  # for writing the largest variable, and for no copy of all of them
         rule = {"name": "back", "site": "inputs", "do": "rollback"}
         snapshot = {**OFTEN, "storage": "disk"}

@@ -1,6 +1,4 @@
-"""Random numbers that make a step non-finite are redrawn; an isolated bad batch does not advance a
-generator.
-"""
+"""Random numbers that ruin a step are redrawn; an isolated bad batch advances no generator."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def build(*noise):
 
 
 def test_bad_noise_is_redrawn():
-    """Stock Keras ends with NaN. The guard skips the steps with an empty mask, without a rollback
-    or a lower rate.
-    """
+    """Stock Keras ends with NaN. Steps with an empty mask are skipped, with no rollback."""
     plain = build(SometimesEmpty())
     plain.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert not np.isfinite(plain.get_weights()[-1]).all()
@@ -53,9 +49,7 @@ def test_bad_noise_is_redrawn():
 
 @pytest.mark.parametrize("bad, moved", [((5,), 0), ((5, 6), 1)])
 def test_generators_move_after_the_second_refusal_in_a_row(bad, moved):
-    """After one bad step the seeds equal those of a run without it. After two, with finite data,
-    the next draw differs.
-    """
+    """After one bad step the seeds are as without it. After two the next draw differs."""
     x = X.copy()
     for batch in bad:
         x[batch * 8] = 3e38  # finite, and its square is not

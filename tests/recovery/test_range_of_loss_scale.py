@@ -59,9 +59,7 @@ def test_training_is_that_of_plain_keras(name):
 
 
 def test_needlessly_low():
-    """A scale below 1 that other code has set is a collapse if the step is finite at a higher
-    one.
-    """
+    """A scale below 1, set by other code, is a collapse if the step is finite at a higher one."""
     x, y = data(1.0)
     model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])
     optimizer = LossScale(keras.optimizers.SGD(0.01), initial_scale=2.0**-10)

@@ -35,9 +35,7 @@ def eager():
 
 class TestSeveralInARow:
     def test_back_and_slower(self):
-        """The third bad step in a row restores a verified state, lowers the rate, and continues
-        after the failed batches.
-        """
+        """The third bad step in a row restores a state, lowers the rate, and goes on after it."""
         guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "verify_after": 2})
         steps = []
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
@@ -103,9 +101,7 @@ class TestWarmup:
         return history.history["loss"]
 
     def test_lowered_from_the_rate_that_failed(self):
-        """After a rollback to the first step the rate of the schedule is 0. The guard lowers it all
-        the same, from the rate of the step that has failed.
-        """
+        """After a rollback to a schedule's rate of 0, the rate that has failed is lowered."""
         assert not np.isfinite(self.diverging()[-1]), "stock Keras diverges"
         guard = NanGuard(verbose=0)
         losses = self.diverging(guard)

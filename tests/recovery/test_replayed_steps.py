@@ -89,9 +89,7 @@ def test_a_second_rollback_past_a_step_that_was_refused_for_the_one_before(away)
 
 
 def test_a_step_that_is_undone_leaves_nothing_in_the_metrics():
-    """A step that Keras needs after a stop before the first one commits, as only its slots are bad,
-    and is undone whole.
-    """
+    """Keras needs one step after a stop before the first commits: only its slots are bad."""
     model, data, guard = zoo.plain(), zoo.regression(), NanGuard(verbose=0)
     model.optimizer.build(model.trainable_variables)
     corrupt(model.optimizer.variables[2])

@@ -43,15 +43,13 @@ def life(kind, callbacks, make=keras.Model, bad=None):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The weights of an uninterrupted run."""
     return life({}, []).get_weights()
 
 
 @pytest.mark.parametrize("every", [100, 5], ids=["backup later", "guard later"])
 @pytest.mark.parametrize("front", ["first", "last", "model"])
 def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
-    """The second process ends like an uninterrupted run, at any position of the guard in the list.
-    """
+    """The second process ends like an uninterrupted run, wherever the guard is in the list."""
     freq = "epoch" if every == 100 else 10 * BATCHES
     for lives in range(2):
         guard = NanGuard(directory=tmp_path / "run", resume=True, snapshot={"every": every, "verify_after": 1})
@@ -74,9 +72,7 @@ def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
 
 @pytest.mark.parametrize("guard_first", [True, False], ids=["guard first", "guard last"])
 def test_rate_of_the_epoch_is_not_restored(tmp_path, guard_first):
-    """A run that resumes between two epochs has the rate that another callback sets for the next
-    one, not that of the snapshot.
-    """
+    """Between two epochs another callback sets the next rate, and that of the snapshot yields."""
     rates = []
 
     def run(*more):
@@ -100,9 +96,7 @@ def test_rate_of_the_epoch_is_not_restored(tmp_path, guard_first):
 
 
 def test_the_rate_of_a_later_backup_is_kept(tmp_path):
-    """The guard lowers the rate in each epoch, and another callback halves it. The second process
-    continues with the rate of the backup, which is later than that of the last snapshot.
-    """
+    """The rate of a backup that is later than the last snapshot stays, lowered and halved."""
     rates = []
 
     class Halves(keras.callbacks.Callback):

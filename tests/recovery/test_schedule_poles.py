@@ -97,9 +97,7 @@ def test_replay_after_a_later_rollback_passes_over_it(capsys):
 
 
 def test_schedule_without_any_usable_rate_ends_the_run():
-    """If every rate from some iteration on is NaN, training ends within a dozen steps, in a good
-    state.
-    """
+    """If each rate from some iteration on is NaN, training ends soon, in a good state."""
     model, guard = run(Pole(np.nan, lasting=True))
     assert model.stop_training and zoo.bad_entries(model) == []
     assert guard.session.run.step <= POLE + 13
@@ -108,8 +106,7 @@ def test_schedule_without_any_usable_rate_ends_the_run():
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="PyTorch runs one step in an execution")
 def test_pole_within_an_execution_of_several_steps():
-    """On TensorFlow no batches are available for a replay: the counter still moves past the pole.
-    """
+    """On TensorFlow there is no batch for a replay: the counter still passes the pole."""
     model, guard = run(Pole(), steps_per_execution=4)
     assert [incident.values["pole"] for incident in guard.incidents] == [POLE]
     assert zoo.bad_entries(model) == [] and not model.stop_training

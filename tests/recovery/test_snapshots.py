@@ -34,7 +34,6 @@ def variable(*values):
 
 
 def state(*variables):
-    """Return a train state of these weights."""
     return TrainState(variables, (), (), (), (), (), ())
 
 
@@ -56,9 +55,7 @@ class TestRing:
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
     def test_short_memory(self, set_room):
-        """A copy without free memory replaces another one, and `keep` applies again
-        once there is memory.
-        """
+        """Without free memory a copy replaces another one; with some, `keep` applies again."""
         ring, v, kept = Ring(3, 0, Agreement().any_of), variable(), []
         for step in range(1, 8):
             set_room(step not in (3, 4))
@@ -77,9 +74,7 @@ class TestRing:
         assert not np.asarray(slots).any() and np.asarray(weights)[-1] == 999
 
     def test_each_value_is_read_once(self, monkeypatch, set_room):
-        """Reading copies from an accelerator, and exchanges an array that processes share: each of
-        them reads each variable once, with memory for a copy or without.
-        """
+        """Each read is a copy from an accelerator, and an exchange between processes."""
         read, real = [], keras_variables.view
         monkeypatch.setattr(keras_variables, "view", lambda v: (read.append(v), real(v))[1])
         for room in (True, False):
@@ -92,9 +87,7 @@ class TestRing:
 
 
 class TestLeastLoss:
-    """In a run that slowly gets worse, the state with the lowest loss is kept in addition to the
-    newest ones.
-    """
+    """In a run that slowly gets worse, the state with the lowest loss is kept as well."""
 
     @staticmethod
     def kept(*levels):
@@ -198,9 +191,7 @@ class TestResume:
     @pytest.mark.daily("every kind of state", "at the end of an epoch", "steps4", "unbuilt")
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
-        """An interrupted run that is resumed in a new model ends bit-identical to an uninterrupted
-        one.
-        """
+        """A run that is resumed in a new model ends as an uninterrupted one."""
         if case == "every kind of state" and zoo.BACKEND != "tensorflow":
             pytest.skip("Keras cannot train a stateful recurrent layer on torch, and hands its state to no step on JAX")
         if case == "at the end of an epoch" and zoo.BACKEND == "torch":
@@ -224,9 +215,7 @@ class TestResume:
         assert resumed.model._initial_epoch is None
 
     def test_the_policy_state_is_restored(self, tmp_path):
-        """Budgets, lowered rates, clipping and bounds of the loss scale continue from the last
-        incident, not from the last snapshot.
-        """
+        """Budgets, rates, clipping and bounds continue from the last incident, not snapshot."""
         do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, "fix_loss_scale"]
         policy = {"rules": [{"name": "act", "do": do}], "action_budget": 2, "loss_scale": {"floor": 2.0}}
 
@@ -255,9 +244,7 @@ class TestResume:
         assert model.optimizer.inner_optimizer.global_clipnorm is None
 
     def test_same_budget_in_the_next_fit(self):
-        """A second fit of the same model with the same guard keeps budgets and factors. The third
-        exceeds the budget, which ends it.
-        """
+        """A second fit keeps budgets and factors; the third exceeds the budget, which ends it."""
         policy = {"rules": [{"name": "act", "do": "lower_lr"}], "action_budget": 2}
         guard = NanGuard(policy, verbose=0, diagnose=False)
         schedule = keras.optimizers.schedules.CosineDecay(0.01, 1000)
@@ -278,7 +265,6 @@ class TestResume:
         assert again.guard.session.run.step == 12
 
     def test_another_model(self, tmp_path):
-        """The snapshots of another model are rejected with the reason."""
         interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), 9)
         other = lambda: _compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)]))  # noqa: E731
         with pytest.raises(GuardError, match="another model"):
@@ -288,9 +274,7 @@ class TestResume:
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
-        """A script that is run again after its end, or with fewer epochs, ends with the state of
-        the last snapshot.
-        """
+        """A script run again after its end, or with fewer epochs, ends with the last snapshot."""
         build, data, _ = RESUMED[case]
         done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=4)
         keras.utils.set_random_seed(77)
@@ -320,9 +304,7 @@ class TestResume:
             np.testing.assert_array_equal(one, saved)
 
     def test_loop_with_nothing_left(self, tmp_path):
-        """A hand-written loop without remaining steps also ends with the state of the last
-        snapshot.
-        """
+        """A hand-written loop without remaining steps ends with the last snapshot, too."""
         model = zoo.plain()
         zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other = zoo.plain()
@@ -334,9 +316,7 @@ class TestResume:
 
     @pytest.mark.parametrize("cut", [2, 9])
     def test_initial_epoch(self, cut, tmp_path, capsys):
-        """A run resumes in the epoch of its snapshot, including the first one, for any
-        `initial_epoch`.
-        """
+        """Resumed in the epoch of its snapshot, the first included, for any `initial_epoch`."""
         interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), cut)
         guard = on_disk(tmp_path, resume=True)
         run = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3, initial_epoch=2)
@@ -346,9 +326,7 @@ class TestResume:
             np.testing.assert_array_equal(one, other, err_msg=path)
 
     def test_killed_before_the_model_was_built(self, tmp_path, recwarn):
-        """A process that ends before the second snapshot of a model that its first step builds can
-        also be resumed.
-        """
+        """Also before the second snapshot of a model that its first step builds."""
         build, data, _ = RESUMED["unbuilt"]
         interrupted(build, data(), on_disk(tmp_path), 2)
         run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
@@ -357,9 +335,7 @@ class TestResume:
         assert len(warned) == (zoo.BACKEND == "tensorflow")
 
     def test_misuse(self, tmp_path):
-        """Disk storage or resuming without a directory, and resuming from memory or nothing, are
-        rejected when the guard is created.
-        """
+        """Disk storage or resuming without a directory, and resuming from memory or nothing."""
         for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
             with pytest.raises(GuardError, match="directory"):
                 NanGuard(**arguments)
@@ -373,7 +349,6 @@ class TestResume:
 
     @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.load("stop")])
     def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
-        """`resume=True` is enough to store snapshots on disk, for any policy."""
         guard = NanGuard(policy, directory=tmp_path, resume=True)
         assert guard.policy.snapshot.storage == "disk"
         assert guard.policy.rules == Policy.load(policy).rules
@@ -381,7 +356,6 @@ class TestResume:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """Return the folder of an interrupted run."""
     directory = tmp_path_factory.mktemp("run")
     interrupted(zoo.plain, zoo.regression(), on_disk(directory, snapshot={"keep": 4}), 23)
     return directory
@@ -389,9 +363,7 @@ def left(tmp_path_factory):
 
 class TestFiles:
     def test_plain_arrays(self, left):
-        """The state is a plain NumPy archive: any program can read it by the paths of the
-        variables.
-        """
+        """Any program can read the NumPy archive by the paths of the variables."""
         path = written(left / "snapshots")[-1]
         paths = [path for path, _ in json.loads((path / "snapshot.json").read_text())["variables"]]
         model = zoo.plain()
@@ -413,9 +385,7 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["state.npz", "snapshot.json", "guard_state.json"])
     @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
     def test_broken(self, left, tmp_path, name, how):
-        """Any change to a file of the newest snapshot is detected, and the next older one is used,
-        with a warning.
-        """
+        """Any change of the newest one is detected, and the next one used, with a warning."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         *_, older, newest = written(tmp_path / "snapshots")
         file = tmp_path / "snapshots" / name if name == "guard_state.json" else newest / name
@@ -430,7 +400,6 @@ class TestFiles:
         assert found.path == (newest if name == "guard_state.json" else older)
 
     def test_all_broken(self, left, tmp_path):
-        """If no snapshot is intact, the run does not silently start from scratch."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         for path in written(tmp_path / "snapshots"):
             (path / "state.npz").write_bytes(b"")
@@ -439,9 +408,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("resume", [True, False])
     def test_foreign_files(self, left, tmp_path, resume):
-        """Files and folders with other names among the snapshots are not changed, and neither are
-        the targets of links.
-        """
+        """Other names among the snapshots are left alone, and so are the targets of links."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         folder = tmp_path / "snapshots"
         oldest, *_, newest = written(folder)
@@ -462,8 +429,7 @@ class TestFiles:
         assert [int(p.name[9:]) > 91 for p in written(folder)] == [True, True]
 
     def test_folder_that_cannot_be_read(self, tmp_path):
-        """If the folder of snapshots cannot be read, the run does not silently start from scratch.
-        """
+        """The run does not silently start from scratch."""
         (tmp_path / "snapshots").write_bytes(b"")
         with pytest.raises(GuardError, match="cannot be read"):
             zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, resume=True))
@@ -502,9 +468,7 @@ class TestFiles:
         assert reported == ["restored the state after 3 steps; 5 committed steps undone"]
 
     def test_keep(self, tmp_path):
-        """There are never more than `keep` folders, including those of an earlier run, and the
-        newest is the new run's.
-        """
+        """Never more than `keep` folders, also of an earlier run; the newest is the new run's."""
         for _ in range(2):
             run = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(), guard=on_disk(tmp_path), epochs=1)
         records = [read(path) for path in written(tmp_path / "snapshots")]
@@ -548,9 +512,7 @@ def test_written_files_are_complete_or_absent(tmp_path):
 
 
 def test_temporary_names_do_not_pile_up(tmp_path):
-    """All snapshots are written and removed under one temporary name, because Python's table of
-    names would grow otherwise.
-    """
+    """One name serves all: Python's table of names would grow with each other one."""
     names, removed = [], []
     for number in range(3):
         with atomic_files.beside(tmp_path / f"snapshot-{number}", "snapshot") as unfinished:
@@ -630,9 +592,7 @@ def _killed(directory, delays):
 
 @pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed(tmp_path, recwarn, kills):
-    """A process killed at any moment leaves an intact good state, from which the next one
-    continues, never an earlier one.
-    """
+    """An intact good state is left, from which the next one continues, never an earlier one."""
     random.seed(0)
     positions = _killed(tmp_path, [random.random() for _ in range(kills)])
     assert len(positions) == kills and positions == sorted(positions) and positions[-1] > positions[0]

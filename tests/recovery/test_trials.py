@@ -56,9 +56,7 @@ class Trial(keras.callbacks.Callback):
     ],
 )
 def test_undone_whole(name):
-    """After a trial the run ends as without it, including variables in no list of Keras, loss
-    scales and slots.
-    """
+    """The run ends as without a trial: unlisted variables, loss scales and slots included."""
     program = PROGRAMS[name]
     data, ends = program.data(), []
     for tries in (False, True):
@@ -112,9 +110,7 @@ def test_attributes_of_a_layer_are_restored():
 
 @pytest.mark.requires_backend("torch", reason="there a layer is called in each step, also in one of a trial")
 def test_an_error_in_a_trial_does_not_end_training(capsys):
-    """A trial that raises, as if the device had no memory left, is undone, and the run ends as
-    without it.
-    """
+    """As if the device had no memory left: the trial is undone, and the run ends as without it."""
     guard, raises_at = NanGuard(verbose=1), [65]  # the first check for divergence is after 65 steps
 
     class Lacking(keras.layers.Dense):
@@ -157,9 +153,7 @@ def test_no_trial_if_the_policy_refuses_nothing():
 
 @pytest.mark.parametrize("shift", [0.0, 0.1, 0.3, 1.0])
 def test_clearly_lower_is_a_paired_test(shift):
-    """Batches that differ a hundredfold do not hide a difference in each of them; the oracle is
-    NumPy's t statistic.
-    """
+    """Batches that differ a hundredfold hide nothing; the oracle is NumPy's t statistic."""
     draw = np.random.default_rng(3)
     losses = 10.0 ** draw.uniform(-1, 1, 32)
     others = losses + shift + draw.normal(0, 0.5, 32)
@@ -172,9 +166,7 @@ def test_clearly_lower_is_a_paired_test(shift):
 @pytest.mark.parametrize("count", [9, 10, 16, 32])
 @pytest.mark.parametrize("higher", range(0, 12, 2))
 def test_clearly_lower_by_a_sign_test(count, higher):
-    """One huge loss hides a difference of the means; a lower loss on enough batches is enough. The
-    oracle is the sign test of SciPy, one in a thousand.
-    """
+    """One huge loss hides no lower loss on most batches; the oracle is SciPy's sign test."""
     others = np.array([0.2] * (count - 1) + [1000.0])
     losses = np.where(np.arange(count) < higher, 0.3, 0.1)
     lower = max(count - higher, 0)
@@ -295,8 +287,7 @@ LOOPS = {"torch": _torch_loop, "tensorflow": _tensorflow_loop, "jax": _jax_loop}
 
 
 def test_undone_whole_in_a_loop():
-    """Torch optimizers, native TensorFlow variables, keys and averages in the state of a JAX loop.
-    """
+    """Torch optimizers, native TensorFlow variables, keys and averages of a JAX loop."""
     for one, other in zip(*(LOOPS[zoo.BACKEND](tries) for tries in (False, True)), strict=True):
         np.testing.assert_array_equal(*(np.asarray(keras.ops.convert_to_numpy(value)) for value in (one, other)))
 

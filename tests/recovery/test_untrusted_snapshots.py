@@ -1,6 +1,4 @@
-"""Snapshots that were changed on purpose, checksums included, give one sentence, and only the state
-of the model is ever set.
-"""
+"""Snapshots forged with checksums give one sentence, and set only the state of the model."""
 
 from __future__ import annotations
 
@@ -98,7 +96,6 @@ def test_a_guard_state_is_accepted_or_rejected(name, value):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """Return the folder of a short run with a snapshot on disk."""
     directory = tmp_path_factory.mktemp("run")
     guard = NanGuard(verbose=0, diagnose=False, directory=directory, snapshot={"storage": "disk", "every": 4, "verify_after": 0})
     zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=1)

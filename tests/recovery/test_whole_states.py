@@ -16,7 +16,6 @@ EXHAUSTED = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
 def rules(*do):
-    """Return rules that do this at the third bad batch in a row."""
     return [{"name": "back", "site": "inputs", "after": 3, "do": list(do)}]
 
 
@@ -104,9 +103,7 @@ def test_failed_rollback_runs_no_step_again(monkeypatch):
 
 
 def test_state_that_cannot_be_put_back_ends_training(monkeypatch):
-    """If neither state can be written completely, an error is raised instead of leaving a model of
-    two states.
-    """
+    """If neither state can be written whole, an error ends training, not a mixture of both."""
     *_, ended = trained(monkeypatch, EXHAUSTED, range(2, 1000), "rollback")
     assert isinstance(ended, StateLostError)
     assert "load a checkpoint" in str(ended)

@@ -20,15 +20,11 @@ differently.
 
 
 class Misdescribed(Exception):
-    """A program differs from its description. This is not a failure of the guard, so no test
-    expects it.
-    """
+    """A program differs from its description. This is no failure of the guard."""
 
 
 def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -> list[str]:
-    """Return the paths of variables and logs in which two runs differ; for a program that overflows
-    only those that an update writes.
-    """
+    """Return the paths of variables and logs that differ; after an overflow only updated ones."""
     measured = ("/moving_", "loss/", "history[") if program.overflows else ()
     return [text for text in zoo.differences(one, other, tolerance) if not any(part in text.split(":")[0] for part in measured)]
 
@@ -46,9 +42,7 @@ def case(name: str) -> Any:
 )
 @pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):
-    """The program is as unusual as described, and a default guard reports nothing and changes
-    nothing.
-    """
+    """The program is as unusual as described; a default guard reports and changes nothing."""
     program = WILD[name]
     plain, measured = train(program, guarded=False)
     tame = {key: measured[key] for key, (low, high) in program.claims.items() if not low <= measured[key] <= high}

@@ -1,6 +1,4 @@
-"""The page in a real browser: it opens fast and without errors, loads nothing else, and mouse and
-keyboard reach everything.
-"""
+"""The page in a real browser opens fast, loads nothing else, and all is in reach."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ DRAWN = """return [...document.querySelectorAll(".plot canvas")].map(canvas => {
 
 @pytest.mark.parametrize("name", ["usual", "healthy", "large", "hostile"])
 def test_it_opens(browser, pages, name):
-    """In under two seconds, with every chart drawn, no error, no other request, nothing wider than
-    the window; light and dark.
-    """
+    """In two seconds, with every chart, no error, no request, no overflow; light and dark."""
     for width, dark in product((1280, 390), (False, True)):
         took = opened(browser, pages[name], width, dark=dark)
         assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
@@ -106,9 +102,7 @@ return [box.left, box.top, box.width, box.height]"""
 
 
 def test_a_click_opens_the_card(browser, pages):
-    """A click on a mark opens the card of its kind, shows which incident it was, and moves the
-    focus there.
-    """
+    """The card of its kind opens, shows which incident it was, and gets the focus."""
     opened(browser, pages["usual"])
     assert browser.execute_script("return document.querySelectorAll('details.card[open]').length") == 0
     left, top, width, height = browser.execute_script(CLICK)
@@ -123,8 +117,7 @@ def test_a_click_opens_the_card(browser, pages):
 
 
 def test_zoom(browser, pages):
-    """The buttons and a drag zoom all charts together, and a double click shows everything again.
-    """
+    """Buttons and a drag zoom all charts together, and a double click shows everything."""
     opened(browser, pages["usual"])
     said = "return document.getElementById('said').textContent"
     browser.execute_script("document.querySelector('[data-zoom=in]').click()")
@@ -144,9 +137,7 @@ FOCUSED = """const e = document.activeElement; return e.className + "|" + (e.dat
 
 
 def test_the_keyboard_reaches_everything(browser, pages):
-    """Tab reaches each button, chart, card and list; arrows and Enter open an incident, which is
-    announced.
-    """
+    """Each button, chart, card and list; arrows and Enter open and announce an incident."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -174,9 +165,7 @@ TOLD = """return [...document.querySelectorAll(".plot")].every(p =>
 
 
 def test_a_screen_reader_has_names(browser, pages):
-    """Every control and picture has a name, headings skip no level, each chart has a description,
-    table heads have a scope.
-    """
+    """Controls, pictures and charts have names, headings skip no level, heads have a scope."""
     opened(browser, pages["usual"])
     assert browser.execute_script(UNNAMED) == []
     levels = browser.execute_script("return [...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1])")

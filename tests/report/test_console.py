@@ -1,6 +1,4 @@
-"""The output of a run on a terminal and in a log file: one line per kind, an intact progress bar, a
-table at the end.
-"""
+"""A run on a terminal and in a log: a line per kind, an intact bar, a table at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ def train(monkeypatch, stream, bad=True, guard=None, **arguments):
 
 
 def fitted(monkeypatch, terminal, **arguments):
-    """Return the output of a fit with two bad rows."""
     stream = Stream(terminal)
     train(monkeypatch, stream, **arguments)
     return stream.getvalue()
@@ -67,9 +64,7 @@ def shown(written, columns=400):
 
 
 def test_on_a_terminal(monkeypatch):
-    """The bar is redrawn below each line, without remains above, once per epoch; the table comes
-    last.
-    """
+    """The bar is redrawn below each line, with no remains, once per epoch; the table is last."""
     monkeypatch.setenv("COLUMNS", "150")
     lines = shown(fitted(monkeypatch, True))
     starts = [re.match(r"\w+|.", line).group() for line in lines]
@@ -120,9 +115,7 @@ def test_the_table(monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
-    """It uses at most 80 columns, and long paths are shortened at the beginning. Code that is longer
-    than its column is complete.
-    """
+    """At most 80 columns; long paths lose their beginning, and long code stays complete."""
     place = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
     code = "keras.optimizers.Adam(0.001,clipnorm=1.0)"
     advice = f"Compile with {code} and train it again."
@@ -175,9 +168,7 @@ def test_an_output_without_isatty(monkeypatch, verbose):
 
 
 def test_a_name_from_the_data():
-    """The name of a row comes from the data: it is printed in one line, and does not control the
-    terminal.
-    """
+    """Printed in one line, and without control of the terminal."""
     recorder = Recorder()
     recorder.sample(BadSample("scan\x1b[2J\r\n7.png", 7, "ab" * 32, 1, (3,), "3 NaN of 64 in x"))
     assert BadRows(recorder, None).line() == "NanGuard: 1 distinct bad row so far: scan\ufffd[2J 7.png"

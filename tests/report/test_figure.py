@@ -32,9 +32,7 @@ def test_curves_of_a_run():
 
 
 def test_a_notebook_shows_figures():
-    """In a kernel that has not drawn anything yet, a figure is displayed as an image, which
-    requires a loaded backend.
-    """
+    """In a new kernel a figure is displayed as an image, which requires a loaded backend."""
     code = (
         "import sys, types; sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
         "from keras_nanguard import NanGuard\n"

@@ -54,9 +54,7 @@ class Threads(keras.callbacks.Callback):
 
 
 def test_callbacks_are_called_in_the_thread_that_keras_chooses():
-    """Stock Keras calls callbacks for a batch in other threads on JAX and PyTorch; the guard does
-    not change this.
-    """
+    """Stock Keras calls them in other threads on JAX and PyTorch; so does a guarded run."""
     stock, ours, of_model = Threads(), Threads(), Threads()
     fit(zoo.regression(), stock)
     fit(zoo.regression(), NanGuard(verbose=0), ours)
@@ -70,9 +68,7 @@ def test_callbacks_are_called_in_the_thread_that_keras_chooses():
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_no_callback_sees_a_nan(guard_first):
-    """At any position of the guard in the list, no other callback receives NaN in the logs or in
-    the model.
-    """
+    """Nor in the model, at any position of the guard in the list."""
     recorder, guard = Recorder(), NanGuard(verbose=0)
     fit(zoo.poison(zoo.regression(), 3), *((guard, recorder) if guard_first else (recorder, guard)))
     values = [v for logs in (*recorder.batches, *recorder.epochs) for v in logs.values()]
@@ -90,9 +86,7 @@ def test_healthy_history_is_unchanged():
 
 @pytest.mark.parametrize("first", [False, True])
 def test_every_callback_sees_our_numbers_from_the_first_epoch_on(tmp_path, first):
-    """CSVLogger keeps the columns of its first epoch: the numbers of the guard are among them,
-    before or after the guard.
-    """
+    """CSVLogger keeps the columns of its first epoch: ours are among them, in any order."""
     epochs, guard, log = [], NanGuard(verbose=0, diagnose=False), keras.callbacks.CSVLogger(tmp_path / "log.csv")
     sees = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(dict(logs)))
     history = fit(zoo.poison(zoo.regression(), 3), *([guard, log, sees] if first else [log, sees, guard]), epochs=3)[1]
@@ -117,9 +111,7 @@ def test_every_callback_sees_our_numbers_from_the_first_epoch_on(tmp_path, first
     ids=str,
 )
 def test_an_older_csv_file_keeps_its_columns(tmp_path, before, now, validated):
-    """`CSVLogger(append=True)` continues a file of a run without the guard, or with other logs of
-    it. Each value is in the column of its name, as in the file of plain Keras.
-    """
+    """`append=True` continues a file with other logs; values are in their columns, as in Keras."""
     data = zoo.regression()
     more = {"validation_data": data.all} if validated else {}
 
@@ -148,9 +140,7 @@ def test_an_older_csv_file_keeps_its_columns(tmp_path, before, now, validated):
 
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_progress_bar_shows_none_of_our_numbers(capsys, verbose):
-    """The progress bar shows the metrics of the user, and the number of refused steps if there are
-    any.
-    """
+    """Only the metrics of the user, and the number of refused steps if there are any."""
     fit(zoo.regression(), NanGuard(verbose=0), epochs=1, verbose=verbose)
     healthy = capsys.readouterr().out
     assert "nanguard" not in healthy and "refused" not in healthy and "mae" in healthy
@@ -168,9 +158,7 @@ def test_an_epoch_without_a_committed_step():
 
 
 def test_one_line_for_each_incident(capsys):
-    """A line for an incident, one at the end of an epoch with skipped steps, one for a new bad row,
-    and the table.
-    """
+    """One for an incident, an epoch with skipped steps, a new bad row; then the table."""
     guard = NanGuard()
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
     out = capsys.readouterr().out.splitlines()
@@ -192,9 +180,7 @@ def test_silence(capsys):
 
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_ordinary_overflows(capsys, verbose):
-    """Dynamic loss scaling skips steps until gradients no longer overflow. This is a healthy run,
-    so lines are printed only at `verbose=2`.
-    """
+    """Loss scaling skips steps until gradients fit: healthy, with lines only at `verbose=2`."""
     keras.config.set_dtype_policy("mixed_float16")
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.0**24)
     model = zoo.plain(scaled, dropout=False)
@@ -204,9 +190,7 @@ def test_ordinary_overflows(capsys, verbose):
 
 
 def test_overflows_down_to_a_small_scale(capsys):
-    """Gradients in the thousands need a loss scale below 16: more overflows in a row than remain
-    untested, and all are ordinary.
-    """
+    """Gradients in the thousands need a scale below 16: all these overflows are ordinary."""
     keras.config.set_dtype_policy("mixed_float16")
 
     def run(*callbacks):
@@ -233,8 +217,7 @@ def test_printing_follows_keras(capsys, caplog):
 
 
 def test_summary_and_reports(tmp_path):
-    """Summary and reports contain every incident, and a report is written completely or not at all.
-    """
+    """They contain every incident, and a report is written completely or not at all."""
     import json
 
     guard = NanGuard(verbose=0)
@@ -248,8 +231,7 @@ def test_summary_and_reports(tmp_path):
 
 
 def test_a_summary_is_of_all_fits():
-    """Steps, refused steps and incidents are counted over the same fits; an evaluation adds none.
-    """
+    """Steps, refused steps and incidents over the same fits; an evaluation adds none."""
     guard, data = NanGuard(verbose=0, diagnose=False), zoo.poison(zoo.regression(), 3)
     for fits in (1, 2):
         model, _ = fit(data, guard, epochs=1)
@@ -258,9 +240,7 @@ def test_a_summary_is_of_all_fits():
 
 
 def test_the_same_rows_in_each_epoch(capsys):
-    """An incident that recurs in each epoch has one line, and is counted in the final table;
-    `verbose=2` prints each.
-    """
+    """One line, counted in the final table; `verbose=2` prints each."""
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
     guard = NanGuard(diagnose=False)
     fit(data, guard, epochs=3)

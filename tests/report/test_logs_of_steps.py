@@ -1,6 +1,4 @@
-"""Unusual logs of steps (dicts, text, the loss of one batch): committed steps log them as with
-stock Keras.
-"""
+"""Unusual logs (dicts, text, the loss of one batch): committed steps log as stock Keras."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def several(data):
 @DAILY
 @pytest.mark.parametrize("mode", MODES)
 def test_a_metric_whose_result_is_a_dict(mode):
-    """It is logged as in Keras, with several outputs and in validation; a refused step does not
-    change it.
-    """
+    """As in Keras, with several outputs and in validation; a refused step changes nothing."""
     data, one = several(zoo.regression()), zoo.regression(batches=1)
     more = {"validation_data": (one.x, {"a": one.y, "b": one.y})}
     stock = fitted(lambda: with_dicts(**MODES[mode]), data, **more)
@@ -150,9 +146,7 @@ def test_a_metric_whose_result_is_a_dict(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Own, Noisy])
 def test_the_loss_of_one_batch(kind, mode):
-    """A committed step logs its own result, also under the name of a metric; a refused one logs
-    that of the last committed step.
-    """
+    """A committed step logs its own, also under a metric's name; a refused one the last one's."""
     stock, guarded = (fitted(lambda: own(kind, **MODES[mode]), zoo.regression(), *more) for more in ((), (NanGuard(verbose=0),)))
     assert guarded.batches == stock.batches and guarded.epochs == stock.epochs
     assert len({logs["loss"] for logs in stock.batches}) > 5
@@ -268,9 +262,7 @@ def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
 
 
 def test_logs_without_measurements(tmp_path, capsys):
-    """The logs have a finite number that is not a plausible measurement and is worse than any, and
-    a line reports this.
-    """
+    """A finite number that no measurement has and that is worse than any, and a line says so."""
     import csv
     import json
 
@@ -289,9 +281,7 @@ def test_logs_without_measurements(tmp_path, capsys):
 
 
 def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
-    """An epoch without a committed step has the logs of the last committed one, also in each of its
-    batches.
-    """
+    """Its logs are those of the last committed step, also in each of its batches."""
     recorder = Recorder()
     history, _ = trained((1,), NanGuard(diagnose=False), recorder, epochs=3)
     assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
@@ -301,9 +291,7 @@ def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
 
 
 def test_a_first_epoch_without_a_step_logs_a_loss_that_is_finite(capsys):
-    """If only the gradients are bad, the loss of a refused step is a measurement; the line does not
-    mention an earlier step.
-    """
+    """Only the gradients are bad: the loss is a measurement, and no earlier step is named."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones((24, 4), "float32")
@@ -326,9 +314,7 @@ def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():
 
 
 def test_skipped_batches_are_not_steps():
-    """An epoch whose batches were all skipped after a rollback has the final logs of the previous
-    epoch.
-    """
+    """All batches skipped after a rollback: the final logs of the previous epoch."""
     guard = NanGuard(verbose=0, diagnose=False)
 
     class PassOver(keras.callbacks.Callback):
@@ -357,9 +343,7 @@ class Spoils(keras.callbacks.Callback):
 @pytest.mark.parametrize("mode", ["auto", "min"])
 @pytest.mark.filterwarnings("ignore:.*conditioned on metric")
 def test_a_validation_that_is_not_finite_saves_no_best_model(tmp_path, mode):
-    """The saved best model is kept, a file name with the metric can be formatted, and a logged rate
-    is kept.
-    """
+    """The best model stays, a file name with the metric is formatted, a logged rate is kept."""
     data = zoo.regression(batches=2)
     path = str(tmp_path / "{epoch}-{val_loss:.1f}.weights.h5")
     best = keras.callbacks.ModelCheckpoint(path, "val_loss", mode=mode, save_best_only=True, save_weights_only=True)

@@ -69,8 +69,7 @@ def test_standard_output(monkeypatch, stream, verbose):
 
 @pytest.mark.parametrize("what", ["line", "table", "epoch"])
 def test_text_that_cannot_be_made(monkeypatch, what, capsys):
-    """An error in the text of a line or of the table does not end training, and is reported once.
-    """
+    """An error in the text of a line or the table ends nothing, and is reported once."""
 
     def broken(*args, **kwargs):
         raise UnicodeEncodeError("ascii", "x", 0, 1, "no")
@@ -103,9 +102,7 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys, verbose):
-    """An incident that cannot be converted to JSON is still in `guard.incidents`. With `verbose=0`
-    no line reports this, nor that its bundle cannot be written.
-    """
+    """Still in `guard.incidents`; with `verbose=0` no line reports it, or its missing bundle."""
     monkeypatch.setattr(Incident, "to_json", lambda self: 1 / 0)
     monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
     monkeypatch.setattr("keras_nanguard._diagnose.bundle.write", lambda *args: 1 / 0)
@@ -117,9 +114,7 @@ def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys, verbose
 
 
 def test_layer_that_cannot_be_saved(tmp_path, capsys):
-    """A snapshot on disk stores the variables, so a layer that cannot be saved has a snapshot like
-    any other.
-    """
+    """A snapshot stores variables, so such a layer has one like any other."""
 
     @keras.saving.register_keras_serializable("output_gone")
     class Unsaved(keras.layers.Dense):

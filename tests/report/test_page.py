@@ -1,6 +1,4 @@
-"""The page of a run: its content, its independence of other files, the escaping of names, and the
-files it reads.
-"""
+"""The page of a run: content, independence of other files, escaped names, files it reads."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_names(name):
-    """The same elements and attributes as with a harmless name; the name appears as text;
-    everything can be encoded.
-    """
+    """The same elements as with a harmless name, which appears as text; all can be encoded."""
     one, other = (Elements(page_of(synthetic(600, 8, name=called))) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found]
     assert [sorted(attributes) for _, attributes in one.found] == [sorted(attributes) for _, attributes in other.found]
@@ -121,9 +117,7 @@ def test_the_data_of_the_script():
 
 
 def test_steps_count_as_in_the_recording():
-    """Incidents of a second fit count from its beginning; on the timeline they are at the steps of
-    the recording.
-    """
+    """Incidents of a second fit count from its start; on the timeline from the recording's."""
     recording = synthetic(600, 4)
     later = [replace(event, step=event.step + 7) for event in recording.events]
     raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
@@ -131,9 +125,7 @@ def test_steps_count_as_in_the_recording():
 
 
 def test_a_log_that_is_ahead_of_the_recording():
-    """Incidents in the recording have its steps; incidents that are only in the log belong to the
-    running fit.
-    """
+    """Incidents in the recording have its steps; those only in the log are of the running fit."""
     recording = synthetic(600, 4)
     incidents = incidents_of(recording)
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
@@ -185,8 +177,7 @@ def test_incidents_that_the_recording_has_dropped():
 
 
 def test_undone_values_in_a_long_run():
-    """In a run longer than the points of a curve, both courses use the same steps, without holes.
-    """
+    """If a curve has fewer points than steps, both courses use the same ones, without holes."""
     recording = synthetic(8000, 0)
     recording.steps["undone"][3000:5000] = True
     chart = html._chart(recording, "loss")
@@ -207,9 +198,7 @@ def test_overflows_are_marked():
 
 
 def test_a_directory_that_several_fits_share():
-    """The page shows all fits of the recording: their incidents, and rollbacks from the start of
-    their own fit.
-    """
+    """All fits of the recording: incidents, and rollbacks counted from their own fit."""
     first = synthetic(600, 4)
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
@@ -264,9 +253,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("cause", ("divergence", "spike", "float16_underflow", "optimizer_domain"))
 def test_code_that_rebuilds_the_optimizer_runs(cause, name, precision):
-    """It needs only the model, and keeps everything that it does not change: the class, the loss, a
-    schedule of the rate.
-    """
+    """It needs only the model, and keeps class, loss and schedule where it does not change them."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(precision)
     try:
@@ -310,8 +297,7 @@ class TestBlamedRows:
         assert png.startswith(b"\x89PNG") and pixels[2, 3].tolist() == [255, 0, 200] and (pixels[..., 0] != 255).sum() == 63
 
     def test_columns(self, folder):
-        """Other rows are a table with unusual columns first, next to their range in the other rows.
-        """
+        """Rows are a table, unusual columns first, next to their range in other rows."""
         x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
         x[2, 4], x[2, 1] = np.inf, 900.0
         save_batch(folder, x)
@@ -320,9 +306,7 @@ class TestBlamedRows:
         assert found.columns[0] == pytest.approx((1, 900.0, 1.0, 1.4, True)) and found.columns[2][4] is False
 
     def test_of_several_arrays_the_one_to_blame(self, folder):
-        """The array that is not finite in that row, else the one in the diagnosis, by the user's
-        name, bfloat16 included.
-        """
+        """The one that is bad in that row, else of the diagnosis, by its name; also bfloat16."""
         image, age, weight = np.zeros((3, 8, 8, 1), "float32"), np.zeros((3, 2), "float32"), np.ones((3, 1), "float32")
         age[1, 0], weight[2] = np.nan, np.inf
         bits = (weight.view("uint32") >> 16).astype("uint16")
@@ -368,9 +352,7 @@ class TestBlamedRows:
         assert cards.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
-        """The bundle of an incident is read from the run's own directory by its last name, for any
-        path.
-        """
+        """A bundle is read from the run's directory by its last name, for any path."""
         (tmp_path / "secret").mkdir()
         assert cards.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
         assert cards.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
@@ -402,9 +384,7 @@ class TestSeveralRuns:
         return found
 
     def test_common_properties(self):
-        """Causes with the number of affected runs, differences of the failed ones, and rows to
-        blame in several.
-        """
+        """Causes with affected runs, differences of failed ones, rows to blame in several."""
         reported = compare.common(self.seen())
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported

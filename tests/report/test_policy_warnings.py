@@ -17,7 +17,6 @@ EMBEDDING = {"name": "embedding", "site": "gradients", "layer": "embed*", "do": 
 
 
 def said(capsys) -> list[str]:
-    """Return the lines that the guard has printed about its policy."""
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("NanGuard: Rule")]
 
 
@@ -57,9 +56,7 @@ def test_nothing_is_printed_with_verbose_0(capsys):
 
 
 def test_loops_and_models_say_it_too(capsys):
-    """A watched loop and a `NanGuardModel` print the same as `fit`; there are no warnings about the
-    layers of an unbuilt model.
-    """
+    """A watched loop and a `NanGuardModel` as `fit`; none about layers of an unbuilt model."""
     net = model()
     guard = NanGuard(rules=[LATE, EMBEDDING])
     with guard.watch(net, net.optimizer):

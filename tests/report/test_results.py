@@ -1,6 +1,4 @@
-"""`evaluate`, `predict` and validation under guard: results that are not finite are reported with
-the first bad layer.
-"""
+"""`evaluate`, `predict`, validation: bad results are reported with the first bad layer."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def ruin(model, value):
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 @pytest.mark.parametrize("how", ["nan", "negative"])
 def test_first_bad_layer(call, how):
-    """One incident names the layer and its statistics, and nothing is changed, not even the
-    learning rate.
-    """
+    """One incident names the layer and its statistics, and nothing, not even a rate, changes."""
     data, guard = zoo.regression(), NanGuard(verbose=0)
     model = zoo.plain()
     model.fit(*data.all, verbose=0)
@@ -44,9 +40,7 @@ def test_first_bad_layer(call, how):
 
 
 def test_faults_of_inference_mode_are_found_at_the_first_validation():
-    """Training looks fine while a moving variance is bad: the first validation reports it, with the
-    layer.
-    """
+    """Training is fine while a moving variance is bad: the first validation names the layer."""
 
     class Ruin(keras.callbacks.Callback):
         def on_test_begin(self, logs=None):
@@ -76,9 +70,7 @@ def test_loss_of_the_validation():
 
 
 def test_inputs_of_a_prediction():
-    """A row that is not finite is the fault of the input, in any batch; a generator is not read
-    twice.
-    """
+    """A bad row is the fault of the input, in any batch; a generator is not read twice."""
     x, read = zoo.draw(), []
     x[19, 0] = np.nan
     guard = NanGuard(verbose=0)

@@ -1,6 +1,4 @@
-"""No content of a recording controls a terminal or becomes active in a page; each form of
-it is written or rejected.
-"""
+"""No content of a recording controls a terminal or a page; each form is written or rejected."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def test_the_dashboard_shows_status_and_epochs_as_text():
 
 
 def test_lists_in_lists_are_refused(tmp_path, capsys):
-    """Everything that can be read can be written again: nesting is limited so that writing does not
-    exhaust the stack.
-    """
+    """All that can be read can be written again: nesting is limited for the stack's sake."""
     deep: list = []
     for _ in range(900):
         deep = [deep]
@@ -85,9 +81,7 @@ def test_lists_in_lists_are_refused(tmp_path, capsys):
 
 
 def test_depth_is_counted_exactly():
-    """The allowed number of levels is read, one more is rejected, and so are more than Python can
-    handle.
-    """
+    """The limit is read, one level more is rejected, and so is more than Python can handle."""
     assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     for levels in (MAX_DEPTH + 2, 100_000):
         with pytest.raises(ValueError, match="deeper"):
@@ -103,7 +97,6 @@ def test_the_sentence_that_refuses_a_file_is_short(tmp_path):
 
 
 def test_a_path_that_no_file_has(capsys):
-    """A NUL in a path is an error of the user, not of the program."""
     assert main(["report", "a\0b"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -120,8 +113,7 @@ def bundle(tmp_path):
 
 
 def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
-    """A page shows nothing from outside of the directory of its run, and does not wait for a pipe.
-    """
+    """Nothing from outside of the run's directory is shown, and no pipe is waited for."""
     assert cards.layer_table(bundle) == "a table" and len(cards.shown(bundle, (0,))) == 1
     (tmp_path / "secret.txt").write_text("secret")
     np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
@@ -145,9 +137,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_members_that_are_not_arrays_are_omitted(bundle, name):
-    """A member with a broken header, one that declares more than the free memory, and one that is
-    not an array: the page omits them.
-    """
+    """A broken header, more than the free memory, no array: the page omits them."""
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
     assert cards.shown(bundle, (0,)) == []
@@ -159,9 +149,7 @@ MARKUP = ["http://", "www.", "WWW.", "@", "a@b.example", "[x](y)", "![", "<b>", 
 @example("__a__")
 @given(st.lists(st.sampled_from(MARKUP), max_size=7).map("".join))
 def test_markdown_shows_any_name_as_it_is(name):
-    """The rendered text is the name, without a link or a tag, and without anything that a viewer
-    turns into a link.
-    """
+    """The rendered text is the name, without a link, a tag, or what a viewer makes a link."""
     shown = markdown_text(name)
     rendered = MarkdownIt("commonmark").render(f"x {shown} y")
     assert " ".join(text_of_html.unescape(re.sub("</?(p|code)>", "", rendered)).split()) == " ".join(f"x {name} y".split())
@@ -183,9 +171,7 @@ SEVERAL = settings(max_examples=60)
 @SEVERAL
 @given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
 def test_an_incident_is_accepted_or_rejected(name, value, within):
-    """With any value in place of a field an incident is rejected with one sentence, or shown and
-    written in each form.
-    """
+    """Any value in any field is rejected with one sentence, or shown and written in each form."""
     data = json.loads(json.dumps(WHOLE))
     inner = data[name][0] if isinstance(data[name], list) and data[name] else data[name]
     if within and isinstance(inner, dict) and inner:
@@ -212,8 +198,7 @@ COLUMNS = {"meta": 2, "steps": 11, "events": 7, "layers": 6, "samples": 7}
 @SEVERAL
 @given(st.sampled_from(sorted(COLUMNS)), st.data())
 def test_a_recording_is_accepted_or_rejected(table, data):
-    """With any row in any table a recording is rejected with one sentence, or shown in each form.
-    """
+    """Any row in any table is rejected with one sentence, or shown in each form."""
     row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))
     if table == "meta":
         known = ("model", "status", "written", "began", "base", "epochs", "budgets", "versions", "backend", "policy", "since", "refused")

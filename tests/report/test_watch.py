@@ -1,6 +1,4 @@
-"""`keras-nanguard watch`: its display of a run, from the files alone, during the run and
-afterwards.
-"""
+"""`keras-nanguard watch` displays a run from its files alone, during the run and afterwards."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def text_of(recording, width=110, **arguments):
 
 
 def test_a_frame():
-    """Model, status, step and epoch, curves with their last value, each kind of incident with its
-    count.
-    """
+    """Model, status, step and epoch, curves with last value, counted kinds of incidents."""
     recording = synthetic(900, 8)
     text = text_of(recording)
     assert "net: finished, step 900, epoch 9 of 9, 8 incidents, 2 bad rows" in text
@@ -123,8 +119,7 @@ def test_a_run_before_its_first_step(tmp_path, monkeypatch):
 
 
 def test_files_that_become_unreadable(tmp_path, monkeypatch):
-    """It keeps the last display, reports the error, and continues when the file can be read again.
-    """
+    """It keeps the last display, reports the error, and goes on when they can be read."""
     run = synthetic(300, 2)
     written(tmp_path, replace(run, meta={**run.meta, "status": "running"}))
     file = tmp_path / database.NAME

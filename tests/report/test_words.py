@@ -60,17 +60,13 @@ def test_findings():
     ],
 )
 def test_when(given, moment):
-    """Steps, epochs and batches of a line count from 1; a result belongs to its call, not to a
-    step.
-    """
+    """Steps, epochs and batches count from 1; a result belongs to its call, not to a step."""
     assert given.moment == moment
     assert str(given).startswith(f"{moment} refused: " if given.refused else f"{moment}: ")
 
 
 def test_line():
-    """The line of an incident: finding, cause, place and index in the batch, and the done and
-    skipped actions.
-    """
+    """Finding, cause, place and index in the batch, done and skipped actions."""
     slower = Outcome("lower_lr", "skipped", "the rate is at min_lr=0")
     assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, SKIPPED))) == (
         "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
@@ -237,9 +233,7 @@ class TestLines:
         assert [bool(lines.line(one, NOTHING)) for one in found] == [True, False]
 
     def test_changes_are_always_printed(self):
-        """Every incident that changes the run, or is outside of training, has a line; one that only
-        warns has not.
-        """
+        """All that change the run or are outside of training have a line; mere warnings do not."""
         back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "warn"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
             lines = Lines()
@@ -248,17 +242,13 @@ class TestLines:
         assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept), NOTHING)) for step in range(9)) == 1
 
     def test_round_numbers(self):
-        """In a loop without epochs the 10th, the 100th and the 1000th incident of a kind have a
-        line, with this number.
-        """
+        """In a loop without epochs the 10th, 100th and 1000th of a kind, with this number."""
         lines = Lines()
         reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n), NOTHING))}
         assert list(reported) == [1, 10, 100, 1000] and " 100th incident of this kind." in reported[100]
 
     def test_epochs(self):
-        """An epoch has a line if it is the first with refused steps, has twice as many as the last
-        one with a line, or only refused steps.
-        """
+        """The first with refused steps, or with twice those of the last line, or with no other."""
         lines = Lines()
         reported = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
         assert reported == [False, True, False, False, False, True, False, False]
