@@ -74,7 +74,7 @@ DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 """Pages whose code runs without `--nightly`."""
 
 COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
-COMPILED += ("unscaled", "every kind", "memorised", "DataLoader")
+COMPILED += ("every kind", "memorised", "DataLoader")
 """Words in the name of a shared test that runs on TensorFlow: most of these need a compiled step.
 """
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support import zoo
-from support.wild_programs import FUSED, WILD, Wild, train
+from support.wild_programs import WILD, Wild, train
 
-VARIANTS = {"penalty-raised", "dead-from-the-start", "tiny-losses", "actor-critic", "negative-cosine"}
-VARIANTS |= {"averaged-weights", "clipped-lstm", "label-noise"}
-"""Programs that resemble others in the table, or those of `benchmarks/healthy.py`."""
-
-ROUNDED = {"wgan", "actor-critic", "batch-of-one", "averaged-weights"}
-ROUNDED |= {"rate-reduced-to-nothing"}
+ROUNDED = {"batch-of-one", "rate-reduced-to-nothing"}
 """Programs for which XLA, which compiles guarded and plain steps separately, rounds some last bits
 differently.
 """
@@ -29,18 +22,12 @@ def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -
     return [text for text in zoo.differences(one, other, tolerance) if not any(part in text.split(":")[0] for part in measured)]
 
 
-def case(name: str) -> Any:
-    found = WILD[name].found.get(zoo.BACKEND, "")
-    marks = [pytest.mark.xfail(reason=found, strict=found != FUSED, raises=AssertionError)] if found else []
-    return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if name in VARIANTS else [])])
-
-
 @pytest.mark.daily(
-    "gan*", "reinforce*", "vae*", "float16*", "normalised*", "random-labels*",
+    "reinforce*", "vae*", "float16*", "normalised*", "random-labels*",
     "deep-linear-saddle", "rate-reduced*", "weight-untracked-variable", "batch-of-one",
     "enormous-losses", "parity", "triplet*",
 )
-@pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
+@pytest.mark.parametrize("name", [name for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):
     """The program is as unusual as described; a default guard reports and changes nothing."""
     program = WILD[name]
