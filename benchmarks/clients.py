@@ -75,7 +75,6 @@ CLIENTS = (
     Client("grain", "grain", r"\[grain\]"),
     Client("pandas DataFrame", "pandas", r"\[DataFrame\]"),
     Client("SciPy sparse matrices", "scipy", r"test_scipy"),
-    Client("seven kinds of programs", "", r"test_kinds.*test_"),
 )
 
 

@@ -33,9 +33,7 @@ settings.load_profile("unhurried")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test on the backends that it does not name: `@pytest.mark.requires_backend("torch",
-    reason="...")`.
-    """
+    """Skip a test on the backends that its `requires_backend` does not name."""
     for marker in item.iter_markers("requires_backend"):
         if os.environ["KERAS_BACKEND"] not in marker.args:
             pytest.skip(marker.kwargs["reason"])
@@ -142,9 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest):
-    """Reset the float32 policy and layer names for every test that trains a model, and remove its
-    objects afterwards.
-    """
+    """Reset the policy and layer names for each test that trains, and remove its objects."""
     if "keras" not in sys.modules:  # the tests of policy and records need no backend
         yield
         return

@@ -81,8 +81,7 @@ def test_hits_the_exact_step(site, kind):
     ("mode", "site"), [*(("graph", site) for site in SITES), ("xla", "gradients"), ("steps2", "inputs")]
 )
 def test_hits_the_exact_step_compiled(mode, site):
-    """The same inside a compiled step; afterwards the model trains like one that never had a fault.
-    """
+    """Afterwards the model trains like one that never had a fault."""
     settings, expected = MODES[mode]
     (oracle, _), faulty = without_fault(site == "loss_scale", mode), build(site, **settings)
     start = [v for _, v in zoo.state_of(faulty)]
@@ -161,8 +160,7 @@ def test_counts_over_fits_and_after_errors():
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_bad_arguments(arguments, reported):
-    """An invalid argument gives an error with the expected and the received value and the remedy.
-    """
+    """The error has the expected and the received value and the remedy."""
     arguments = {"model": build(), "site": "inputs", **arguments}
     with pytest.raises(GuardError, match=rf"(?s)Expected.*Received.*{reported}"):
         inject(arguments.pop("model"), **arguments)
@@ -179,9 +177,7 @@ def test_bad_arguments(arguments, reported):
     ],
 )
 def test_faults_without_a_place(arguments, reported):
-    """A fault that has no place in this model, or was never injected, is an error, because such a
-    test would prove nothing.
-    """
+    """A fault that was never injected is an error: such a test would prove nothing."""
     model = build(run_eagerly=True)
     with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(reported)}"), inject(model, **arguments):
         train(model)

@@ -1,6 +1,4 @@
-"""The running backend, and the host, have everything that `_backends/interface.py` declares, and
-neither uses anything else of the other.
-"""
+"""Backend and host have what `_backends/interface.py` declares, and use nothing else."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ def test_only_current_imports_backends():
 
 
 def test_only_declared_attributes_are_used():
-    """The rest of the library reads only declared attributes of a transaction, without `getattr`
-    for others.
-    """
+    """Nor does `getattr` read others of a transaction."""
     known, wrong = declared("Transaction"), []
     for module, syntax in outside().items():
         for node in ast.walk(syntax):

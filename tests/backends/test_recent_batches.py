@@ -123,10 +123,7 @@ def test_training_on_them_gives_the_same_state(mode):
 @pytest.mark.daily(*DAILY, "four steps in one, xla")
 @pytest.mark.parametrize("mode", MODES)
 def test_refused_steps_are_not_among_them(mode):
-    """A refused step does not change the state, so the previous step is followed by the next one.
-
-    Each is the last one of an execution, because the host can read the state only then.
-    """
+    """Each is the last of an execution: only then the host can read the state."""
     known = known_at(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
     assert known.snapshot.step == 0
     assert known.steps == tuple(step for step in range(19) if step not in (3, 11))
@@ -207,9 +204,7 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
 
 
 def test_bytes_of_structures():
-    """Structures of every kind are counted, composite tensors by their components; anything but an
-    array counts as 0.
-    """
+    """Composite tensors count by their components; anything but an array as 0."""
     array = np.zeros((3, 4), "float32")
     assert bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
     assert bytes_of(keras.ops.convert_to_tensor(array)) == 48

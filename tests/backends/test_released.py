@@ -26,9 +26,7 @@ class Watched(keras.optimizers.SGD):
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("custom", [False, True])
 def test_gradients(guarded, custom):
-    """No gradient outlives the next step, guarded or not: those of a large model would take
-    gigabytes.
-    """
+    """No gradient outlives the next step: those of a large model take gigabytes."""
     alive = []
 
     class Own(keras.Model):

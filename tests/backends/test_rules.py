@@ -1,6 +1,4 @@
-"""The rules of the transaction as plain arithmetic: every combination of finite, NaN, infinite and
-zero.
-"""
+"""The rules of the transaction as plain arithmetic, for finite and bad numbers."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ SCALES = [2.0**15, 1.0, 2.0**-13, 2.0**-14, 2.0**-14 * 1.5, 2.0**-20, 0.0, -4.0,
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_loss_scale_after_a_refusal(ops, number, scale):
-    """It is halved if only the gradients are bad, with a lower bound; reset if it was invalid;
-    otherwise, and in a halted step, unchanged.
-    """
+    """Halved if only the gradients are bad, reset if invalid, otherwise unchanged."""
     for loss, gradients, counter in itertools.product(NUMBER, NUMBER, (0, 7)):
         with np.errstate(all="ignore"):
             found = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
@@ -85,9 +81,7 @@ def test_the_loss_scale_after_a_refusal(ops, number, scale):
 @QUICK
 @given(loss=any_number, gradients=any_number, scale=scales, counter=st.integers(0, 2000))
 def test_a_refusal_lowers_to_the_floor_at_most(loss, gradients, scale, counter):
-    """A refusal never raises a valid scale, and never lowers it below the smallest one unless it
-    was already below.
-    """
+    """A refusal never raises a valid scale, nor lowers it below the floor."""
     after, counted = rules.learned_scale(NUMBERS, loss, gradients, scale, counter, INITIAL)
     assert min(scale, rules.MIN_LOSS_SCALE) <= after <= scale
     assert counted in (0, counter)

@@ -1,6 +1,4 @@
-"""Sparse batches are read with their zeros if these are few enough, and otherwise only by the
-stored values.
-"""
+"""Sparse batches are read with their zeros if these are few enough."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ DENSE = np.float32([[0, 3, 0, 1], [0, 0, 0, 0], [5, 0, 0, 0], [0, 2, 7, 4]])
 
 
 def sparse(array, padding=0):
-    """Return an array as a sparse one of the backend; on JAX with some places outside of it, as
-    Keras pads them.
-    """
+    """Return an array as a sparse one; on JAX with places outside of it, as Keras pads."""
     places, values = np.argwhere(array), array[array != 0]
     if zoo.BACKEND == "tensorflow":
         import tensorflow as tf
@@ -35,9 +31,7 @@ def sparse(array, padding=0):
 
 @pytest.fixture
 def unspread(monkeypatch, set_limit):
-    """`unspread(limit)` sets the number of entries that may be read with their zeros, and makes
-    reading more an error.
-    """
+    """`unspread(limit)`: how many entries may be read with zeros; more are an error."""
 
     def refuse(*given, **named):
         raise AssertionError("a sparse batch was read with its zeros")
@@ -63,9 +57,7 @@ def test_with_zeros():
 
 @pytest.mark.parametrize(("most", "expected"), [(12, [[3, 1, 0], [0, 0, 0], [5, 0, 0], [2, 7, 4]]), (3, [[3, 1, 5, 2, 7, 4]])])
 def test_without_zeros(unspread, most, expected):
-    """Of a large one the stored values of each row are side by side, or all in one row if even
-    these are too many.
-    """
+    """The stored values of a row are side by side; too many of them are in one row."""
     unspread(most)
     value = sparse(DENSE, padding=3)
     assert keras_variables.by_rows(value).tolist() == expected
@@ -74,8 +66,7 @@ def test_without_zeros(unspread, most, expected):
 
 @pytest.mark.parametrize("kept", [[0, 3], [2], [1], []])
 def test_rows_left_out(unspread, kept):
-    """Rows are removed without writing a zero; on JAX other rows replace them, to keep the shape.
-    """
+    """Without writing a zero; on JAX other rows replace them, to keep the shape."""
     taken = np.resize(kept, 4) if zoo.BACKEND == "jax" and kept else np.array(kept, int)
     value = sparse(DENSE, padding=3)
     unspread(0)
@@ -105,9 +96,7 @@ def test_a_bad_value(unspread, most):
 
 @pytest.mark.requires_backend("tensorflow", reason="only TensorFlow has ragged tensors")
 def test_rows_of_a_ragged_tensor():
-    """A bad number in a ragged tensor, nested or not, belongs to a row of the batch, which can be
-    removed.
-    """
+    """A bad number, nested or not, belongs to a row, which can be removed."""
     import tensorflow as tf
 
     from keras_nanguard._backends.shared import batches

@@ -1,6 +1,4 @@
-"""A guarded step that was traced in one fit is reused in later ones, like Keras' own train
-function, if it still fits.
-"""
+"""A traced step is reused in later fits, like Keras' train function, if it still fits."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def network(optimizer="adam", **compiled):
 
 
 def fitted(times, mode="graph"):
-    """Return a model after this many fits of one epoch, each with a new guard, the loss, and the
-    guards.
-    """
+    """Return a model after this many fits, each with a new guard; the loss; the guards."""
     loss, data, guards = Traced(), zoo.regression(), []
     model = network(loss=loss, **zoo.MODES[mode])
     for _ in range(times):
@@ -69,9 +65,7 @@ def test_traced_once(mode):
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(mode):
-    """Fits over data with bad batches end like fits without these batches; each guard reports its
-    own incidents.
-    """
+    """As without the bad batches; each guard reports its own incidents."""
     bad = (3, 6, 9, 12)  # whole executions of four are left: the lowest Keras makes too many steps of a rest
     data = zoo.regression(batches=16)
     for batch in bad:
@@ -113,9 +107,7 @@ def test_traced_again(change):
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX trains no other weights without `compile`, it raises")
 @pytest.mark.parametrize("first", ["frozen", "trained"])
 def test_trainable_is_changed_without_compile(first):
-    """Stock Keras continues with its existing train function until `compile` is called, and so does
-    a guarded fit.
-    """
+    """Stock Keras keeps its train function until `compile`, and so does a guarded fit."""
     weights = []
     for guarded in ((False, False), (True, True), (False, True)):
         keras.utils.set_random_seed(0)

@@ -1,6 +1,4 @@
-"""Every private Keras name that the library uses still exists: this file fails if a release removes
-one.
-"""
+"""Every private Keras name that the library uses still exists."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ def test_layers_at_any_depth(model):
 
 
 def test_rate_of_the_next_step(model):
-    """`Optimizer._get_current_learning_rate` gives the rate of a number and of a schedule, and `_learning_rate`
-    distinguishes them."""
+    """`_get_current_learning_rate`; `_learning_rate` distinguishes numbers and schedules."""
     plain = model.optimizer.inner_optimizer
     assert isinstance(plain._learning_rate, keras_variables.VARIABLE)
     assert float(plain._get_current_learning_rate()) == pytest.approx(1e-3)
@@ -76,9 +73,7 @@ def test_iteration_that_a_schedule_sees():
 
 @pytest.mark.requires_backend("tensorflow", reason="only TensorFlow mirrors variables")
 def test_the_variable_and_the_strategy_behind(model):
-    """`Variable._value` is what `value` returns, and `_distribution_strategy` is the strategy in
-    which an optimizer updates.
-    """
+    """`Variable._value` is `value`; `_distribution_strategy` is that of an update."""
     import tensorflow as tf
 
     weight = model.trainable_variables[0]
@@ -87,8 +82,7 @@ def test_the_variable_and_the_strategy_behind(model):
 
 
 def test_loss_scale_variables(model):
-    """`LossScaleOptimizer` keeps `dynamic_scale`, `step_counter` and `initial_scale`, and trains `_trainable_variables`
-    through its inner optimizer."""
+    """`dynamic_scale`, `step_counter`, `initial_scale`; the inner optimizer trains."""
     optimizer = model.optimizer
     assert float(optimizer.dynamic_scale.numpy()) == optimizer.initial_scale
     assert int(optimizer.step_counter.numpy()) == 0
@@ -105,9 +99,7 @@ def test_compiled_again():
 
 
 def test_the_width_of_a_progress_bar(capsys):
-    """A progress bar has the number of columns that it uses, 0 before it is drawn, and is redrawn
-    after this is reset.
-    """
+    """It is 0 before a bar is drawn, which is redrawn after a reset."""
     bar = keras.utils.Progbar(4)
     assert bar._prev_total_width == 0
     bar.update(1)
@@ -120,9 +112,7 @@ def test_the_width_of_a_progress_bar(capsys):
 
 
 def test_arrays_of_a_fit():
-    """While `fit` trains on arrays, they are its local variables `x` and `y`, and its data adapter
-    is one for arrays.
-    """
+    """They are its local variables `x` and `y`; its data adapter is one for arrays."""
     probe = zoo.After(lambda model: fitting.running_arrays())
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -139,9 +129,7 @@ def test_printing():
 
 
 def test_train_function_protocol(model):
-    """`make_train_function(force)` sets `train_function`, and `jit_compile` can be set on the
-    model.
-    """
+    """`make_train_function(force)`; `jit_compile` can be set on the model."""
     assert "force" in inspect.signature(keras.Model.make_train_function).parameters
     before = model.jit_compile
     model.jit_compile = False
@@ -310,9 +298,7 @@ def test_the_graph_of_a_model():
 
 
 def test_compile_arguments():
-    """`Model._compile_metrics`, `LossFunctionWrapper._fn_kwargs` and `Optimizer._learning_rate`
-    store what was passed.
-    """
+    """`_compile_metrics`, `_fn_kwargs` and `_learning_rate` store what was passed."""
     rate = keras.optimizers.schedules.CosineDecay(0.5, 10)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
@@ -353,9 +339,7 @@ def test_the_state_of_the_trainer_of_jax():
 @LISTS
 @pytest.mark.requires_backend("jax", reason="the trainer of JAX")
 def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
-    """`_make_function` returns it, and does not compile it for an uncompiled model; from Keras 3.16
-    on it otherwise does.
-    """
+    """`_make_function` returns it, uncompiled for an uncompiled model."""
     from keras_nanguard._keras import jax_trainer
 
     make, seen = keras.Model._make_function, []
@@ -373,9 +357,7 @@ def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
 
 
 def test_second_moments():
-    """Each optimizer that `second_moments` knows has, for each weight, the array that it names; no
-    entry is negative.
-    """
+    """The arrays that it names exist for each weight; no entry is negative."""
     for kind in SECOND_MOMENTS:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         optimizer = kind(0.1)
@@ -413,9 +395,7 @@ def test_a_policy_is_exchanged_and_put_back():
 
 
 def test_dtypes_are_exchanged_and_put_back():
-    """The private `Variable._value`, and `_dtype` of variables, losses and symbolic tensors, equal
-    their public counterparts.
-    """
+    """`Variable._value` and `_dtype` of variables, losses and symbolic tensors."""
     inputs = keras.Input((4,), dtype="float16")
     built = keras.Model(inputs, layers.Dense(1, dtype="float16", activation="tanh")(inputs))
     built.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"), auto_scale_loss=False)

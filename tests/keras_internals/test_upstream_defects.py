@@ -1,5 +1,4 @@
-"""Defects of stock Keras on one device: each occurs without the guard, and does not occur with it.
-"""
+"""Defects of stock Keras on one device, which do not occur with the guard."""
 
 from __future__ import annotations
 
@@ -39,9 +38,7 @@ def fit(build, data, *callbacks, epochs=1):
 
 
 def test_skipped_update_ruins_batchnorm():
-    """After one Inf in mixed_float16 the scaler skips the update, but stock BatchNorm and the
-    epoch's loss stay NaN.
-    """
+    """The scaler skips the update, but stock BatchNorm and the loss stay NaN."""
     data = zoo.poison(zoo.regression(), 3, np.inf)
     model, history = fit(half, data)
     assert np.isnan(history["loss"][0])
@@ -56,9 +53,7 @@ def test_skipped_update_ruins_batchnorm():
 
 
 def test_loss_scale_falls_to_zero():
-    """After 165 bad steps the stock scale is 0, and the next clean batch writes NaN into the
-    weights; the guard prevents this.
-    """
+    """After 165 bad steps it is 0, and a clean batch writes NaN into the weights."""
     bad, clean = zoo.regression(batches=170), zoo.regression(batches=1)
     bad.y[:] = np.inf
     data = zoo.Data(np.concatenate([bad.x, clean.x]), np.concatenate([bad.y, clean.y]))
@@ -81,9 +76,7 @@ def _without_batchnorm():
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
 def test_invalid_loss_scale_stays_invalid(value):
-    """A stock scale of 0, Inf or NaN stays so, and training learns nothing or is lost; the guard
-    resets it.
-    """
+    """Training learns nothing or is lost; the guard resets the scale."""
 
     data = zoo.regression()
     model, _ = fit(_without_batchnorm, data, zoo.Before(lambda model: model.optimizer.dynamic_scale.assign(value), 3))
@@ -98,9 +91,7 @@ def test_invalid_loss_scale_stays_invalid(value):
 
 
 def test_adam_stops_after_a_huge_gradient():
-    """A gradient above 1.8e19 makes Adam's second moment Inf, and that weight never changes again;
-    with the guard it does.
-    """
+    """Adam's second moment is Inf, and that weight never changes again."""
 
     def build():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1, use_bias=False)])

@@ -1,3 +1,1 @@
-"""Shared parts of the tests: models, data, programs, the oracle, and scripts that run in separate
-processes.
-"""
+"""Shared parts of the tests: models, data, programs, the oracle, and scripts."""

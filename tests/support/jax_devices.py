@@ -135,8 +135,7 @@ def traffic():
 
 @contextlib.contextmanager
 def compiled():
-    """Yield the list of compiled functions that are called in the context, each with its arguments.
-    """
+    """Yield the list of compiled functions that are called here, each with its arguments."""
     seen, real = [], jax.jit
 
     def jit(function, *args, **kwargs):

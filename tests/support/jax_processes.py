@@ -54,9 +54,7 @@ class Die(keras.callbacks.Callback):
 
 
 class Spoils(keras.callbacks.Callback):
-    """Writes NaN into a weight, its first moment or a moving mean, only in the copy of the first
-    process.
-    """
+    """Writes NaN into a variable, only in the copy of the first process."""
 
     def __init__(self, moment=False, statistic=False):
         super().__init__()
@@ -134,9 +132,7 @@ def model():
 
 
 def placed():
-    """Return how batches, and with `model` also a kernel, are spread over the devices of both
-    processes.
-    """
+    """Return how batches, and with `model` also a kernel, are spread over the devices."""
     devices = distribution.list_devices()
     if not PARALLEL:
         return distribution.DataParallel(devices=devices, auto_shard_dataset=False)

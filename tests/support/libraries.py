@@ -1,6 +1,4 @@
-"""Model libraries on Keras 3, each with a small model built from configuration and trained by its
-own `fit`; no downloads.
-"""
+"""Model libraries on Keras 3, each with a small model and its own `fit`; no downloads."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ LIBRARIES: dict[str, Library] = {}
 
 @dataclass(frozen=True)
 class Library:
-    """A model of a library: its package, constructor, data by name, the faulty part, training, and
-    backends.
-    """
+    """A model of a library, with its data, the part that can be bad, and its backends."""
 
     package: str
     build: Callable[[], Any]
@@ -36,9 +32,7 @@ class Library:
     on: tuple[str, ...] = ("tensorflow", "jax", "torch")
 
     def train(self, guard: Any = None, bad: bool = False) -> tuple[dict[str, list[float]], list[tuple[str, np.ndarray]]]:
-        """Return history and state after an epoch of good batches, and of one more bad batch if
-        requested.
-        """
+        """Return history and state after good batches, and one bad batch if requested."""
         importlib.import_module(self.package)  # some draw random numbers as they are imported
         keras.utils.set_random_seed(0)
         model, data = self.build(), self.data()

@@ -86,10 +86,7 @@ def with_poison(value: float = np.nan, where: str = "x") -> zoo.Data:
 
 @functools.cache
 def of_keras(build: Callable[[], Any], value: float | None = None, where: str = "x") -> zoo.Run:
-    """Train with stock Keras, once for all cases of a process.
-
-    Without a value the data have no bad batches.
-    """
+    """Train with stock Keras, once for each process; without a value on good data."""
     return run(build, zoo.regression() if value is None else with_poison(value, where))
 
 
@@ -128,9 +125,7 @@ def momentum() -> dict[str, Any]:
 
 
 def scaled(optimizer: Any) -> Any:
-    """Return the model with a loss scale at which no healthy step overflows, because Keras commits
-    parts of such steps.
-    """
+    """Return a loss scale at which no healthy step overflows: Keras half commits those."""
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
 
 
@@ -243,9 +238,7 @@ def several_steps() -> dict[str, Any]:
 
 @case
 def observed() -> dict[str, Any]:
-    """Under a policy that changes nothing the run equals that of Keras, and the replica is
-    reported.
-    """
+    """Under `observe` the run equals that of Keras, and the replica is reported."""
     guard = NanGuard("observe", verbose=0)
     one, other = run(zoo.plain, with_poison(), guard), of_keras(zoo.plain, np.nan)
     same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
@@ -378,9 +371,7 @@ def forward_domain() -> dict[str, Any]:
 
 @case
 def no_rows() -> dict[str, Any]:
-    """A last batch of one row: BatchNormalization on the replica without rows averages over
-    nothing.
-    """
+    """A last batch of one row: BatchNormalization averages over nothing on a replica."""
     data, guard = zoo.regression(), NanGuard(verbose=0)
     data = zoo.Data(data.x[:-7], data.y[:-7])
     run(zoo.plain, data, guard, epochs=1)

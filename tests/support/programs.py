@@ -178,11 +178,16 @@ def classes(**mode: Any) -> Any:
 # Models
 
 
+def compiled(model: Any, optimizer: Any = "adam", loss: Any = "mse", **options: Any) -> Any:
+    """Compile a model, and return it."""
+    model.compile(optimizer, loss, **options)
+    return model
+
+
 @program("model-no-batchnorm")
 def no_batchnorm(**mode: Any) -> Any:
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-    model.compile("adam", "mse", **mode)
-    return model
+    hidden = layers.Dense(8, "tanh")
+    return compiled(keras.Sequential([keras.Input((6,)), hidden, layers.Dense(1)]), **mode)
 
 
 class Branching(keras.Model):
@@ -199,11 +204,7 @@ class Branching(keras.Model):
         return self.last(self.drop(ops.relu(x), training=training))
 
 
-@program("model-subclassed")
-def subclassed(**mode: Any) -> Any:
-    model = Branching()
-    model.compile("adam", "mse", metrics=["mae"], **mode)
-    return model
+program("model-subclassed")(lambda **mode: compiled(Branching(), metrics=["mae"], **mode))
 
 
 @program("model-nested")
@@ -211,8 +212,7 @@ def nested(**mode: Any) -> Any:
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(5), layers.BatchNormalization(), layers.Dropout(0.2)])
     outer = keras.Input((6,))
     model = keras.Model(outer, layers.Dense(1)(keras.Sequential([inner, layers.Dense(4, "relu")])(outer)))
-    model.compile("adam", "mse", metrics=["mae"], **mode)
-    return model
+    return compiled(model, metrics=["mae"], **mode)
 
 
 def several() -> zoo.Data:
@@ -238,8 +238,7 @@ def many(**mode: Any) -> Any:
 def shared(**mode: Any) -> Any:
     dense, norm, entry = layers.Dense(6), layers.BatchNormalization(), keras.Input((6,))
     model = keras.Model(entry, layers.Dense(1)(norm(dense(norm(dense(entry))))))
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 @program("model-frozen")
@@ -247,8 +246,7 @@ def frozen(**mode: Any) -> Any:
     model = zoo.plain(**mode)
     model.layers[0].trainable = False
     model.layers[1].trainable = False
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 @program("model-regularized")
@@ -261,8 +259,19 @@ def regularized(**mode: Any) -> Any:
             layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae", keras.metrics.R2Score()], **mode)
-    return model
+    metrics = ["mae", keras.metrics.R2Score()]
+    return compiled(model, keras.optimizers.Adam(0.05), metrics=metrics, **mode)
+
+
+def words() -> zoo.Data:
+    x = zoo.draw(sequence=10)
+    return zoo.Data(x, np.tile([1, 2, 3], (len(x), 1)))
+
+
+@program("model-ctc", data=words)
+def ctc(**mode: Any) -> Any:
+    body = [layers.GRU(8, return_sequences=True), layers.Dense(6)]
+    return compiled(keras.Sequential([keras.Input((10, 6)), *body]), loss=keras.losses.CTC(), **mode)
 
 
 def sequences() -> zoo.Data:
@@ -273,8 +282,7 @@ def sequences() -> zoo.Data:
 @program("model-rnn", data=sequences)
 def recurrent(**mode: Any) -> Any:
     model = keras.Sequential([keras.Input((5, 6)), layers.LSTM(4, dropout=0.2), layers.Dense(1)])
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 @program("model-stateful-rnn", data=sequences)
@@ -284,8 +292,7 @@ def stateful(**mode: Any) -> Any:
     model = keras.Sequential(
         [keras.Input(batch_shape=(zoo.BATCH, 5, 6)), layers.GRU(4, stateful=True), layers.Dense(1)]
     )
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 def tokens() -> zoo.Data:
@@ -298,8 +305,7 @@ def embedding(**mode: Any) -> Any:
     model = keras.Sequential(
         [keras.Input((5,)), layers.Embedding(20, 4), layers.GlobalAveragePooling1D(), layers.Dense(1)]
     )
-    model.compile(keras.optimizers.Adam(0.05), "mse", **mode)
-    return model
+    return compiled(model, keras.optimizers.Adam(0.05), **mode)
 
 
 def images() -> zoo.Data:
@@ -315,8 +321,7 @@ def convolution(**mode: Any) -> Any:
             layers.ReLU(), layers.MaxPooling2D(), layers.SpatialDropout2D(0.2), layers.Flatten(), layers.Dense(1),
         ]
     )  # fmt: skip
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 @program("model-attention", data=sequences)
@@ -324,8 +329,7 @@ def attention(**mode: Any) -> Any:
     entry = keras.Input((5, 6))
     x = layers.LayerNormalization()(entry + layers.MultiHeadAttention(2, 3, dropout=0.1)(entry, entry))
     model = keras.Model(entry, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 @program("model-spectral-normalization")
@@ -336,8 +340,7 @@ def spectral(**mode: Any) -> Any:
         else [keras.Input((6,)), layers.SpectralNormalization(layers.Dense(6))]
     )
     model.add(layers.Dense(1))
-    model.compile("adam", "mse", **mode)
-    return model
+    return compiled(model, **mode)
 
 
 class LowestSeen(layers.Layer):
@@ -355,9 +358,8 @@ class LowestSeen(layers.Layer):
 
 @program("model-own-state")
 def own_state(**mode: Any) -> Any:
-    model = keras.Sequential([keras.Input((6,)), LowestSeen(), layers.Dense(1)])
-    model.compile("adam", "mse", **mode)
-    return model
+    body = [LowestSeen(), layers.Dense(1)]
+    return compiled(keras.Sequential([keras.Input((6,)), *body]), **mode)
 
 
 def counter() -> Any:
@@ -372,9 +374,7 @@ def counter() -> Any:
 
 
 class Unlisted(keras.Model):
-    """Counts its steps in a native variable of the backend, draws from the global seed, and has
-    state that Keras does not list.
-    """
+    """Counts its steps in a variable of the backend, and draws from the global seed."""
 
     def __init__(self):
         super().__init__()
@@ -388,11 +388,7 @@ class Unlisted(keras.Model):
         return self.dense(x)
 
 
-@program("model-unlisted-state")
-def unlisted(**mode: Any) -> Any:
-    model = Unlisted()
-    model.compile("adam", "mse", **mode)
-    return model
+program("model-unlisted-state")(lambda **mode: compiled(Unlisted(), **mode))
 
 
 # Precision
@@ -424,9 +420,7 @@ for _policy in ("mixed_float16", "mixed_bfloat16", "float64", "bfloat16"):
 def differentiated(
     loss: Callable[[], Any], variables: Callable[[], list[Any]], scaled: Callable[[Any], Any] = lambda loss: loss
 ) -> tuple[Any, list[Any]]:
-    """Return the loss, and its (scaled) gradients by the variables that exist after it, in the
-    backend's idiom.
-    """
+    """Return the loss, and its (scaled) gradients by the variables that exist after it."""
     if zoo.BACKEND == "torch":
         import torch
 
@@ -455,44 +449,30 @@ class OwnStep(keras.Model):
     def metrics(self):
         return [self.tracker]
 
-    def train_step(self, data):
+    def gradients(self, data, scaled=lambda loss: loss):
+        """Return the loss, and its (scaled) gradients."""
         x, y = data
-        loss, gradients = differentiated(
-            lambda: ops.mean(ops.square(y - self(x, training=True))), lambda: self.trainable_variables, self.optimizer.scale_loss
-        )
+        loss = lambda: ops.mean(ops.square(y - self(x, training=True)))  # noqa: E731
+        return differentiated(loss, lambda: self.trainable_variables, scaled)
+
+    def train_step(self, data):
+        loss, gradients = self.gradients(data, self.optimizer.scale_loss)
         self.optimizer.apply(gradients, self.trainable_variables)
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
-
-
-@program("step-own-loss")
-def own_loss(**mode: Any) -> Any:
-    model = OwnStep()
-    model.compile("adam", **mode)
-    return model
 
 
 class RawLogs(OwnStep):
     """Logs the loss itself, without a metric."""
 
     def train_step(self, data):
-        x, y = data
-        loss, gradients = differentiated(lambda: ops.mean(ops.square(y - self(x, training=True))), lambda: self.trainable_variables)
+        loss, gradients = self.gradients(data)
         self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "mean": ops.mean(x)}
-
-
-@program("step-raw-logs")
-def raw_logs(**mode: Any) -> Any:
-    model = RawLogs()
-    model.compile("adam", **mode)
-    return model
+        return {"loss": loss, "mean": ops.mean(data[0])}
 
 
 class Adversarial(keras.Model):
-    """A GAN: two networks, two optimizers, and a generator step that reads the updated
-    discriminator.
-    """
+    """A GAN: the step of the generator reads the updated discriminator."""
 
     def __init__(self):
         super().__init__()
@@ -548,19 +528,16 @@ def gan(**mode: Any) -> Any:
 
 
 class Sharpness(OwnStep):
-    """Sharpness-aware minimisation: moves the weights uphill, computes the gradient there, moves
-    back, then applies it.
-    """
+    """Sharpness-aware minimisation: the gradient is taken uphill of the weights."""
 
     def train_step(self, data):
-        x, y = data
         weights = self.trainable_variables
-        loss, gradients = differentiated(lambda: ops.mean(ops.square(y - self(x, training=True))), lambda: weights)
+        loss, gradients = self.gradients(data)
         norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in gradients)) + 1e-12
         moves = [0.05 * g / norm for g in gradients]
         for weight, move in zip(weights, moves):
             weight.assign_add(move)
-        _, gradients = differentiated(lambda: ops.mean(ops.square(y - self(x, training=True))), lambda: weights)
+        _, gradients = self.gradients(data)
         for weight, move in zip(weights, moves):
             weight.assign_sub(move)
         self.optimizer.apply(gradients, weights)
@@ -586,11 +563,8 @@ class TwicePerStep(OwnStep):
         return logs
 
 
-@program("step-two-updates")
-def two_updates(**mode: Any) -> Any:
-    model = TwicePerStep()
-    model.compile("adam", **mode)
-    return model
+for _name, _kind in {"own-loss": OwnStep, "raw-logs": RawLogs, "two-updates": TwicePerStep}.items():
+    program(f"step-{_name}")(lambda kind=_kind, **mode: compiled(kind(), loss=None, **mode))
 
 
 class Averaging(keras.Model):
@@ -612,11 +586,7 @@ class Averaging(keras.Model):
         return logs
 
 
-@program("step-slow-copy")
-def averaging(**mode: Any) -> Any:
-    model = Averaging()
-    model.compile("adam", "mse", metrics=["mae"], **mode)
-    return model
+program("step-slow-copy")(lambda **mode: compiled(Averaging(), metrics=["mae"], **mode))
 
 
 class Conditional(keras.Model):

@@ -1,7 +1,4 @@
-"""Synthetic recordings of any length, with incidents, rollbacks, layers and bad samples.
-
-Also recorders that receive synthetic steps.
-"""
+"""Synthetic recordings of any length, and recorders that receive synthetic steps."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ def jax_started(directories, *arguments):
 
 
 def ended(processes):
-    """Return the output and the errors of each process; reads from all of them at once.
-
-    A process that waits for a full pipe would block all others.
-    """
+    """Return output and errors of each process; a full pipe of one blocks no other."""
     with ThreadPoolExecutor(len(processes)) as readers:
         return list(readers.map(lambda process: process.communicate(timeout=LIMIT), processes))
 

@@ -113,9 +113,7 @@ def trained(model, given, way=""):
 
 
 class Bursting(keras.optimizers.SGD):
-    """Makes a weight or a slot infinite in one of its updates; no later step computes a bad value
-    from it.
-    """
+    """Makes a weight or a slot infinite in one update; no step computes a bad value from it."""
 
     def __init__(self, where, update=2):
         super().__init__(0.05, momentum=0.9)

@@ -67,9 +67,7 @@ def updated(model, data, optimizer=None):
 
 
 def wild(model):
-    """A hand-written step that reads the weights after its update, which therefore cannot be
-    deferred.
-    """
+    """A hand-written step that reads the weights after its update: it cannot be deferred."""
 
     def body(data):
         return {"loss": updated(model, data), "weight": model.trainable_variables[0].value.detach().abs().sum()}

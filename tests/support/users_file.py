@@ -1,5 +1,4 @@
-"""A user program with every public name. mypy and pyright check it in strict mode; nothing runs it.
-"""
+"""A user program with every public name, for mypy and pyright; nothing runs it."""
 
 from __future__ import annotations
 

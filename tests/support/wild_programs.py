@@ -1,9 +1,4 @@
-"""Healthy training with unusual losses: they rise by design or by chance, weights grow, or nothing
-changes.
-
-Each program claims bounds for the results of `measure`, which tests/recovery/test_wild_runs.py
-checks.
-"""
+"""Healthy training with unusual losses; each program claims bounds for `measure`."""
 
 from __future__ import annotations
 
@@ -86,8 +81,7 @@ class Trace(keras.callbacks.Callback):
 
 
 def train(program: Wild, guarded: bool) -> tuple[zoo.Run, dict[str, float]]:
-    """Train a program from a fixed seed; return its results and, for a plain run, its measurements.
-    """
+    """Train from a fixed seed; return the results and, of a plain run, measurements."""
     keras.utils.set_random_seed(0)
     model, fit = program.build()
     before, trace = _norms(model), Trace()
@@ -183,9 +177,7 @@ class AtEpoch(keras.callbacks.Callback):
 
 
 class Added(layers.Layer):
-    """Adds a loss that is computed from its inputs; has a number that a callback may change, and a
-    source of noise.
-    """
+    """Adds a loss of its inputs; has a number that a callback may change, and noise."""
 
     def __init__(self, objective: Callable[..., Any], number: float = 1.0):
         super().__init__()
@@ -210,9 +202,7 @@ class Clipped(keras.constraints.Constraint):
 
 @wild("wgan-critic-at-its-bounds", negative=at_least(0.8), settled=at_most(-3.0))
 def critic_at_bounds():
-    """The best critic within its bounds has every weight at a bound, so kernels do not change while
-    the loss falls.
-    """
+    """Weights reach their bounds and do not change, while the loss falls."""
     y = np.sign(draw(320, 1, seed=1))
     model = network(6, 16, 1, kernel_constraint=Clipped())
     model.compile(Opt.RMSprop(5e-3), loss=lambda y, scores: ops.mean(y * scores, -1))
@@ -220,9 +210,7 @@ def critic_at_bounds():
 
 
 class Rewarded(keras.utils.PyDataset):
-    """States, the actions of the policy at the beginning of the epoch, and their advantages as
-    sample weights.
-    """
+    """States, actions of the policy at the start of the epoch, advantages as weights."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -292,9 +280,7 @@ def _correlated() -> np.ndarray:
 
 @wild("vae-kl-annealed", back=at_least(2.0))
 def vae():
-    """The weight of the KL term is raised each epoch, from zero, until the code contains no
-    information.
-    """
+    """The weight of the KL term is raised until the code contains no information."""
     model, beta = _vae(0.0)
     model.compile(Opt.Adam(2e-2), "mse")
     return model, arrays(_correlated(), _correlated(), epochs=7, callbacks=[AtEpoch(lambda epoch: beta.assign(1e-3 * 5.0**epoch))])
@@ -302,9 +288,7 @@ def vae():
 
 @wild("weight-untracked-variable", settled=at_least(50.0), not_on={"jax": "a compiled step takes no variable that the model does not hold"})
 def untracked():
-    """The loss function reads a variable that is tracked nowhere, and that a callback raises a
-    hundredfold.
-    """
+    """The loss reads a variable that is tracked nowhere, raised a hundredfold."""
     weight = keras.Variable(1.0, trainable=False, name="weight")
     model = network(6, 8, 1)
     model.compile(Opt.Adam(1e-3), lambda y, p: weight * ops.mean(ops.square(y - p), -1))
@@ -389,9 +373,7 @@ def batch_of_one():
 
 @wild("batch-of-one-memorised", spike=at_least(1e5), settled=at_most(1e-2))
 def memorised():
-    """The network has become certain, so one of a few wrong labels costs a million times as much as
-    a right one; one sample at a time.
-    """
+    """A few wrong labels cost a million times as much as right ones; batches of one."""
     x = 3 * draw(300, 6)
     y = (x[:, :1] > 0).astype("float32")
     x[:, 0] += 15 * np.sign(x[:, 0])
@@ -424,9 +406,7 @@ def tiny_features():
 
 @wild("normalised-adam", growth=at_least(10.0), settled=at_most(0.7))
 def normalised_adam():
-    """A kernel below BatchNormalization has no fixed scale: at a high rate it grows, and the
-    network learns.
-    """
+    """A kernel below BatchNormalization grows at a high rate, and the network learns."""
     images, y = digits()
     conv = lambda: layers.Conv2D(6, 3, strides=2, padding="same", use_bias=False)  # noqa: E731
     norm, pool = layers.BatchNormalization, layers.GlobalAveragePooling2D()
@@ -448,9 +428,7 @@ def decay():
 
 @wild("catapult", early=at_least(20.0), settled=at_most(0.1))
 def catapult():
-    """Two linear layers: the loss is a hundred times its initial value after six steps, then
-    reaches a flatter region.
-    """
+    """Two linear layers: the loss grows a hundredfold in six steps, then falls."""
     model = network(1, 256, 1, activation="linear", use_bias=False)
     model.set_weights([0.3 * draw(1, 256, seed=1), 0.3 * draw(256, 1, seed=2)])
     model.compile(Opt.SGD(0.033), "mse")
@@ -462,9 +440,7 @@ def catapult():
 
 @wild("hinge-satisfied", zero=at_least(0.3))
 def hinge():
-    """A support vector machine on separable data: the loss is exactly zero, and sometimes slightly
-    above.
-    """
+    """The loss of a support vector machine is zero, and sometimes slightly above."""
     x = draw(320, 6)
     x[:, 0] += 2 * np.sign(x[:, 0])
     model = network(6, 1)

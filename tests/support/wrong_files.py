@@ -1,7 +1,4 @@
-"""Files with one deliberate structural error each: valid containers, but not model files.
-
-`WRONG` has for each name a function that writes the file into a folder and returns its path.
-"""
+"""`WRONG`: by name functions that write a file with one structural error to a folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Small models, data with and without bad values, and the oracle: the results of a run, for a
-comparison bit by bit.
-"""
+"""Small models, data with and without bad values, and results of runs to compare."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ def regression(batches: int = BATCHES, seed: int = 0) -> Data:
 
 
 def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row: int = 2) -> Data:
-    """Write a bad number into one row of one batch, in place; in the first float array of a
-    structure.
-    """
+    """Write a bad number into a row of a batch, in place; in the first float array."""
     arrays = keras.tree.flatten(getattr(data, where))
     array = next(a for a in arrays if a.dtype.kind == "f")
     place = batch * BATCH + row
@@ -229,9 +225,7 @@ def state_of(model: Any, *optimizers: Any) -> list[tuple[str, np.ndarray]]:
 
 
 def _generators() -> list[tuple[str, np.ndarray]]:
-    """Return the state of the generators that belong to no model: on torch, unseeded dropout draws
-    from one.
-    """
+    """Return the generators of no model: on torch, unseeded dropout draws from one."""
     if BACKEND != "torch":
         return []
     import torch
@@ -287,9 +281,7 @@ def run(
 
 
 def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
-    """Return a History with tensors as numbers, which an old Keras leaves in it for a step that
-    logs no metric.
-    """
+    """Return a History with tensors, which an old Keras leaves in it, as numbers."""
     return {key: [float(value) for value in values] for key, values in history.items()} if OLD else history
 
 

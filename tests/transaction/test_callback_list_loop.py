@@ -55,8 +55,7 @@ def run(model, guards, epochs=2, train=True, dies_at=None, kept=None):
 
 
 def test_guarded_as_in_fit():
-    """Bad steps are refused and reported with epoch and batch, and the state equals that of `fit`.
-    """
+    """Bad steps are refused and reported, and the state equals that of `fit`."""
     guard = NanGuard(verbose=0)
     with zoo.as_written():
         model = loop([guard])

@@ -87,9 +87,7 @@ class Test:
     @pytest.mark.parametrize("how", COPIES)
     @pytest.mark.parametrize("used", [False, True])
     def test_guard(self, how, used):
-        """A copy of a guard, used or not, has its settings, and a pickle also its incidents; both
-        can guard another fit.
-        """
+        """It has the settings, a pickle also the incidents; both can guard another fit."""
         guard = NanGuard({"version": 2, "preset": "recover", "snapshot": {"every": 7}}, verbose=0, diagnose=used, functions={"said": said})
         if used:
             zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
@@ -99,9 +97,7 @@ class Test:
     @pytest.mark.daily("deepcopy", "pickle")
     @pytest.mark.parametrize("how", COPIES)
     def test_guard_with_a_directory(self, how, tmp_path):
-        """The same for one with a directory that resumes; its pickle resumes there, too, but a
-        fresh guard starts from scratch.
-        """
+        """Its pickle resumes there, but a fresh guard starts from scratch."""
         guard = named(tmp_path)
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
         other = COPIES[how](guard)
@@ -166,9 +162,7 @@ class Named(NanGuard):
 @pytest.mark.parametrize("how", [*COPIES, "clone_model", "save"])
 @pytest.mark.parametrize("build", [zoo.plain, own])
 def test_model(build, how, tmp_path):
-    """A model that is copied, cloned or saved during or after a guarded fit has no part of the
-    guard, and trains.
-    """
+    """A copied, cloned or saved model has no part of the guard, and trains."""
 
     def saved(model):
         model.save(tmp_path / "model.keras")
@@ -194,9 +188,7 @@ def test_model(build, how, tmp_path):
 
 
 def test_policy_of_a_loaded_model(tmp_path):
-    """A policy that is set on a model before training is used, although loading a model reads its
-    guard before that.
-    """
+    """A policy set before training is used, although loading reads the guard."""
     own().save(tmp_path / "model.keras")
     model = keras.models.load_model(tmp_path / "model.keras")
     before = model.nanguard

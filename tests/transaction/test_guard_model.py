@@ -1,6 +1,4 @@
-"""`NanGuardModel` counts like `NanGuard` per fit, per epoch and in History, and gives way to a
-callback.
-"""
+"""`NanGuardModel` counts like `NanGuard`, and gives way to a callback."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def fit(model, *callbacks, epochs=2, **kwargs):
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["one", "two steps in one"])
 def test_counts_restart_with_epochs_and_fits(steps):
-    """Steps count from the start of each fit, batches from the start of each epoch, and History has
-    the counts.
-    """
+    """Steps count from the start of a fit, batches from that of an epoch."""
     zoo.supported({"steps_per_execution": steps})
     model = network(steps_per_execution=steps)
     per_epoch = zoo.BATCHES + len(BAD)
@@ -64,9 +60,7 @@ def test_no_callback_is_needed_for_the_logs_to_be_honest():
 
 
 def test_a_callback_takes_over_for_its_fit():
-    """If the list has a `NanGuard`, only that one guards; before and after, the model guards
-    itself.
-    """
+    """Only a `NanGuard` of the list guards; before and after, the model itself."""
     model, guard = network(), NanGuard(verbose=0)
     fit(model, epochs=1)
     fit(model, guard, epochs=1)
@@ -92,9 +86,7 @@ def test_table_at_the_end(capsys):
 
 @pytest.mark.parametrize("by", ["model", "list"])
 def test_steps_after_the_end_of_training(by, capsys):
-    """A loop that does not check `stopped` is told at once, and then ever less often, that its
-    steps have no effect. `fit` ends by itself.
-    """
+    """A loop is told, ever less often, that its steps have no effect; `fit` ends."""
     guard = NanGuard("stop", diagnose=False)
     inputs = keras.Input((6,))
     model = (NanGuardModel if by == "model" else keras.Model)(inputs, layers.Dense(1)(inputs))
@@ -133,9 +125,7 @@ def test_results_and_files_are_plain_keras(tmp_path):
 
 
 def test_models_of_tensors_and_models_with_a_call_of_their_own(tmp_path):
-    """Both kinds can be created from subclasses of `NanGuardModel`, in any order; stock Keras
-    cannot do this with a class in between.
-    """
+    """Stock Keras cannot create both kinds from a class in between."""
 
     def kinds(common):
         class Made(common):
@@ -261,9 +251,7 @@ def test_a_fit_of_another_base_class():
 
 @pytest.mark.parametrize("fit", ["of Keras", "of a tracker"])
 def test_callbacks_of_a_fit(monkeypatch, fit):
-    """The guard joins the callbacks that were passed: by place, or through a tracker that has
-    replaced `keras.Model.fit` by a function of any arguments.
-    """
+    """The guard joins them: by place, or through a tracker that has replaced `fit`."""
     real, seen = keras.Model.fit, []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
     model, (x, y) = network(), zoo.regression().with_poison(BAD).all

@@ -1,6 +1,4 @@
-"""A healthy run is unchanged, and a run with bad batches ends like one without them, for every
-program.
-"""
+"""Guarded runs, with bad batches or without, end like plain ones on good data."""
 
 from __future__ import annotations
 
@@ -11,15 +9,12 @@ from support.programs import PROGRAMS
 BAD = (3, 8)
 """Numbers of the bad batches."""
 
-NORMAL = {
-    *(("feed-sample-weight-bad", "graph"), ("model-many-inputs-outputs", "graph")),
-    *(("precision-mixed_float16", "graph"), ("step-gan", "graph")),
-}
-"""One of each kind for the normal run; a campaign runs all of them."""
+NORMAL = {"model-many-inputs-outputs", "precision-mixed_float16", "step-gan"}
+"""Programs of the normal run, in graph mode; a campaign runs all of them."""
 
 if zoo.BACKEND == "torch":  # where nothing is compiled
-    NORMAL |= {("model-subclassed", "eager"), ("optimizer-clipnorm", "eager")}
-    NORMAL |= {("optimizer-accumulation", "graph")}
+    NORMAL |= {"feed-sample-weight-bad", "model-subclassed", "precision-bfloat16"}
+    NORMAL |= {"optimizer-accumulation", "optimizer-clipnorm", "precision-float64"}
 
 NOT_ON_JAX = {
     "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
@@ -36,7 +31,7 @@ TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
 """XLA fuses what it compiles; two programs that mean the same may round differently."""
 
 CASES = [
-    pytest.param(name, mode, marks=() if (name, mode) in NORMAL else pytest.mark.slow)
+    pytest.param(name, mode, marks=() if name in NORMAL and mode == "graph" else pytest.mark.slow)
     for name in PROGRAMS
     for mode in ("graph", "eager")
 ]
@@ -44,9 +39,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_program(name, mode):
-    """A guarded run gives the same bits as an unguarded one, and so does one with inserted bad
-    batches.
-    """
+    """A guarded run gives the bits of an unguarded one, also with inserted bad batches."""
     reason = next((text for start, text in NOT_ON_JAX.items() if name.startswith(start)), "")
     if zoo.BACKEND == "jax" and reason:
         pytest.skip(reason)
@@ -66,4 +59,4 @@ def test_program(name, mode):
 
 def test_the_normal_run_names_programs():
     """Every case of the normal run exists."""
-    assert {name for name, _ in NORMAL} <= set(PROGRAMS)
+    assert set(PROGRAMS) >= NORMAL

@@ -46,9 +46,7 @@ def fit(model, data, *callbacks, **kwargs):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize("first", [True, False], ids=["guard first", "guard last"])
 def test_off_after_an_exception(where, error, first):
-    """An exception or Ctrl-C in another callback detaches the guard at once, while its traceback
-    still exists.
-    """
+    """The guard detaches at once, while the traceback still exists."""
     model, data = zoo.plain(), zoo.regression(batches=3)
     callbacks = [NanGuard(verbose=0), Raiser(where, error)]
     with pytest.raises(type(error)) as held:
@@ -95,9 +93,7 @@ def test_off_after_an_exception_in_the_data():
 
 @pytest.mark.parametrize("fails", ["changes", "end"])
 def test_all_is_closed_if_the_end_of_a_fit_fails(tmp_path, monkeypatch, capsys, fails):
-    """Locks, the recording and the methods of model and callbacks are released, also if the state
-    of the optimizers cannot be read any more.
-    """
+    """Locks, the recording and the methods of model and callbacks are released."""
 
     def broken(*args):
         raise ZeroDivisionError("the end")
@@ -117,8 +113,7 @@ def test_all_is_closed_if_the_end_of_a_fit_fails(tmp_path, monkeypatch, capsys, 
 
 
 def test_guard_works_again_after_an_interruption():
-    """A guard whose fit was interrupted guards the next one, on the same model or on another one.
-    """
+    """On the same model or on another one."""
     model, data, guard = zoo.plain(), zoo.regression(), NanGuard(verbose=0)
     with pytest.raises(KeyboardInterrupt):
         fit(model, data, guard, Raiser("on_train_batch_end", KeyboardInterrupt()))
@@ -131,9 +126,7 @@ def test_guard_works_again_after_an_interruption():
 
 
 def test_repeated_fits_and_recompile():
-    """One guard can be used for many fits of one model, also if the model is compiled again in
-    between.
-    """
+    """Also if the model is compiled again in between."""
     model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 5), NanGuard(verbose=0)
     for optimizer in (None, "sgd", "rmsprop"):
         if optimizer:
@@ -145,9 +138,7 @@ def test_repeated_fits_and_recompile():
 
 @pytest.mark.parametrize("used", [False, True])
 def test_two_guards(used):
-    """Of two guards in one list the first one guards, and a warning is printed once, also if the
-    second one was used before.
-    """
+    """The first one guards, and a warning is printed once, also if the second was used."""
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
     one, two = NanGuard(verbose=0), NanGuard(verbose=0)
     if used:
@@ -279,9 +270,7 @@ for path in sys.argv[1:]:
 
 
 def test_saved_models_are_plain_keras(tmp_path):
-    """A model saved during or after a guarded fit can be loaded without this library, including its
-    optimizer.
-    """
+    """They can be loaded without this library, including their optimizer."""
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 3)
     during = keras.callbacks.ModelCheckpoint(tmp_path / "during.keras", save_freq=5)
     fit(model, data, NanGuard(verbose=0), during)
@@ -297,9 +286,7 @@ def test_saved_models_are_plain_keras(tmp_path):
 
 
 def test_optimizer_stays_as_it_was():
-    """Class, config and variable list of the optimizer are those of an unguarded run, during the
-    fit and afterwards.
-    """
+    """Class, config and variables are those of an unguarded run, also during the fit."""
     look = zoo.After(lambda model: (type(o := model.optimizer), o.get_config(), [v.name for v in o.variables]))
     for guards in ([NanGuard(verbose=0)], []):
         keras.utils.set_random_seed(0)
@@ -324,9 +311,7 @@ def test_fit_inside_of_a_strategy_scope():
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
 def test_data_are_released(guarded, bad):
-    """After `fit` nothing references its iterator, and so its data; the garbage collector is not
-    needed.
-    """
+    """After `fit` nothing references its iterator, without a garbage collection."""
 
     def iterators():
         return [o for o in gc.get_objects() if any(kind.__name__ == "EpochIterator" for kind in type(o).__mro__)]

@@ -1,6 +1,4 @@
-"""Intended NaN in the state: a marker of a custom layer for "not seen yet". A number that becomes
-NaN is still found.
-"""
+"""NaN as a marker for "not seen yet" is tolerated; a number that becomes NaN is not."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ MODES = {"compiled": {}, "eager": {"run_eagerly": True}}
 
 
 class Last(layers.Layer):
-    """Stores a mean of its inputs, NaN before the first one; `reset` sets it to NaN every other
-    step.
-    """
+    """Stores a mean of its inputs, NaN before the first one; `reset` sets it to NaN again."""
 
     def __init__(self, reset=False, first=np.nan):
         super().__init__()
@@ -57,9 +53,7 @@ def fitted(built, data, *callbacks, epochs=2):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_marker_is_tolerated(tmp_path, mode, reset):
-    """Training equals that of stock Keras, if the marker becomes a number or is set again, and the
-    model is saved each epoch.
-    """
+    """Training equals that of stock Keras, also if the model is saved each epoch."""
     guard = NanGuard(verbose=0, snapshot={"every": 5})
     save = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
     stock = fitted(model(Last(reset), **MODES[mode]), zoo.regression())
@@ -95,8 +89,7 @@ def test_a_number_that_becomes_nan_is_found(mode):
 
 @pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
 def test_invalid_markers_are_found_before_the_first_step(which):
-    """NaN in a frozen weight, in a statistic, or in a state of Keras' own layers is not a marker.
-    """
+    """NaN in a weight, a statistic or a state of Keras' own layers is no marker."""
     inputs = keras.Input((6,))
     frozen, norm = layers.Dense(4, trainable=False), layers.SpectralNormalization(layers.Dense(4))
     built = keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization(name="norm")(norm(frozen(inputs)))))

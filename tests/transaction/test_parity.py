@@ -123,9 +123,7 @@ def compiled(step, xla=False):
 
 @pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
 def test_loop(kind):
-    """A GradientTape loop with `watch` and `step` gives the same numbers, and its refusals are
-    reported.
-    """
+    """A loop with `watch` and `step` gives the same numbers, and reports its refusals."""
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     step, refused = loop_step(model, optimizer), []
     if kind != "eager":
@@ -157,9 +155,7 @@ def test_random_numbers_of_a_step_after_the_end_of_training():
 
 
 def test_loop_stops(capsys):
-    """A loop in which every step is bad is stopped within a dozen steps, with unchanged weights.
-    Later steps have no effect, and the loop is told.
-    """
+    """Within a dozen steps, with unchanged weights; later steps have no effect."""
     model, guard, optimizer = network(keras.Model), NanGuard(), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):

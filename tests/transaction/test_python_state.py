@@ -1,6 +1,4 @@
-"""What a guarded run calls again, in a trial or for a diagnosis, leaves no trace in Python objects,
-variables and random generators: the run is that of plain Keras.
-"""
+"""Trials and diagnoses leave no trace in Python objects, variables and generators."""
 
 import random
 

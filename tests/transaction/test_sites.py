@@ -122,16 +122,12 @@ class TestSites:
         assert missed == []
 
     def test_nothing_else_is_reported(self, mode, precision):
-        """There are only incidents of faulty steps, and of later steps of an execution after a bad
-        state.
-        """
+        """Only faulty steps, and later ones of an execution after a bad state."""
         near = {case.step + i for case in _plan(mode, precision) for i in range(4 if mode == "steps4" else 1)}
         assert [(i.step, i.findings) for i in _guarded(mode, precision).incidents if i.step not in near] == []
 
     def test_names_the_site(self, mode, precision):
-        """The incident of a fault that is not finite names its site, or the state if it was bad
-        before the step.
-        """
+        """An incident names the site of its fault, or the state if that was bad before."""
         reported = {}
         for incident in _guarded(mode, precision).incidents:
             reported.setdefault(incident.step, incident)
@@ -151,9 +147,7 @@ class TestSites:
 
 class TestSlots:
     def test_overflow_of_a_slot(self):
-        """A momentum at the end of its range gives finite, huge weights: reported in the next step,
-        and restored.
-        """
+        """The weights become finite and huge: reported in the next step, and restored."""
         model, data, guard = *_level("graph", "float32", 24), NanGuard(verbose=0, diagnose=False)
         with inject(model, site="slots", kind="overflow", step=14):
             model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
@@ -166,9 +160,7 @@ class TestOutsideWrites:
 
     @pytest.mark.parametrize("kind", ["nan", "inf"])
     def test_detected_and_restored(self, kind):
-        """A weight, statistic or slot that another callback makes bad is reported in the next step,
-        and restored.
-        """
+        """What another callback makes bad is reported in the next step."""
         model, data = zoo.plain(dropout=False, metrics=()), zoo.regression()
         for what in ("kernel", "gamma", "moving_mean", "moving_variance", "momentum", "velocity"):
 
@@ -183,9 +175,7 @@ class TestOutsideWrites:
             assert zoo.bad_entries(model) == [], what
 
     def test_an_infinite_second_moment_of_a_large_network(self):
-        """It only stops its weight from moving. It is found in the next step, also if PyTorch does
-        not count the write.
-        """
+        """Found in the next step, also if PyTorch does not count the write."""
         model, data = keras.Sequential([keras.Input((6,)), keras.layers.Dense(200_000), keras.layers.Dense(1)]), zoo.regression()
         model.compile("adam", "mse")
 
@@ -201,9 +191,7 @@ class TestOutsideWrites:
         assert guard.incidents[0].step == 6 and zoo.bad_entries(model) == []
 
     def test_huge_behind_an_overflow(self):
-        """A huge weight whose gradients overflow is not an ordinary overflow: no step is left to
-        the loss scale.
-        """
+        """It is no ordinary overflow: no step is left to the loss scale."""
         keras.config.set_dtype_policy("mixed_float16")
         layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2, dtype="float32", name="last")]
         model, guard, data = keras.Sequential([keras.Input((6,)), *layers]), NanGuard(verbose=0), zoo.regression()
@@ -217,8 +205,7 @@ class TestOutsideWrites:
         assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e3
 
     def test_one_cure_for_one_execution(self):
-        """The steps that ran on a bad state before the host could restore it count as one incident.
-        """
+        """Steps on a bad state before the host can restore it are one incident."""
         data = zoo.regression(batches=48)
         guard = NanGuard(verbose=0, diagnose=False)
         model = zoo.plain(dropout=False, metrics=(), steps_per_execution=16)

@@ -18,9 +18,7 @@ LIMIT = 120.0
 
 
 def together(*functions):
-    """Run each function in its own thread, all at the same time; return their results or
-    exceptions.
-    """
+    """Run functions at the same time in threads; return their results or exceptions."""
     results = [None] * len(functions)
     gate = threading.Barrier(len(functions))
 
@@ -61,9 +59,7 @@ def same(one, other):
 @pytest.mark.daily("1")
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_guarded_and_plain_fits_at_a_time(rounds):
-    """Guarded fits with bad batches, one that raises and a plain one do not affect each other, and
-    leave nothing behind.
-    """
+    """They do not affect each other, also if one raises, and leave nothing behind."""
     data, bad = zoo.regression(), zoo.poison(zoo.regression(), 5)
     plain, guarded = fit(net(), data), fit(net(), bad, NanGuard(verbose=0))
     before = {name: vars(keras.Variable).get(name) for name in ("_direct_assign", "_initialize", "assign")}

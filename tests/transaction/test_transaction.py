@@ -19,9 +19,7 @@ POISONED = {3: "inputs", 4: "inputs", 7: "inputs", 9: "targets", 10: "gradients"
 
 
 def tolerance(mode: str) -> float:
-    """Return how far the results of two programs that XLA compiles separately may differ; 0 without
-    XLA.
-    """
+    """Return how far two programs that XLA compiles may differ; 0 without XLA."""
     return 1e-5 if mode == "xla" or (zoo.BACKEND == "jax" and mode != "eager") else 0.0
 
 
@@ -40,9 +38,7 @@ OPTIMIZERS = {
 
 
 def poisoned_data() -> zoo.Data:
-    """NaN, Inf and -Inf in x, NaN in y, and a target for which the loss is finite and its gradient
-    is not.
-    """
+    """NaN and infinities in x, NaN in y, and a target with a bad gradient alone."""
     data = zoo.trap(zoo.regression(batches=14))
     zoo.poison(data, 3, np.nan)
     zoo.poison(data, 4, np.inf, row=0)
@@ -86,9 +82,7 @@ def test_bad_batches_never_happened(optimizer, mode):
 
 @pytest.mark.skipif(zoo.FILLS, reason="the test above has executions of several steps, and more")
 def test_even_executions():
-    """Several steps per execution that are all filled give the same as single steps, in every
-    version of Keras.
-    """
+    """Filled executions give the same as single steps, in every version of Keras."""
     data = zoo.regression(batches=16)
     bad = (3, 4, 8, 15)
     for batch in bad:
@@ -101,9 +95,7 @@ def test_even_executions():
 @pytest.mark.daily("adam")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rewritten_graph(optimizer):
-    """If TensorFlow rewrites the arithmetic of a graph, guarded and unguarded runs agree up to
-    rounding.
-    """
+    """If TensorFlow rewrites a graph, both runs agree up to rounding."""
 
     def build():
         return zoo.plain(OPTIMIZERS[optimizer](), loss=zoo.trapped, rounded=tolerance("graph") > 0)
@@ -117,8 +109,7 @@ def test_rewritten_graph(optimizer):
 @pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_every_batch_bad(mode):
-    """If every batch is bad nothing is changed, and the bounded policy stops within a dozen steps.
-    """
+    """Nothing is changed, and the policy stops within a dozen steps."""
     data = zoo.regression(batches=24)
     data.x[:, 0] = np.nan
     run = zoo.run(lambda: zoo.plain(**zoo.MODES[mode]), data, guard="undiagnosed", epochs=3)
@@ -132,9 +123,7 @@ def test_every_batch_bad(mode):
 
 
 def test_first_step_bad():
-    """A bad first batch is refused as well: the variables that the first step creates are
-    unchanged.
-    """
+    """The variables that the first step creates are unchanged."""
     data = zoo.poison(zoo.regression(), 0)
     guarded = zoo.run(zoo.plain, data, guard="undiagnosed")
     assert zoo.differences(guarded, zoo.run(zoo.plain, data.without([0]))) == []
@@ -153,10 +142,7 @@ class Replaces(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_first_step_bad_with_a_new_optimizer(eager):
-    """A bad batch that is the first with a new optimizer leaves nothing in its slots.
-
-    A compiled step on TensorFlow keeps the old optimizer, as in Keras. Then the new one is unused.
-    """
+    """Its slots stay empty. A compiled step on TensorFlow keeps the old optimizer."""
     data = zoo.poison(zoo.regression(), 0)
 
     def build():
@@ -229,9 +215,7 @@ def test_last_batch_smaller():
 @pytest.mark.daily("5")
 @pytest.mark.parametrize("steps", [3, 5, 16])
 def test_uneven_executions(steps):
-    """An execution that the data cuts short, or that is longer than an epoch, still reports the
-    number of each step.
-    """
+    """An execution of any length reports the number of each step."""
     zoo.supported({"steps_per_execution": steps}, even=False)
     data = zoo.poison(zoo.poison(zoo.regression(), 0), 11)
     guarded = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data, guard="undiagnosed")

@@ -1,6 +1,4 @@
-"""Known failures of other guards, numbered as in a common list; other files test the remaining
-ones.
-"""
+"""Known failures of other guards, by their numbers in a common list."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def test_04_restoring_in_inference_mode():
 
 
 def test_06_silent_rollback_silent_skip(capsys):
-    """Every kind of refused step and every rollback is in the output, and all steps are in History
-    and in the incidents.
-    """
+    """Refused steps and rollbacks are in the output, History and incidents."""
     guard = guarded(verbose=1)
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
     reported = capsys.readouterr().out
@@ -92,9 +88,7 @@ def test_06_silent_rollback_silent_skip(capsys):
 
 
 def test_07_skipping_by_multiplying_with_zero():
-    """A refused step leaves no NaN, neither in the state nor in the history of losses for later
-    steps.
-    """
+    """A refused step leaves no NaN, neither in the state nor in the known losses."""
     data = zoo.regression(batches=60)
     for batch in range(20, 40, 2):
         zoo.poison(data, batch)
@@ -108,9 +102,7 @@ def test_07_skipping_by_multiplying_with_zero():
 @pytest.mark.daily("graph", "steps4")
 @pytest.mark.parametrize("mode", ["graph", "xla", "steps4"])
 def test_10_a_decision_for_each_replica(mode):
-    """One decision for each step: the same incidents lead to the same decisions, for each way of
-    compiling.
-    """
+    """The same incidents lead to the same decisions, for each way of compiling."""
     fields = ("step", "epoch", "batch", "refused")
     data = overflowing(3, 4, 5, 9)
     reported = []
@@ -158,9 +150,7 @@ def test_12_alarm_on_an_ordinary_overflow():
 
 @pytest.mark.parametrize(("where", "site"), [("x", "inputs"), ("y", "targets")])
 def test_12_bad_data_is_not_an_ordinary_overflow(where, site):
-    """With loss scaling a batch with Inf is also reported if the loss is finite and only the
-    gradients are not.
-    """
+    """Also with loss scaling, if the loss is finite and only the gradients are not."""
     keras.config.set_dtype_policy("mixed_float16")
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="tanh"), layers.Dense(1, dtype="float32")])
@@ -172,9 +162,7 @@ def test_12_bad_data_is_not_an_ordinary_overflow(where, site):
 
 
 def test_13_a_finite_loss_with_nan_predictions():
-    """Predictions that are not finite are reported although the loss is finite, in predict and in
-    evaluate.
-    """
+    """They are reported, in predict and in evaluate."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
     model.compile("sgd", lambda y, p: ops.mean(ops.where(ops.isfinite(p), p, 0.0)))
     model.layers[0].bias.assign([np.nan, 0.0])
@@ -185,9 +173,7 @@ def test_13_a_finite_loss_with_nan_predictions():
 
 
 def test_14_forensics_on_the_wrong_batch(tmp_path):
-    """With shuffled data the stored batch is the bad one, the rows are the bad rows, and the state
-    is that before the step.
-    """
+    """The stored batch of shuffled data is the bad one, and the rows are the bad rows."""
     data = zoo.regression()
     data.x[37, 2] = np.nan
     guard = NanGuard(verbose=0, directory=tmp_path)
@@ -202,9 +188,7 @@ def test_14_forensics_on_the_wrong_batch(tmp_path):
 
 
 def test_16_guard_state_that_does_not_survive(tmp_path):
-    """A run that fails at the same place after every restart stops eventually, because budgets
-    outlive the process.
-    """
+    """Budgets outlive the process: a run that fails after each restart stops."""
     crash, last = zoo.After(zoo.raising(KeyboardInterrupt), 9), None
     for restart in range(12):
         keras.backend.clear_session()

@@ -38,9 +38,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("cause", FUNCTIONS)
 def test_the_layer_is_found(cause):
-    """The eager replay is finite. The compiled one names the layer, in forward and backward pass,
-    and the state is unchanged.
-    """
+    """The eager replay is finite; the compiled one names the layer, forward and backward."""
     data = zoo.regression()
     data.x[3 * zoo.BATCH] = 200.0
 

@@ -47,9 +47,7 @@ def ahead(order):
 
 
 def test_no_step_waits(order):
-    """A verdict is read after the next step has started, except at the end of an epoch, and before
-    the state is read.
-    """
+    """A verdict is read late, except at the end of an epoch and before the state is read."""
     guard = NanGuard(verbose=0, snapshot={"every": 8, "verify_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
@@ -60,9 +58,7 @@ def test_no_step_waits(order):
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
 def test_waited_for(order, how):
-    """If anything acts between two steps, or shows the results of a step, its verdict is read
-    first.
-    """
+    """If anything acts between two steps, or shows results, the verdict is read first."""
     data = zoo.regression()
     if how == "train_on_batch":
 
@@ -115,9 +111,7 @@ BAD = {
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
 def test_the_same_without_the_bad_batches(where, steps):
-    """Neither a bad batch nor the early start of the next step leaves a trace in state, logs or
-    counts.
-    """
+    """An early start of the next step leaves no trace in state, logs or counts either."""
     bad = BAD[where]
     build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
     rule = {"name": "on", "do": "skip"}
@@ -149,9 +143,7 @@ class Waits(keras.callbacks.Callback):
 
 
 def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
-    """Compare a run with deferred verdicts with one that waits for each; return both, and the
-    number of steps that the first started in vain.
-    """
+    """Return a run with deferred verdicts, one that waits, and the steps made in vain."""
     runs, starts = [], []
     for callbacks in ([], [Waits()]):
         keras.utils.set_random_seed(0)
@@ -210,9 +202,7 @@ def test_overflows_in_a_row(count):
 
 
 class First(keras.callbacks.Callback):
-    """Runs before the guard, and records the known steps at the end of an epoch and at the start of
-    a validation.
-    """
+    """Runs before the guard, and records the known steps at the end of an epoch."""
 
     def __init__(self):
         super().__init__()
@@ -227,8 +217,7 @@ class First(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
 def test_an_epoch_ends_with_all_of_its_steps(order, for_good):
-    """The last batch of an epoch is known at its end, for any reader, and when a validation runs.
-    """
+    """Its last batch is known at its end, for any reader, and when a validation runs."""
     data, first = zoo.poison(zoo.regression(), BATCHES - 1), First()
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
@@ -256,9 +245,7 @@ def ends(data, batch):
 
 
 def test_an_interrupted_fit_reports_its_last_step(monkeypatch):
-    """The last step before an exception was bad and not yet read; it is reported before the
-    exception.
-    """
+    """It was bad and not yet read; it is reported before the exception."""
     of_data = Finding("inputs", "nonfinite"), None
     monkeypatch.setattr(Explainer, "of_error", lambda self, error: of_data)
     guard = NanGuard(verbose=0)
@@ -268,9 +255,7 @@ def test_an_interrupted_fit_reports_its_last_step(monkeypatch):
 
 
 def test_state_checks_use_the_state_of_their_step(order, monkeypatch):
-    """If the sums of a step trigger a check of the state, the host waits for the step that has
-    already started.
-    """
+    """The host waits for the step that has already started."""
 
     class Wary(NanGuard):
         def on_epoch_begin(self, epoch, logs=None):

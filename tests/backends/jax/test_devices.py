@@ -1,6 +1,4 @@
-"""JAX with several simulated devices: one verdict for all of them, and hardly any additional
-communication.
-"""
+"""JAX with simulated devices: one verdict for all, and hardly any more communication."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def on_devices(once):
 
 @pytest.mark.parametrize("what", ["data 4", "data 4 float16", "model 4"])
 def test_refused_on_all_devices(on_devices, what):
-    """A bad row on the first and on the last of four devices: the run ends like the one without
-    these batches.
-    """
+    """A bad row on the first and on the last device: as without these batches."""
     found = on_devices[what]
     assert found["steps"] == [3, 7]
     assert found["causes"] == ["input_nonfinite"] * 2
@@ -59,9 +55,7 @@ def test_rolled_back_on_all_devices(on_devices, what):
 
 
 def test_traffic_of_a_verdict(on_devices):
-    """A verdict adds as many bytes to a step on 8 devices as on 2, and as many for a large model as
-    for a small one.
-    """
+    """It adds the same bytes on 2 and on 8 devices, and for small and large models."""
     more = []
     for devices in (2, 8):
         found = on_devices[f"data {devices} traffic"]

@@ -1,6 +1,4 @@
-"""JAX with several processes: all make the same decisions, one of them writes, and a killed run is
-resumed.
-"""
+"""Several processes on JAX decide alike; one writes, and a killed run is resumed."""
 
 from __future__ import annotations
 

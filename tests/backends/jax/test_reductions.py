@@ -15,9 +15,7 @@ SHAPES = [(3,), (1024, 1024), (1100, 1000), (1_050_001,), (7, 150_001), (1, 2, 5
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_squares(shape):
-    """Half the sum of squares of all entries, each counted once; an entry that is not finite shows
-    anywhere.
-    """
+    """Each entry counts once; one that is not finite shows anywhere."""
     values = np.random.default_rng(0).standard_normal(shape).astype("float32")
     squares = jax.jit(lambda *arrays: reductions.squares(arrays, jnp.float32))
     expected = 0.5 * np.square(values, dtype="float64").sum()

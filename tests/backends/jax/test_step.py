@@ -1,6 +1,4 @@
-"""Features of JAX: steps that are functions from state to state, with or without overwriting the
-state.
-"""
+"""Steps on JAX: functions from state to state that may write over their state."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ BAD = (3, 4, 8)
 
 
 def oracle(build, data=None, where="x", tolerance=0.0, **fit):
-    """Compare three runs: unguarded, guarded, and guarded with inserted bad batches; return the
-    guarded ones.
-    """
+    """Return a guarded run and one with bad batches, both equal to an unguarded run."""
     data = data or zoo.regression()
     plain = zoo.run(build, data, **fit)
     healthy = zoo.run(build, data, guard="undiagnosed", **fit)
@@ -57,9 +53,7 @@ OPTIMIZERS = {
 
 
 def network(optimizer, **mode):
-    """Return a model without gradients that are pure rounding noise, which Adam would amplify: no
-    bias before BatchNormalization.
-    """
+    """Return a model without a bias before BatchNormalization, whose gradient is rounding."""
     model = keras.Sequential(
         [
             *(keras.Input((6,)), layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()),
@@ -107,9 +101,7 @@ def test_an_optimizer_that_overrides_assignments(kind):
 
 
 def test_an_update_that_overflows():
-    """Finite gradients times a rate give infinite weights: reported and undone, in each kind of
-    step.
-    """
+    """Finite gradients times a rate give infinite weights: reported and undone."""
     data = zoo.regression(batches=24)
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
     net = network(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([5], [1e-2, 1e30])))
@@ -143,9 +135,7 @@ def test_one_value_in_several_places():
 
 
 def test_overflow_halves_the_scale():
-    """A gradient that overflows halves the loss scale and resets its counter, and changes nothing
-    else.
-    """
+    """It also resets the counter, and changes nothing else."""
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=64.0)
     model, data, guard = zoo.plain(optimizer, dropout=False), zoo.regression(), NanGuard(verbose=0)
@@ -227,9 +217,7 @@ class Conditional(OwnStep):
 
 
 class Adversarial(keras.Model):
-    """A GAN: two optimizers, the slots of the second are variables of the model; each reads the
-    other's update.
-    """
+    """A GAN; the slots of its second optimizer are variables of the model."""
 
     def __init__(self):
         super().__init__()
@@ -287,8 +275,7 @@ STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: False, Co
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_own_step(kind):
-    """A custom train step is the same transaction; if it uses updated variables, this is detected.
-    """
+    """The same transaction; if a step uses updated variables, this is detected."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
     assert bad.guard.session.run.access.transaction.learned.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
@@ -317,9 +304,7 @@ class Keeping(OwnStep):
 
 
 def test_a_gradient_that_stays():
-    """An array that goes to the updates and also into the state, or into the logs, is not donated
-    with the others.
-    """
+    """An array that goes to the state or the logs, too, is not donated with the others."""
     _, bad = oracle(functools.partial(_own, Keeping), tolerance=1e-5)
     assert np.abs(bad.model.last.numpy()).max() > 0
 
@@ -340,9 +325,7 @@ def test_first_step_of_raw_logs_is_bad():
 
 
 def test_healthy_steps_leave_the_variables_alone(monkeypatch):
-    """The state is written to the variables only if the host reads it: at the start, for monitors
-    and snapshots.
-    """
+    """Variables are written only if the host reads them: for monitors and snapshots."""
     model, data, guard = zoo.plain(), zoo.regression(batches=40), NanGuard(verbose=0)
     calls = []
     real = model.jax_state_sync
@@ -352,8 +335,7 @@ def test_healthy_steps_leave_the_variables_alone(monkeypatch):
 
 
 def test_other_callbacks_see_the_state():
-    """A callback that reads the model, or changes it, reads and changes the state of the next step.
-    """
+    """A callback reads and changes the state of the next step."""
 
     def halve(model):
         model.layers[0].kernel.assign(model.layers[0].kernel * 0.5)
@@ -385,9 +367,7 @@ def test_counts_are_of_their_own_batch():
 
 
 def test_a_diagnosis_runs_the_compiled_step_again():
-    """Replaying a step as compiled for training, on another batch, needs no new trace, and the
-    state is unchanged.
-    """
+    """On another batch, without a new trace and without a change of the state."""
     model = network(keras.optimizers.Adam(0.01))
     data, traces, found = zoo.regression(), _traces_of(model), []
 
@@ -404,9 +384,7 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
 
 def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
-    """The same under a schedule that is lowered twice: no new trace, and the update has the current
-    rate.
-    """
+    """Under a schedule that is lowered twice: no new trace, and the current rate."""
     model = network(keras.optimizers.SGD(_schedule()))
     data, traces, found = zoo.regression(), _traces_of(model), []
 
@@ -517,9 +495,7 @@ def test_random_numbers_of_a_step_after_the_end_of_training():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_loop(compiled):
-    """A guarded loop ends like an unguarded one without the bad batches; its guard has the refused
-    steps.
-    """
+    """It ends like an unguarded one without the bad batches."""
     ends = []
     for bad in ((), BAD):
         loop, guard, refused = Loop(), NanGuard(verbose=0), []
@@ -555,9 +531,7 @@ def test_loop_with_inputs_in_a_tuple_and_targets_in_a_dict(bad, cause, path):
 
 
 def test_loop_remembers_its_batches_in_one_buffer():
-    """The batches before a refused step are known, also if the loop writes each into the same
-    array.
-    """
+    """The batches before a refused step are known, also from one array for all."""
     loop, guard, found = Loop(), NanGuard(verbose=0), []
     inputs, targets = (np.empty_like(part) for part in batches()[0])
     state = loop.state
@@ -671,9 +645,7 @@ class Interrupting:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError("no memory")])
 @pytest.mark.parametrize("wide", [8, 600], ids=["small", "large"])
 def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
-    """The new state is published before the host waits: the model has the state of the last step,
-    and the user gets the interrupt.
-    """
+    """The model has the state of the last step, and the user gets the interrupt."""
     data, started, real = zoo.regression(), [], Transaction.start
 
     def start(self, *args, **more):
@@ -698,9 +670,7 @@ def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
 
 
 def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
-    """A signal handler raises before anything has taken the new state: it is in the list to which
-    the program wrote it.
-    """
+    """The new state is in the list to which the program wrote it."""
     model, calls, real = zoo.plain(), [], StepResult.__init__
 
     def made(self, *args, **more):
@@ -724,9 +694,7 @@ HUGE = {
 
 @pytest.mark.parametrize("at", [1, 5, 11], ids=["at its start", "within an epoch", "at its end"])
 def test_one_huge_gradient(at):
-    """A single step with such gradients, read after the next one has started or at the end of the
-    epoch, is not refused.
-    """
+    """A single step with such gradients is not refused, whenever it is read."""
 
     def build():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
@@ -745,9 +713,7 @@ def test_one_huge_gradient(at):
 
 @pytest.mark.parametrize("optimizer", HUGE)
 def test_huge_gradients(optimizer):
-    """Gradients of 1e20 are finite: a step commits if and only if the results of its update are
-    finite.
-    """
+    """Gradients of 1e20: a step commits if and only if its update is finite."""
     make, commits = HUGE[optimizer]
 
     def build():
@@ -765,9 +731,7 @@ def test_huge_gradients(optimizer):
 
 
 def test_loop_of_another_library():
-    """A loop with an optimizer of another library needs no optimizer in `watch`: its state passes
-    through the step.
-    """
+    """`watch` needs no optimizer of another library: its state passes through the step."""
     loop, guard, refused = Loop(), NanGuard(verbose=0), []
     weights, other, _ = loop.state
     momentum = [jnp.zeros_like(w) for w in weights]

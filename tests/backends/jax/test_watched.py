@@ -1,6 +1,4 @@
-"""The variables in the sums of a step on JAX: exactly those that must be finite, in each kind of
-step.
-"""
+"""The variables in the sums of a step on JAX: exactly those that must be finite."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def fitted(tracks, x=X, optimizer=None, **compiling):
 
 
 def test_a_statistic_that_turns_bad_refuses_its_step():
-    """Loss and gradients are finite. The incident names the variable and counts it, and its value
-    is that from before the step.
-    """
+    """Loss and gradients are finite; the incident names and counts the variable."""
     model, guard = fitted(Tracks(lambda x, last: jnp.exp(x[0, 0])), HOT)
     assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)]
     found = [f for f in guard.incidents[0].findings if f.site == "statistics"]
@@ -110,9 +106,7 @@ def test_a_slot_that_turns_bad_is_seen_in_its_step():
 
 
 class Halves(OwnStep):
-    """Two independent networks, each with an optimizer; the variables of the second are the
-    model's.
-    """
+    """Two networks, each with an optimizer; the variables of the second are the model's."""
 
     def __init__(self, rate=0.01):
         super().__init__()
@@ -204,8 +198,7 @@ def test_weights_that_no_optimizer_moves():
 
 
 def test_a_scale_outside_of_the_state():
-    """A loop passes the state of one of two optimizers: an overflow halves the scale of that one.
-    """
+    """Of two optimizers, an overflow halves the scale of that which a loop passes."""
     loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)
     unused, used = (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0) for _ in range(2))
     for optimizer in (unused, used):

@@ -1,6 +1,4 @@
-"""The transaction of TensorFlow without a fit: single steps, several per execution, and the effects
-of each.
-"""
+"""The transaction of TensorFlow without a fit: one step or several per execution."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ without a graph.
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_bad_steps(way, several):
-    """They change nothing, and are reported with their numbers, batches and all bad sites; the
-    other logs are as without them.
-    """
+    """They change nothing; reports have numbers, batches and all bad sites."""
     plain, model = network(), network()
     expected = trained(plain, batches(X, KEPT), way)
     for step in BAD:
@@ -91,9 +87,7 @@ def test_the_part_that_xla_compiles(way, programs):
 @pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "compiled", "eager"])
 def test_bad_steps_that_are_watched(way):
-    """Without refusals each step has its plain effect, and the guard still returns a verdict and a
-    report.
-    """
+    """Without refusals a step has its plain effect, a verdict and a report."""
     plain, model = network(), network()
     expected = trained(plain, batches(WITH_BAD), way)
     logs, verdicts, reports = run(alone(model, way, refuse=False), batches(WITH_BAD), 1, way)
@@ -111,9 +105,7 @@ def test_bad_steps_that_are_watched(way):
 @pytest.mark.parametrize("where", ["weights", "slots"])
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_steps_after_a_bad_state_change_nothing(way, where):
-    """After a step that leaves a weight or a slot infinite, no later step of the execution changes
-    anything until the host allows it.
-    """
+    """No later step of the execution changes anything until the host allows it."""
     plain, model = (network(Bursting(where), Away(name="away"), built=False) for _ in range(2))
     trained(plain, batches(X, range(3)))
     transaction = alone(model, way, several=2)
@@ -196,9 +188,7 @@ def test_each_sum_alone(what, way):
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 @pytest.mark.parametrize("built", [True, False])
 def test_a_loss_scale(way, built):
-    """If only the gradients are bad it is halved, as in stock Keras, from the first step on; other
-    steps let it grow.
-    """
+    """It is halved if only the gradients are bad, as in stock Keras, and grows otherwise."""
 
     def scaled():
         inner = keras.optimizers.SGD(0.05, momentum=0.9)
@@ -232,9 +222,7 @@ def test_a_loss_scale(way, built):
 @pytest.mark.daily("deferred", "eager")
 @pytest.mark.parametrize("way", ["deferred", "kept", "eager"])
 def test_intended_infinite_values(way):
-    """Variables that a step does not write are in none of its sums, and neither are those that may
-    be infinite.
-    """
+    """Variables that a step does not write, or that may be infinite, are in no sum."""
     model = network()
     model.mark = model.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), trainable=False, name="mark")
     transaction = alone(model, way)
@@ -272,9 +260,7 @@ def test_more_reports_than_are_kept(way, set_limit):
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_each_report_has_its_batch(way):
-    """If nothing else stores the batches, the reports of refused steps have them, however late they
-    are read.
-    """
+    """If nothing else stores the batches, reports have them, however late they are read."""
     model = network()
     transaction = alone(model, way, host_has_batches=False)
     execute = execution(transaction)
@@ -297,9 +283,7 @@ def test_nothing_of_a_run_is_left():
 
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_batches_that_take_much_memory(way, set_limit):
-    """Of the refused batches that wait for the host the first is kept, and others if they fit; all
-    counts are complete.
-    """
+    """The first refused batch is kept, others if they fit; all counts are complete."""
     one = 4 * SIZE * (3 + 1)  # bytes of x and y
     for most, kept in ((1, [True, False, False]), (2 * one, [True, True, False])):
         set_limit("bytes of remembered batches", most)
@@ -311,9 +295,7 @@ def test_batches_that_take_much_memory(way, set_limit):
 
 @pytest.mark.parametrize("way", ["deferred", "kept"])
 def test_the_bits_of_plain_descent(way):
-    """A gradient that TensorFlow would fuse with its rate is still fused, although the guard reads
-    it.
-    """
+    """TensorFlow still fuses a gradient with its rate, although the guard reads it."""
     plain, model = (network(keras.optimizers.SGD(0.05)) for _ in range(2))
     trained(plain, batches(X))
     run(alone(model, way), batches(X))
@@ -347,9 +329,7 @@ class Sentinels(layers.Layer):
 @pytest.mark.parametrize("what", ["loss", "gradients", "statistics", "weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_finite_numbers_are_never_refused(way, what):
-    """A sum that overflows over finite entries decides nothing: the run equals the plain one, and
-    every reported number is finite.
-    """
+    """A sum that overflows over finite entries decides nothing, and is reported finite."""
     large = {"loss": 0.0, "gradients": 1e21}.get(what, 1.0)
 
     def loss(y, found):
@@ -389,9 +369,7 @@ def gradients_of(model, batch):
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
 def test_variables_created_by_the_first_step(way):
-    """A bad first step that builds its model leaves it unbuilt in effect, and its variables are
-    noted once.
-    """
+    """A bad first step leaves the model as if unbuilt; its variables are noted once."""
 
     def unbuilt():
         keras.utils.set_random_seed(0)
@@ -416,9 +394,7 @@ def test_variables_created_by_the_first_step(way):
 
 @pytest.mark.parametrize("way", ["deferred", "eager"])
 def test_two_loss_scales(way):
-    """Each of two optimizers that the first step builds halves its scale if all gradients are bad,
-    as in stock Keras.
-    """
+    """Each of two optimizers halves its scale if all gradients are bad, as in Keras."""
 
     def made():
         scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=scale) for scale in (64.0, 16.0)]
@@ -447,9 +423,7 @@ def test_two_loss_scales(way):
 
 @pytest.mark.parametrize("where", ["weights", "slots"])
 def test_variables_created_by_the_first_update(where):
-    """In eager execution the first step reads the variables that it has created, and is refused if
-    they are bad.
-    """
+    """An eager first step is refused if the variables that it creates are bad."""
     model = network(Bursting(where, update=0), Away(name="away"), built=False)
     before = [np.array(v) for v in model.variables]
     (verdict,) = run(alone(model, "eager"), batches(X, [0]), 1, "eager")[1]
@@ -487,9 +461,7 @@ def test_a_step_that_makes_nothing():
 
 
 def test_the_outputs_of_a_step():
-    """The outputs of a step without a trainer are unchanged, of any structure; scalars among them
-    are losses.
-    """
+    """They are unchanged, of any structure; scalars among them are losses."""
     weight = keras.Variable(np.ones((3, 1), "float32"))
     model = keras.Sequential([keras.Input((3,))])
     optimizer = keras.optimizers.SGD(0.1)
@@ -527,9 +499,7 @@ def test_the_outputs_of_a_step():
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
 def test_python_stays_python(way):
-    """TensorFlow rejects a Python condition on a tensor as in a plain step: the user's code is not
-    rewritten.
-    """
+    """TensorFlow rejects a condition on a tensor: the user's code is not rewritten."""
     model = network()
 
     def body(batch):

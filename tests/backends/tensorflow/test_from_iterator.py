@@ -1,6 +1,4 @@
-"""One step for each batch that the host reads agrees with Keras, for every kind of data and of
-model.
-"""
+"""One step for each batch that the host reads agrees with Keras, for all data."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def test_epochs_and_fits_need_no_trace_more():
 @pytest.mark.daily("2")
 @pytest.mark.parametrize("bad", [4, 0, 2])
 def test_a_train_function_of_any_number_of_steps(bad):
-    """Each step of a custom train function is counted, and a bad one reported with its number and
-    its row.
-    """
+    """A bad step has its number and its row."""
 
     class Five(Traced):
         def make_train_function(self, force=False):
@@ -134,9 +130,7 @@ def test_a_train_function_of_any_number_of_steps(bad):
 
 
 def test_a_step_that_depends_on_its_update_with_autograph():
-    """AutoGraph converts a train function of the user's own, and what the guard raises to trace a
-    step again passes through it.
-    """
+    """What the guard raises to trace a step again passes through AutoGraph."""
 
     class Decays(Traced):
         def train_step(self, data):
@@ -167,9 +161,7 @@ def test_a_step_that_depends_on_its_update_with_autograph():
 
 
 def test_functions_that_run_eagerly():
-    """With `tf.config.run_functions_eagerly` the Python code of a step runs in each step, as
-    without a guard.
-    """
+    """The Python code of a step runs in each step, as without a guard."""
     x, y = numbers(16)
     tf.config.run_functions_eagerly(True)
     try:

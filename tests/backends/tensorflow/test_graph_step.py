@@ -99,9 +99,7 @@ class Telling(keras.Model):
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_logs_that_no_metric_holds(first):
-    """After a refused step they are those of the previous step, or the worst number if there was
-    none.
-    """
+    """After a refused step they are those of the previous one, or the worst number."""
     bad, seen = X.copy(), []
     bad[first * 8 : first * 8 + 8] = np.inf
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["first"]))

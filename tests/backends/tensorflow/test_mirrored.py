@@ -1,6 +1,4 @@
-"""Under `tf.distribute.MirroredStrategy` there is one verdict for all replicas, whichever of them
-has the fault.
-"""
+"""Under `MirroredStrategy` all replicas have one verdict, whichever has the fault."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", 
 
 @pytest.mark.parametrize("name", cases(*ORACLE, "bad_target", "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
-    """Keras ends with NaN; each replica of the guarded run ends with the values of the run without
-    the bad batches.
-    """
+    """Keras ends with NaN; guarded replicas end as without the bad batches."""
     reported = result(name)
     assert reported["stock"] > 0, "the poison does nothing to Keras"
     assert reported["differences"] == []
@@ -102,9 +98,7 @@ def test_one_replica_is_not_named(result):
 
 @pytest.mark.slow
 def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
-    """An overflow on one replica lowers the loss scale on all replicas, once, and nothing else
-    changes.
-    """
+    """Once, and nothing else changes."""
     reported = result("overflow")
     assert reported["finite"] and reported["overflows"] == 1 and reported["steps"] == []
     assert reported["changed"] == {
@@ -122,8 +116,7 @@ def test_a_healthy_run_is_untouched(result, name):
 
 
 def test_observe_changes_nothing(result):
-    """Under `observe` the run ends like that of Keras, including NaN, and the replica is reported.
-    """
+    """The run ends like that of Keras, including NaN, and the replica is reported."""
     reported = result("observed")
     assert reported["same"] and reported["steps"] == [3] and reported["replicas"] == [[1]]
     assert reported["refused"] == [False]
@@ -138,9 +131,7 @@ def test_a_replica_without_rows(result):
 
 @pytest.mark.slow
 def test_train_on_batch(result):
-    """A `NanGuardModel` refuses a bad batch of `train_on_batch`, which passes all rows to every
-    replica.
-    """
+    """`train_on_batch` passes all rows to every replica."""
     reported = result("on_batch")
     assert reported["changed"] == [] and reported["steps"] == [1] and reported["replicas"] == [[0, 1]] and reported["samples"] == [[2]]
 
@@ -153,9 +144,7 @@ def test_jit_compile(result):
 
 @pytest.mark.slow
 def test_a_layer_that_leaves_its_domain(result):
-    """A diagnosis replays the step on the graph of one replica, and names the layer and the row of
-    the whole batch.
-    """
+    """A replay on the graph of one replica names the layer and the row."""
     reported = result("forward_domain")
     assert reported["finite"] and reported["steps"] == [3] and reported["replicas"] == [[1]]
     assert reported["causes"] == ["forward_domain"] and reported["samples"] == [[6]]
@@ -179,8 +168,7 @@ def test_a_second_fit_after_a_diagnosis(result):
 
 @pytest.mark.slow
 def test_four_replicas():
-    """All four replicas end alike, the one with the fault is named, and a replay names the layer.
-    """
+    """They end alike, the one with the fault is named, and a replay names the layer."""
     batches = results("4", "adam")["adam"]
     domain = results("4", "forward_domain")["forward_domain"]
     assert batches["stock"] > 0 and batches["differences"] == [] and batches["steps"] == STEPS

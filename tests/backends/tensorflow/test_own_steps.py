@@ -1,6 +1,4 @@
-"""Unusual train steps: a healthy run equals that of stock Keras to the bit, and a refused step
-undoes all of its writes.
-"""
+"""Unusual train steps: the bits of stock Keras, and a refusal undoes all writes."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def sgd():
 
 
 class Plain(keras.Model):
-    """Base of the others; `state` lists variables that a step may write, besides Keras' own lists.
-    """
+    """Base of the others; `state` lists further variables that a step may write."""
 
     def __init__(self):
         super().__init__()
@@ -230,9 +227,7 @@ def updates_inside(how, slots):
 
 
 class Adversarial(keras.Model):
-    """A GAN whose networks are not attributes; the step of the generator reads the updated
-    discriminator.
-    """
+    """A GAN whose networks are not attributes, and read one another's updates."""
 
     def __init__(self):
         super().__init__()
@@ -456,9 +451,7 @@ def seen_by_callbacks(make, x, callbacks, mode, y=Y):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [RawLoss, Doubled])
 def test_logs_are_those_that_the_step_returned(make, mode):
-    """A committed step logs its own results, under any names; a refused one logs those of the last
-    committed step.
-    """
+    """A refused step logs the results of the last committed step."""
     plain, guarded = (seen_by_callbacks(make, X, callbacks, mode) for callbacks in ([], [NanGuard(verbose=0)]))
     assert plain == guarded
     if mode == "two steps in one":
@@ -482,12 +475,7 @@ def test_a_single_batch_logs_its_own_loss():
 
 
 def test_an_optimizer_that_writes_while_it_is_built():
-    """Stock `ScheduleFreeAdamW` starts with momenta of 0 in graph mode and with the weights in
-    eager execution.
-
-    Its writes while it is built are in the trace that `tf.function` discards. A guarded run has the
-    numbers of each mode.
-    """
+    """Stock momenta are 0 in graph mode and the weights in eager mode: so in a guarded run."""
     if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
         pytest.skip("this version of Keras has no ScheduleFreeAdamW")
 
@@ -512,9 +500,7 @@ def checked_numerics():
 
 
 def test_with_check_numerics(checked_numerics):
-    """With `tf.debugging.enable_check_numerics` healthy steps run as usual, and the first bad one
-    raises the same as without the guard, before anything is written.
-    """
+    """A bad step raises as without the guard, before anything is written."""
     guard = NanGuard(verbose=0)
     same(fitted(Plain, X, Y, [guard], "graph")[1], fitted(Plain, X, Y, [], "graph")[1])
     assert guard.incidents == []

@@ -1,6 +1,4 @@
-"""A healthy run has the bits of the unguarded one: every Keras optimizer, every kind of layer, two
-hundred steps.
-"""
+"""A healthy run has the bits of the unguarded one, for all optimizers and layers."""
 
 from __future__ import annotations
 
@@ -103,7 +101,5 @@ def test_every_kind_of_layer_at_once(optimizer, epochs):
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_kind_of_layer(optimizer, network, penalty):
-    """Each kind of layer separately, so that other operations are adjacent, with and without a
-    regularizer.
-    """
+    """Other operations are adjacent, with and without a regularizer."""
     check([NETWORKS[network]], optimizer, keras.regularizers.L2(penalty) if penalty else None)

@@ -1,6 +1,4 @@
-"""Updates by fused kernels: when they are used, and that they give the bits of Keras' own
-operations.
-"""
+"""Updates by fused kernels: when they are used, and that they give Keras' bits."""
 
 from __future__ import annotations
 
@@ -94,10 +92,7 @@ IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_I
 )
 @pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
 def test_the_same_bits(kernels, name, in_turn, set_limit):
-    """A guarded run with bad batches equals the plain one without them, for each kind of update.
-
-    Updates of large weights run one after another (`in_turn`).
-    """
+    """Updates of large weights run one after another (`in_turn`)."""
     if in_turn:
         set_limit("bytes of a large TensorFlow update", 1)
     make, used = BY_KERNELS[name] if name in BY_KERNELS else (AS_IT_IS[name], {})
@@ -160,8 +155,7 @@ def test_a_moment_that_is_written_in_between(kernels):
 
 
 def test_an_epsilon_of_zero(kernels):
-    """TensorFlow's graph optimizer may change such a quotient, so a kernel would give other bits.
-    """
+    """TensorFlow may change such a quotient, so a kernel would give other bits."""
 
     def build():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
@@ -210,9 +204,7 @@ def test_other_bits_are_seen(monkeypatch, op, factor):
 
 
 class Twice(optimizers.SGD):
-    """Reads a value that it has just written, writes one variable twice, and two variables from one
-    value.
-    """
+    """Reads what it has just written; writes one variable twice, and two from one value."""
 
     def build(self, variables):
         super().build(variables)
@@ -227,9 +219,7 @@ class Twice(optimizers.SGD):
 
 
 def test_reads_its_own_writes(kernels):
-    """The order of the program is kept, and variables that were assigned one value do not share
-    memory afterwards.
-    """
+    """Variables that were assigned one value do not share memory afterwards."""
     data = zoo.regression()
     plain = zoo.run(lambda: network(Twice(0.05)), data)
     run = zoo.run(lambda: network(Twice(0.05)), data.with_poison((2,)), guard="undiagnosed")
@@ -255,8 +245,7 @@ def before(op):
 
 @pytest.mark.parametrize(("size", "waits"), [(4, False), (1024, True)])
 def test_one_by_one(size, waits):
-    """The whole update of a large weight waits for the previous one; small ones run in any order.
-    """
+    """The update of a large weight waits for the previous one; small ones do not."""
     optimizer = keras.optimizers.Adam()
     weights = [keras.Variable(tf.zeros((size, 1024))) for _ in range(3)]
     optimizer.build(weights)
